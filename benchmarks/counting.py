@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_flat.comm.shm import sent_nbytes, shared_nbytes
+from fsdp_flat.comm.shm import transports
 
 
 class Counter(TorchDispatchMode):
@@ -33,7 +33,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.ranks = ranks
         self._sent = 0.0
-        self._sent_before = sent_nbytes()
+        self._sent_before = self._sent_by_transports()
         self.collectives = 0
         self.peak = 0
         self._storages: dict[int, StorageWeakRef] = {}
@@ -43,12 +43,16 @@ class Counter(TorchDispatchMode):
     @property
     def sent(self) -> float:
         """Return the bytes sent so far."""
-        return self._sent + sent_nbytes() - self._sent_before
+        return self._sent + self._sent_by_transports() - self._sent_before
+
+    @staticmethod
+    def _sent_by_transports() -> int:
+        return sum(transport.sent_nbytes for transport in transports())
 
     @property
     def shared(self) -> int:
         """Return the bytes of shared memory for messages to other ranks of this host."""
-        return shared_nbytes()
+        return sum(transport.nbytes for transport in transports())
 
     def _note(self, tensors: Iterable[Any]) -> None:
         for each in tensors:

@@ -25,8 +25,8 @@ from fsdp_flat.layout import Interval, boxes
 from fsdp_flat.state import BoxedTensor
 
 NOTE = """\
-`python -m benchmarks.plans`: what ranks exchange to save a checkpoint, other than tensors, and the time of rank 0 for
-it on one core: pickles, the global plan and the metadata. One process makes what every rank sends; nothing is sent.
+`python -m benchmarks.plans`: the exchanges of ranks that save a checkpoint, tensors apart, and the time of rank 0 for
+them on one core: pickles, the global plan and the metadata. One process makes the messages of all; nothing is sent.
 """
 
 
@@ -80,9 +80,9 @@ def measure_dcp(ranks: int, params: int, path: Path) -> list[list[Any]]:
 
 def measure_texts(ranks: int, params: int, path: Path) -> list[list[Any]]:
     """Do the same as ``save_checkpoint`` does it, for every rank."""
-    texts = [write_files(state_of(rank, ranks, params), path, rank, lambda _: None) for rank in range(ranks)]
-    # A rank's text comes inside another one, with the sizes of its files.
-    sent = [json.dumps([text, [], ""]).encode() for text in texts]
+    rows = [write_files(state_of(rank, ranks, params), path, rank, lambda _: None) for rank in range(ranks)]
+    # A rank's text also has the sizes of its files.
+    sent = [json.dumps([each, {}, ""]).encode() for each in rows]
     _, seconds = _timed(lambda: write_metadata([json.loads(each)[0] for each in sent], path))
     return [_row("save_checkpoint: texts to rank 0", sent, seconds)]
 

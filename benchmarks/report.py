@@ -45,7 +45,7 @@ make bench BENCH="--preset communication"    # any other: see python -m benchmar
 make bench-scale                             # host time and memory by units and ranks
 make gpu                                     # one GPU: tests, the stream sanitizer, and python -m benchmarks.gpu
 python -m benchmarks.before_after --against CHECKOUT   # two versions in the same rounds
-python -m benchmarks.plans                   # what ranks exchange to save a checkpoint
+python -m benchmarks.plans                   # the exchanges of ranks that save a checkpoint
 python -m benchmarks.micro                   # collectives alone
 python -m benchmarks.report --measure        # everything, and this page
 ```

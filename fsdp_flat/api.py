@@ -64,15 +64,7 @@ def member_of(
 ) -> _Member:
     """Return the member of ``kind`` that equals ``value``, a member of it or of torch's own enum of that name.
 
-    Args:
-        kind: the enum.
-        value: the caller's argument.
-        argument: its name, for the error.
-        others: further choices of the caller, for the error.
-        error: class of the error.
-
-    Raises:
-        FsdpFlatError: of the class ``error``: there is no such member; the text lists the choices.
+    Without one, an ``error`` is raised that lists the choices, and ``others``.
     """
     if isinstance(value, kind):
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -13,22 +13,9 @@ from torch import nn
 from fsdp_flat import api, runtime, state
 from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_flat.compat.semi_private import (
-    HYBRID_SHARDING_STRATEGIES,
-    FlatParamHandle,
-    HandleTrainingState,
-    TrainingState,
-    describe_flat_params,
-    forget_tensors,
-)
-from fsdp_flat.compat.undocumented import (
-    UndocumentedMembers,
-    _get_fqn_to_param,
-    _get_grad_norm,
-    _get_param_to_fqn,
-    _optim_state_dict_type_to_config,
-    _state_dict_type_to_config,
-)
+from fsdp_flat.compat import semi_private
+from fsdp_flat.compat.semi_private import *  # noqa: F403
+from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.extras.names import named_as_plain
@@ -42,22 +29,14 @@ __all__ = [
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
-    "HYBRID_SHARDING_STRATEGIES",
     "LOW_PRECISION_HOOKS",
     "CustomPolicy",
-    "FlatParamHandle",
     "FlatParameter",
     "FullyShardedDataParallel",
-    "HandleTrainingState",
     "ModuleWrapPolicy",
-    "TrainingState",
-    "_get_fqn_to_param",
-    "_get_grad_norm",
-    "_get_param_to_fqn",
-    "_optim_state_dict_type_to_config",
-    "_state_dict_type_to_config",
 ]
 __all__ += api.__all__
+__all__ += semi_private.__all__
 
 
 class FullyShardedDataParallel(UndocumentedMembers):
@@ -156,9 +135,12 @@ class FullyShardedDataParallel(UndocumentedMembers):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without an activation-checkpoint wrapper around it."""
-        wrapped = _wrapped_module(self)
-        inner = wrapped._modules.get(CHECKPOINT_WRAPPED_MODULE)
-        return wrapped if inner is None else inner
+        inner = self._wrapped_module._modules.get(CHECKPOINT_WRAPPED_MODULE)
+        return self._wrapped_module if inner is None else inner
+
+    @property
+    def _wrapped_module(self) -> nn.Module:
+        return cast(nn.Module, self._modules[FSDP_WRAPPED_MODULE])
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute as any module does; a compiled wrapped module keeps plain names in state dicts."""
@@ -334,14 +316,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """Yield as :meth:`nn.Module.named_modules`; names have no wrapper components inside ``summon_full_params``.
 
         Then the wrapper and the wrapped module have the same name, also if the call is on a plain module around them.
-
-        Args:
-            memo: modules to leave out; those found are added.
-            prefix: prefix of the names.
-            remove_duplicate: yield each module once, under its first name.
         """
         if self._unit.phase is Phase.SUMMONED:
-            return named_as_plain(self, _wrapped_module(self), memo, prefix, remove_duplicate)
+            return named_as_plain(self, self._wrapped_module, memo, prefix, remove_duplicate)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -368,9 +345,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         Every rank must call this, except if nothing is all-gathered: with the LOCAL type, NO_SHARD, or inside
         ``summon_full_params``.
 
-        Args:
-            args: ``destination``, ``prefix`` and ``keep_vars`` by position, which torch deprecates.
-            kwargs: the same by keyword, as in :meth:`nn.Module.state_dict`.
+        Arguments are those of :meth:`nn.Module.state_dict`.
 
         Returns:
             Names and tensors; with ``rank0_only`` of the FULL type, other ranks get unmanaged tensors only.
@@ -379,7 +354,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             PhaseError: (an AssertionError) called inside a step or with parameters summoned for another type.
             UsageError: (a RuntimeError) other ranks of the group did not call it.
         """
-        return state.save_model(self, _wrapped_module(self), *args, **kwargs)
+        return state.save_model(self, self._wrapped_module, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as :meth:`nn.Module.load_state_dict`, under the names of the unwrapped model.
@@ -458,9 +433,3 @@ class FullyShardedDataParallel(UndocumentedMembers):
             "A wrapped model cannot be pickled, since each rank holds a part of it. Save model.state_dict(), take a "
             "copy with copy.deepcopy(model), or get the plain module back with fsdp_flat.unwrap(model)."
         )
-
-
-def _wrapped_module(wrapper: nn.Module) -> nn.Module:
-    wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
-    assert wrapped is not None
-    return wrapped

@@ -1,23 +1,24 @@
 """Scales losses; the decision to skip a step is reached by consensus over a process group.
 
 Each rank has the gradients of its own shards only, so an overflow may occur on one rank and must count on all.
+Differences from FSDP1's class of the same name:
 
-Extensions of FSDP1's class of the same name:
-
-* One all-reduce an ``unscale_``: the maximum of one number, for all devices together; none if the group has one rank.
-* One 0-dim flag is recorded that is 0 or 1. FSDP1 records a sum over ranks in a 1-D tensor for each device, but
+* An ``unscale_`` takes one all-reduce, of the maximum of one number for all devices; none if the group has one rank.
+* The recorded flag is 0 or 1, in a 0-dim tensor. FSDP1 records a sum over ranks in a 1-D tensor for each device, but
   torch's fused optimizers skip on exactly 1 and work with a 0-dim flag only.
 * The decision covers optimizers that unscale in their own step (``fused=True``) too.
 * The group is looked up at use, so a scaler may be made before the process group is.
 
-The names with a leading underscore that are overridden or read here belong to ``torch.amp.GradScaler``, which offers no
-public way to change its use of the flag.
+The overridden names with a leading underscore belong to ``torch.amp.GradScaler``, which offers no public way to change
+its use of the flag.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageErro
 from fsdp_flat.flat import unguarded
 
 __all__ = ["ShardedGradScaler"]
+
+_Outputs = TypeVar("_Outputs")
 
 
 class ShardedGradScaler(GradScaler):
@@ -63,31 +66,12 @@ class ShardedGradScaler(GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         _check_group(process_group)
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
     # -- scaling -----------------------------------------------------------------------------------------------------
 
-    @overload
-    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
-
-    def scale(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor | Iterable[torch.Tensor]:
+    def scale(self, outputs: _Outputs) -> _Outputs:
         """Multiply outputs, usually the loss, by the scale.
 
         Args:
@@ -103,11 +87,23 @@ class ShardedGradScaler(GradScaler):
         """
         if not self._enabled:
             return outputs
-        return self._scaled(outputs, {})
+        scaled: _Outputs = self._scaled(outputs, {})
+        return scaled
 
     def _scaled(self, value: Any, scales: dict[torch.device, torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            return (value * self._scale_on(value.device, scales)).to(value.dtype)
+            device = value.device
+            if device.type == "meta":
+                raise PhaseError(
+                    "scale() got a tensor on device meta, which has no value; materialize the model first."
+                )
+            if self._scale is None:
+                # The first device becomes the scale's own.
+                self._lazy_init_scale_growth_tracker(device)
+            assert self._scale is not None
+            if device not in scales:
+                scales[device] = self._scale.to(device, non_blocking=True)
+            return (value * scales[device]).to(value.dtype)
         # Iterating over a mapping gives its keys, over a string more strings.
         if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
             raise OptionError(
@@ -119,17 +115,6 @@ class ShardedGradScaler(GradScaler):
             return scaled
         kind: Any = type(value)
         return kind(*scaled) if hasattr(value, "_fields") else kind(scaled)
-
-    def _scale_on(self, device: torch.device, scales: dict[torch.device, torch.Tensor]) -> torch.Tensor:
-        """Return the scale's copy on a device; the first device requested becomes the scale's own."""
-        if device.type == "meta":
-            raise PhaseError("scale() got a tensor on device meta, which has no value; materialize the model first.")
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-        assert self._scale is not None
-        if device not in scales:
-            scales[device] = self._scale.to(device, non_blocking=True)
-        return scales[device]
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -205,12 +190,9 @@ class ShardedGradScaler(GradScaler):
                 "skip a step; make the scaler with a group of this rank."
             )
         device = home if size == 1 else _exchange_device(group, home, self._device)
-        total: torch.Tensor | None = None
-        for flag in flags.values():
-            # Copies to the CPU are synchronous: they might be read before they are complete.
-            own = flag.to(device, non_blocking=device.type != "cpu")
-            total = own if total is None else torch.maximum(total, own)
-        assert total is not None
+        # Copies to the CPU are synchronous: they might be read before they are complete.
+        own = [flag.to(device, non_blocking=device.type != "cpu") for flag in flags.values()]
+        total = functools.reduce(torch.maximum, own)
         if size > 1:
             assert group is not None
             total = begin_all_reduce(total, RankGroup.of(group), largest=True).wait()
@@ -233,19 +215,11 @@ class ShardedGradScaler(GradScaler):
         """
         if not self._enabled:
             return
-        scale, tracker = self._check_scale_growth_tracker("update")
+        _, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._check_new_scale(new_scale)
-            if isinstance(new_scale, torch.Tensor):
-                scale.copy_(new_scale.reshape(()))
-            else:
-                scale.fill_(new_scale)
-            self._per_optimizer_states.clear()
+            super().update(self._checked(new_scale))
             return
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
-        if not flags:
+        if not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
             raise PhaseError(
                 "update() was called, but no inf check was recorded since the last one. Call step(optimizer) or "
                 "unscale_(optimizer) first, on every rank."
@@ -253,15 +227,11 @@ class ShardedGradScaler(GradScaler):
         # Growth happens when the count equals the interval, so without this a shortened interval might never be
         # reached.
         tracker.clamp_(max=self._growth_interval - 1)
-        if scale.device.type == "cpu":
-            self._amp_update_scale_cpu_(torch.stack(flags).amax())
-            self._per_optimizer_states.clear()
-        else:
-            super().update()
+        super().update()
 
-    def _check_new_scale(self, new_scale: Any) -> None:
+    def _checked(self, new_scale: Any) -> float | torch.Tensor:
         if isinstance(new_scale, (int, float)):
-            return
+            return float(new_scale)
         wanted = f"new_scale must be a number or a tensor of one element on {self._device} with requires_grad=False"
         if not isinstance(new_scale, torch.Tensor):
             raise PhaseError(f"{wanted}; got {type(new_scale).__name__}.")
@@ -270,21 +240,13 @@ class ShardedGradScaler(GradScaler):
                 f"{wanted}; got {new_scale.numel()} elements on {new_scale.device} with "
                 f"requires_grad={new_scale.requires_grad}."
             )
+        return new_scale.reshape(())
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        """Back off or count towards growth, for a scale on the CPU; keep a scale that would overflow."""
+        """Back off or count towards growth; FSDP1's step for a scale on the CPU."""
         scale, tracker = self._check_scale_growth_tracker("update")
-        if found_inf.item():
-            scale.mul_(self._backoff_factor)
-            tracker.zero_()
-            return
-        tracker.add_(1)
-        if tracker.item() != self._growth_interval:
-            return
-        tracker.zero_()
-        grown = scale * self._growth_factor
-        if grown.isfinite().item():
-            scale.copy_(grown)
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        torch._amp_update_scale_(scale, tracker, found_inf, *factors)
 
 
 def _check_group(group: Any) -> None:
@@ -303,19 +265,12 @@ def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.d
 
     The choice depends on values that are equal on every rank, so not on the devices of gradients.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    for device in (home, torch.device(configured), accelerator):
-        if device is not None and _has_backend(group, device):
-            return device
+    for device in (home, torch.device(configured), torch.accelerator.current_accelerator()):
+        with contextlib.suppress(RuntimeError):
+            if device is not None:
+                group._get_backend(device)
+                return device
     return home
-
-
-def _has_backend(group: Any, device: torch.device) -> bool:
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _gradients_to_unscale(

@@ -199,8 +199,8 @@ def test_the_shared_memory_transport_is_used_through_its_interface_alone() -> No
     assert found == []
 
 
-# One file for torch's private names in each package that needs them, and the module behind ``python -m``.
-SAME_BASENAMES = {"__init__", "_torch", "migrate"}
+# One file for torch's private names in each package that needs them.
+SAME_BASENAMES = {"__init__", "_torch"}
 # FSDP1's name for the view of a handle that it does not document.
 SAME_NAMES = {"FlatParamHandle", "main"}
 

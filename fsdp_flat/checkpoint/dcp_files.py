@@ -3,7 +3,7 @@
 torch's planners, storage writer, storage reader and ``dcp.load`` do the work. Two things are done here instead.
 
 Coordination: ``dcp.save`` gathers a pickled plan from each rank, scatters the merged plans, gathers the results and
-broadcasts the metadata. Here each rank writes its files at once, and rank 0 merges one JSON text from each, which is
+broadcasts the metadata. Here each rank writes its files at once, and rank 0 merges JSON rows from each, which is
 less to receive and to send and takes rank 0 less time. docs/performance.md has the figures of both
 (``python -m benchmarks.plans``).
 
@@ -14,30 +14,35 @@ Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``Defau
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp_flat.checkpoint.consensus import Consensus, boxed_state_dict, unpacked
+from fsdp_flat.checkpoint.file_formats import files_of_ranks
 from fsdp_flat.comm import dtype_from_name
-from fsdp_flat.errors import LoadError
+from fsdp_flat.errors import LoadError, some_of
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.state import OptimContents, contents_of, load_optim_state, template_states
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -56,18 +61,14 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
 
 
-def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]) -> str:
-    """Write this rank's files of a checkpoint, without communication.
+def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]) -> list[Any]:
+    """Write this rank's files of a checkpoint, and return a row for each part, which JSON can hold.
 
     Args:
-        state: nested dicts of tensors, and of ``bytes`` made by ``torch.save``; of a tensor that several ranks have in
-            full, at least one passes it.
+        state: nested dicts of tensors, and of ``bytes`` made by ``torch.save``.
         path: the directory.
         rank: the rank, which names the files.
         update: called with the size of each tensor in bytes as it is written.
-
-    Returns:
-        A text for :func:`write_metadata`.
     """
     with _torch_warnings_ignored():
         # Files are on disk (sync_files) before their record is.
@@ -78,34 +79,28 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         # The writer names files by the position of a plan in the list of all ranks' plans.
         plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
         written = {result.index: result for result in writer.write_data(planner.finish_plan(plan), planner).wait()}
-    rows = []
+    rows: list[Any] = []
     for item in plan.items:
-        result, tensor = written[item.index], item.tensor_data
-        where = result.storage_data
-        kind: list[Any] = []
+        result, tensor, kind = written[item.index], item.tensor_data, list[Any]()
         if tensor is not None:
             chunk = tensor.chunk
             kind = [item.type.name, chunk.offsets, chunk.sizes, str(tensor.properties.dtype), tensor.size]
+        where = result.storage_data
         # The planner's data: the nested keys of a flattened name.
         keys = plan.planner_data[item.index.fqn]
         rows.append([keys, kind, result.size_in_bytes, where.relative_path, where.offset, where.length])
-    return json.dumps(rows)
+    return rows
 
 
-def write_metadata(texts: Sequence[str], path: Path) -> None:
-    """Write the metadata of a checkpoint, on one rank.
+def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
+    """Write the metadata of a checkpoint, on one rank, from the results of :func:`write_files` by rank.
 
-    Args:
-        texts: results of :func:`write_files`, by rank. Of a part that several ranks have written, the first counts.
-        path: the directory.
-
-    Raises:
-        ValueError: the parts do not make up the tensors.
+    Of a part that several ranks have written, the first counts. Raises if the parts do not make up the tensors.
     """
     plans, results = [], []
-    for text in texts:
+    for rows in each_rows:
         items, keys_of, written = [], {}, []
-        for keys, kind, nbytes, *where in json.loads(text):
+        for keys, kind, nbytes, *where in rows:
             item = _item(".".join(keys), kind)
             items.append(item)
             keys_of[item.index.fqn] = tuple(keys)
@@ -151,27 +146,6 @@ class _SafeUnpickler(pickle.Unpickler):
         raise LoadError(f"The checkpoint's .metadata refers to {module}.{name}, which no metadata of tensors does.")
 
 
-class SafeReader(dcp.FileSystemReader):
-    """Extends ``FileSystemReader`` to unpickle only the types of tensor metadata, and only once."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of the checkpoint.
-
-        Raises:
-            LoadError: it refers to any other type.
-        """
-        metadata = self._metadata
-        if metadata is None:
-            with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
-                metadata = self._metadata = _SafeUnpickler(file).load()
-        assert metadata is not None
-        meta = metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        meta.load_id = self.load_id
-        return metadata
-
-
 class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
     """Extends torch's planner to load values other than tensors with ``weights_only``."""
 
@@ -180,40 +154,48 @@ class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = loaded
 
 
-def read_into(state: dict[str, Any], reader: SafeReader) -> None:
-    """Read this rank's part of a checkpoint into the tensors of ``state``, without communication.
+class SafeReader(dcp.FileSystemReader):
+    """Reads a checkpoint, without communication; unpickles only the types of tensor metadata, and only once."""
 
-    Args:
-        state: nested dicts of tensors.
-        reader: reader of the checkpoint's directory.
+    @cached_property
+    def _metadata(self) -> Metadata:
+        with open(Path(self.path, ".metadata"), "rb") as file:
+            found: Metadata = _SafeUnpickler(file).load()
+        return found
 
-    Raises:
-        LoadError: the files cannot be read.
-    """
-    _load(state, reader, _SafeLoadPlanner())
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata of the checkpoint; raise if it refers to any other type."""
+        return self._metadata
 
+    def tensors_in(self, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the full shape and the dtype of each tensor below ``prefix``, by the rest of its name."""
+        found = self.read_metadata().state_dict_metadata
+        return {
+            name.removeprefix(prefix): (tuple(entry.size), entry.properties.dtype)
+            for name, entry in found.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
 
-def read_value(fqn: str, reader: SafeReader) -> Any:
-    """Read a value other than a tensor, under its flattened name.
+    def read_into(self, state: dict[str, Any]) -> None:
+        """Read this rank's part of a checkpoint into the tensors of ``state``, nested dicts."""
+        self._load(state, _SafeLoadPlanner())
 
-    Raises:
-        LoadError: the files cannot be read.
-    """
-    state = {fqn: None}
-    _load(state, reader, _SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
-    return state[fqn]
+    def read_value(self, fqn: str) -> Any:
+        """Read a value other than a tensor, under its flattened name."""
+        state = {fqn: None}
+        self._load(state, _SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+        return state[fqn]
 
-
-def _load(state: dict[str, Any], reader: SafeReader, planner: _SafeLoadPlanner) -> None:
-    try:
-        with _torch_warnings_ignored():
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        # torch's is no Exception, and wraps whatever was raised, a KeyboardInterrupt too.
-        cause = next((raised for raised, _ in error.failures.values()), error)
-        if isinstance(cause, LoadError) or not isinstance(cause, (Exception, CheckpointException)):
-            raise cause from None
-        raise LoadError(f"{reader.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
+    def _load(self, state: dict[str, Any], planner: _SafeLoadPlanner) -> None:
+        try:
+            with _torch_warnings_ignored():
+                dcp.load(state, storage_reader=self, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            # torch's is no Exception, and wraps whatever was raised, a KeyboardInterrupt too.
+            cause = next((raised for raised, _ in error.failures.values()), error)
+            if isinstance(cause, LoadError) or not isinstance(cause, (Exception, CheckpointException)):
+                raise cause from None
+            raise LoadError(f"{self.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
 
 
 @contextmanager
@@ -223,3 +205,86 @@ def _torch_warnings_ignored() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", module="torch")
         yield
+
+
+def load_files(path: Path, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus) -> Any:
+    """Load a checkpoint whose files have been verified; return this rank's ``extra``. Every rank must call this."""
+    # Everything is read and checked, on all ranks, before anything is changed.
+    with together.propagate_errors():
+        reader = SafeReader(path)
+        plain, extra = _saved_values(reader, together)
+        template: dict[str, Any] = {}
+        template["model"], own_names = _model_template(model, reader)
+        if optim is not None:
+            if "optim" not in plain:
+                raise LoadError(f"{path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
+            contents = contents_of(optim)
+            states, deferred = _optim_template(model, contents, reader)
+            template["optim"] = {"state": states}
+        reader.read_into(template)
+        if optim is not None:
+            parts: list[dict[str, dict[str, Any]]] = [plain["optim"]["state"], states, deferred]
+            rows: dict[str, dict[str, Any]] = {}
+            for fqn, row in (item for part in parts for item in part.items()):
+                rows.setdefault(fqn, {}).update(row)
+            state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
+            loaded = load_optim_state(model, contents, state)
+    if optim is not None:
+        # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
+        with together.propagate_errors():
+            optim.load_state_dict(loaded)
+    values = {**template["model"], **plain["model"]}
+    model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
+    return extra
+
+
+def _saved_values(reader: SafeReader, together: Consensus) -> tuple[dict[str, Any], Any]:
+    """Read the values that are no tensors, and this rank's ``extra``: rank 0's if another number of ranks saved it."""
+    # Of format 1: a rank's extra, and the rows of parameters of which it has elements.
+    each = [unpacked(file.read_bytes()) for file in files_of_ranks(Path(reader.path))]
+    if not each:
+        num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
+        rank = together.rank if num_ranks == together.size else 0
+        return reader.read_value("plain"), reader.read_value(f"extra.{rank}")
+    plain = each[0]
+    for other in each if "optim" in plain else ():
+        plain["optim"]["state"] = {**other["optim"]["state"], **plain["optim"]["state"]}
+    return plain, each[together.rank if len(each) == together.size else 0]["extra"]
+
+
+def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Create tensors to read the model's files into, and check the files' names and shapes against the model.
+
+    Returns the tensors, and the names in the model's own state dict, by the files' names.
+    """
+    values = boxed_state_dict(model, copy=True)
+    own = {clean_fqn(name): name for name in values}
+    template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
+    saved = {name: shape for name, (shape, _) in reader.tensors_in("model.").items()}
+    problems = [f"{name!r} is missing there" for name in template if name not in saved]
+    problems += [f"{name!r} is not in the model" for name in saved if name not in template]
+    problems += [
+        f"{name!r} has shape {saved[name]} there and {tuple(value.shape)} in the model"
+        for name, value in template.items()
+        if name in saved and saved[name] != tuple(value.shape)
+    ]
+    if problems:
+        raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 5, '; ')}. Nothing was loaded.")
+    return template, own
+
+
+def _optim_template(
+    model: nn.Module, contents: OptimContents, reader: SafeReader
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Create tensors to read the optimizer's files into; and states that are full tensors, read on demand."""
+    wanted: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for key, shape_and_dtype in reader.tensors_in("optim.state.").items():
+        fqn, _, name = key.rpartition(".")
+        wanted.setdefault(fqn, {})[name] = shape_and_dtype
+
+    def read(fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        into = torch.zeros(shape, dtype=dtype)
+        reader.read_into({"optim": {"state": {fqn: {name: into}}}})
+        return into
+
+    return template_states(model, wanted, read, owners=contents.owners)

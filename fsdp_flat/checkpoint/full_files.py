@@ -1,7 +1,4 @@
-"""Streams full models between ranks and files, so that never more than one parameter is unsharded.
-
-``save_full`` writes safetensors files one parameter at a time; ``load_full`` reads each rank's slices of them.
-"""
+"""Streams full models to and from safetensors files, so that never more than one parameter is unsharded."""
 
 from __future__ import annotations
 
@@ -17,9 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, boxed_state_dict, progress_bar
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
-from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.checkpoint.consensus import (
+    LOADING,
+    SAVING,
+    Consensus,
+    boxed_state_dict,
+    is_replica,
+    progress_bar,
+    shard_group_of,
+)
+from fsdp_flat.checkpoint.file_formats import FileWriter, read_safetensors
+from fsdp_flat.comm import P2PChannels
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
@@ -29,29 +34,22 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """Describes one entry of a model's state dict.
 
     Attributes:
-        name: name in the unwrapped model.
         value: a plain tensor that every rank has (a buffer, an ignored parameter), or the DTensor of a parameter that
             ``fully_shard`` has sharded; None for any other managed parameter.
-        shape, dtype: those of the full stored tensor.
-        param: the managed parameter, or None.
-        same_as: an earlier name of the same tied parameter, or None.
+        template: a tensor on the meta device, of the full shape and the dtype to store.
+        same_as: an earlier name of the same tied parameter.
     """
 
     name: str
     value: torch.Tensor | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    param: IndexedParam | None = None
-    same_as: str | None = None
-
-    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the entry if floating-point tensors are converted to ``dtype``."""
-        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+    template: torch.Tensor
+    param: IndexedParam | None
+    same_as: str | None
 
     def held(self) -> torch.Tensor:
         """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (a view; 1-D if flat)."""
@@ -61,55 +59,45 @@ class _Entry:
         return self.param.local
 
 
-def _entries_of(model: nn.Module, *, keep: Callable[[str], bool] | None, trainable_only: bool = False) -> list[_Entry]:
+def _entries_of(
+    model: nn.Module,
+    keep: Callable[[str], bool] | None,
+    *,
+    dtype: torch.dtype | None = None,
+    trainable_only: bool = False,
+) -> list[_Entry]:
     """List the entries of a model's state dict in its order, without communication; see :func:`save_full`."""
     index = ParamIndex(model)
     by_name = {**index.by_name, **index.dtensors_by_name}
-    # The state dict of a compiled model has torch.compile's prefix in its names.
-    template = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
-    params = model.named_parameters() if trainable_only else ()
-    trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
+    trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
     found: list[_Entry] = []
     first: dict[IndexedParam, str] = {}
-    for name, value in template.items():
+    for raw, value in boxed_state_dict(model).items():
+        # The state dict of a compiled model has torch.compile's prefix in its names.
+        name = clean_fqn(raw)
         param = by_name.get(name)
-        if trainable_only:
-            is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
-            if not is_trainable:
-                continue
-        if keep is not None and not keep(name):
+        is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
+        if (trainable_only and not is_trainable) or (keep is not None and not keep(name)):
             continue
         if not isinstance(value, torch.Tensor):
             raise UnsupportedError(
                 f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
                 "with keep=..., and save it beside the tensors."
             )
-        if param is None:
-            found.append(_Entry(name, value.detach(), tuple(value.shape), value.dtype))
-            continue
-        same_as = None if first.setdefault(param, name) == name else first[param]
-        shown = value.detach() if isinstance(value, DTensor) else None
-        found.append(_Entry(name, shown, param.full_shape, param.handle.orig_dtype, param, same_as))
+        stored = value.dtype if param is None else param.handle.orig_dtype
+        if dtype is not None and stored.is_floating_point:
+            stored = dtype
+        shape = value.shape if param is None else torch.Size(param.full_shape)
+        same_as = None if param is None or first.setdefault(param, name) == name else first[param]
+        plain = value.detach() if param is None or isinstance(value, DTensor) else None
+        found.append(_Entry(name, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
     return found
-
-
-def _shard_group(entries: list[_Entry]) -> RankGroup:
-    """Return the one shard group of all entries; a group of one rank if none is sharded."""
-    rank_groups = {entry.param.rank_group for entry in entries if entry.param is not None}
-    sharded = [rank_group for rank_group in rank_groups if rank_group.size > 1]
-    if len(sharded) > 1:
-        raise UnsupportedError(
-            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
-            "Stream the parts one by one, or use SHARDED_STATE_DICT."
-        )
-    return sharded[0] if sharded else RankGroup(None, 0, 1)
 
 
 def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
-    Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
-    tensor-parallel group must call this too, and all of them get the tensor.
+    Every rank of the shard group, and of the groups of tensor parallelism, must call this.
     """
     if entry.param is None:
         return None if entry.value is None else entry.value.clone()
@@ -154,8 +142,8 @@ def iter_full_state_dict(
         UnsupportedError: units sharded over different groups, or an entry that is not a tensor.
         PhaseError: called in the middle of a step.
     """
-    entries = _entries_of(model, keep=keep, trainable_only=trainable_only)
-    rank_group = _shard_group(entries)
+    entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
+    rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
         raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
     channels, position = P2PChannels(), 0
@@ -163,7 +151,7 @@ def iter_full_state_dict(
         for entry in entries:
             position += 1
             full = _full_tensor_on(entry, dst, channels)
-            yield entry.name, full if full is None or dtype is None else full.to(entry.dtype_in(dtype))
+            yield entry.name, None if full is None else full.to(entry.template.dtype)
     finally:
         for entry in entries[position:]:
             _full_tensor_on(entry, dst, channels)
@@ -196,8 +184,7 @@ def save_full(
         keep: returns whether to save the entry of a name; the same on every rank.
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.
         max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
-        spread: the ranks of the shard group write files in parallel, in turn, instead of rank 0 alone; all of them
-            must share one file system.
+        spread: the ranks of the shard group, which share a file system, write files in parallel; else rank 0 alone.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
@@ -214,145 +201,90 @@ def save_full(
     with together.propagate_errors():
         if max_file_bytes <= 0:
             raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
-        entries = _entries_of(model, keep=keep, trainable_only=trainable_only)
+        entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
-        rank_group = _shard_group(entries)
+        rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
         # Replicas and ranks that do not write only take part in the transfers.
-        rank = None if _is_replica(model) else rank_group.rank
+        rank = None if is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
-        files = _planned(entries, dtype, max_file_bytes, num_writers)
+        directory = Path(directory)
+        files = _planned(entries, directory, max_file_bytes)
+        own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-    directory = Path(directory)
-    written = _Attempts()
+    by_name = {entry.name: entry for entry in entries}
+    channels = P2PChannels()
+    error: Exception | None = None
     with bar(sum(file.nbytes for file in files)) as update:
-        for start in range(0, len(files), num_writers):
-            _write_batch(files[start : start + num_writers], rank, directory, written, update)
+        for writer, file, name in _in_turn(files, num_writers):
+            template = file.tensors[name]
+            full = _full_tensor_on(by_name[name], writer, channels)
+            update(template.nbytes)
+            # A rank that has failed still takes part in the remaining transfers.
+            if writer == rank and full is not None and error is None:
+                try:
+                    file.write(name, full.to(template.dtype))
+                except Exception as raised:
+                    error = raised
     try:
-        together.fail(written.error)
+        together.fail(error)
     except Exception:
-        for writer in written.writers:
-            writer.discard()
+        for file in own:
+            file.discard()
         raise
     with together.propagate_errors():
         # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
         if rank == 0:
             (directory / INDEX_NAME).unlink(missing_ok=True)
     with together.propagate_errors():
-        for writer in written.writers:
-            writer.commit()
+        for file in own:
+            file.commit()
     with together.propagate_errors():
         if rank == 0:
             _finish(directory, files)
     return directory
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """Describes one file of a full save.
-
-    Attributes:
-        name: its name.
-        writer: the rank of the shard group that writes it.
-        infos: by entry, dtype and shape in the file.
-        aliases: by another name of a tied parameter, the name in this file.
-    """
-
-    name: str
-    writer: int
-    infos: dict[_Entry, TensorInfo]
-    aliases: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file's tensors in bytes."""
-        return sum(info.nbytes for info in self.infos.values())
-
-    def open(self, directory: Path) -> FileWriter:
-        """Open the file for writing."""
-        directory.mkdir(parents=True, exist_ok=True)
-        infos = {entry.name: info for entry, info in self.infos.items()}
-        return FileWriter(directory / self.name, infos, {"format": "pt", **self.aliases})
-
-
-def _planned(entries: list[_Entry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int) -> list[_File]:
-    groups: list[dict[_Entry, TensorInfo]] = [{}]
+def _planned(entries: list[_Entry], directory: Path, max_file_bytes: int) -> list[FileWriter]:
+    """Divide the tensors among files."""
+    groups: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for entry in entries:
         if entry.same_as is not None:
             continue
-        info = TensorInfo(entry.dtype_in(dtype), entry.shape)
-        if groups[-1] and size + info.nbytes > max_file_bytes:
+        if groups[-1] and size + entry.template.nbytes > max_file_bytes:
             groups.append({})
             size = 0
-        groups[-1][entry] = info
-        size += info.nbytes
+        groups[-1][entry.name] = entry.template
+        size += entry.template.nbytes
     total = len(groups)
     names = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     files = []
-    for index, (name, group) in enumerate(zip(names, groups, strict=True)):
-        here = {entry.name for entry in group}
-        aliases = {each.name: each.same_as for each in entries if each.same_as is not None and each.same_as in here}
-        files.append(_File(name, index % num_writers, group, aliases))
+    for name, group in zip(names, groups, strict=True):
+        aliases = {entry.name: entry.same_as for entry in entries if entry.same_as in group}
+        files.append(FileWriter(directory / name, group, {"format": "pt", **aliases}))
     return files
 
 
-def _is_replica(model: nn.Module) -> bool:
-    """Return whether this rank is a replica of a rank that writes."""
-    groups = [unit.options.groups for unit in units_of(model)]
-    sharded = [each for each in groups if each.shard.size > 1]
-    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
-    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
+def _in_turn(files: list[FileWriter], num_writers: int) -> Iterator[tuple[int, FileWriter, str]]:
+    """Yield writer, file and name of each tensor: one of each file in turn, so that the writers work in parallel."""
+    for start in range(0, len(files), num_writers):
+        batch = files[start : start + num_writers]
+        for names in zip_longest(*(file.tensors for file in batch)):
+            for writer, (file, name) in enumerate(zip(batch, names, strict=True)):
+                if name is not None:
+                    yield writer, file, name
 
 
-class _Attempts:
-    """Runs calls until one raises: a rank that fails still takes part in the remaining transfers."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.writers: list[FileWriter] = []
-
-    def run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call ``call`` unless an earlier call has raised; return its result, or None."""
-        try:
-            return call(*args) if self.error is None else None
-        except Exception as error:
-            self.error = error
-            return None
-
-
-def _write_batch(
-    batch: list[_File], rank: int | None, directory: Path, written: _Attempts, update: Callable[[int], object]
-) -> None:
-    """Send the full tensors of a batch of files to their writers, and write this rank's file."""
-    own = next((file for file in batch if file.writer == rank), None)
-    writer = None if own is None else written.run(own.open, directory)
-    if writer is not None:
-        written.writers.append(writer)
-    channels = P2PChannels()
-    # One tensor of each file in turn, so that the writers work in parallel.
-    for row in zip_longest(*(file.infos.items() for file in batch)):
-        for file, item in zip(batch, row, strict=True):
-            if item is None:
-                continue
-            entry, info = item
-            full = _full_tensor_on(entry, file.writer, channels)
-            update(info.nbytes)
-            if writer is not None and file is own and full is not None:
-                written.run(writer.write, entry.name, full.to(info.dtype))
-    if writer is not None:
-        written.run(writer.close)
-
-
-def _finish(directory: Path, files: list[_File]) -> None:
+def _finish(directory: Path, files: list[FileWriter]) -> None:
     """Remove the files of an earlier save that were not replaced, and write the index."""
-    names = {file.name for file in files}
+    written = {file.path.name for file in files}
     for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
-        if path.name not in names:
+        if path.name not in written:
             path.unlink(missing_ok=True)
     if len(files) > 1:
         total = sum(file.nbytes for file in files)
-        places = {entry.name: file.name for file in files for entry in file.infos}
+        places = {name: file.path.name for file in files for name in file.tensors}
         partial = directory / (INDEX_NAME + ".partial")
         partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
         partial.replace(directory / INDEX_NAME)
@@ -389,85 +321,65 @@ def load_full(
             # Load into the buffers in their registered dtype, not into copies in the compute dtype.
             stack.enter_context(unit.buffers.exact())
         with together.propagate_errors():
-            source = _source(Path(path))
-            entries = _entries_of(model, keep=keep)
-            missing, unexpected = _compare(entries, source, strict=strict, path=path)
-            for entry in entries:
+            tensors, names = _stored_in(Path(path))
+            entries = _entries_of(model, keep)
+            found = {entry.name: names[entry.name] for entry in entries if entry.name in names}
+            missing = [entry.name for entry in entries if entry.name not in found and entry.same_as not in found]
+            known = set(found.values())
+            unexpected = [name for name in tensors if name not in known]
+            problems = [
+                f"{entry.name!r} has shape {tuple(shape)} in the file, {tuple(entry.template.shape)} in the model"
+                for entry in entries
+                if entry.name in found and (shape := tensors[found[entry.name]].shape) != entry.template.shape
+            ]
+            if strict and missing:
+                problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
+            if strict and unexpected:
+                problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
+            if problems:
+                raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
+            for entry in (entry for entry in entries if entry.name in found):
                 # A tied parameter is read once, under any of its names in the file.
-                if (name := source.name_for(entry.name)) is not None:
-                    planned.setdefault(entry.same_as or entry.name, (entry, source.local_shard(name, entry)))
+                part = _local_part(entry, tensors[found[entry.name]])
+                planned.setdefault(entry.same_as or entry.name, (entry, part))
         with torch.no_grad():
             for unit in units_of(model):
                 unit.reshard()
                 unit.adopt_changes()
                 for handle in unit.handles:
                     handle.views.bump_version()
-            for entry, local_shard in planned.values():
+            for entry, local_part in planned.values():
                 target = entry.held()
-                target.copy_(local_shard.view(target.shape))
+                target.copy_(local_part.view(target.shape))
     return missing, unexpected
 
 
-def _compare(entries: list[_Entry], source: _Source, *, strict: bool, path: str | Path) -> tuple[list[str], list[str]]:
-    known = {source.name_for(entry.name) for entry in entries}
-    missing = [
-        entry.name
-        for entry in entries
-        if source.name_for(entry.name) is None and (entry.same_as is None or source.name_for(entry.same_as) is None)
-    ]
-    unexpected = [name for name in source.tensors if name not in known]
-    problems = []
-    for entry in entries:
-        name = source.name_for(entry.name)
-        if name is not None and (shape := source.tensors[name].shape) != entry.shape:
-            problems.append(f"{entry.name!r} has shape {tuple(shape)} in the file, {entry.shape} in the model")
-    if strict and missing:
-        problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
-    if strict and unexpected:
-        problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
-    if problems:
-        raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
-    return missing, unexpected
+def _local_part(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a full tensor that this rank's part of an entry holds, in its order, 1-D."""
+    param = entry.param
+    if param is not None and entry.value is not None:
+        full = local_from(param, full)
+    elif param is not None:
+        full = param.adapter.local_slice(full).reshape(-1)[param.local_shard.in_param.to_slice()]
+    return full.reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Holds tensors of files, whose elements are read when they are used; ``aliases`` are other names of tied ones."""
-
-    tensors: Mapping[str, torch.Tensor]
-    aliases: Mapping[str, str]
-
-    def name_for(self, name: str) -> str | None:
-        """Return the name under which the tensor ``name`` is stored, or None."""
-        found = name if name in self.tensors else self.aliases.get(name)
-        return found if found in self.tensors else None
-
-    def local_shard(self, name: str, entry: _Entry) -> torch.Tensor:
-        """Return the elements of ``name`` of this rank's local shard of ``entry``, in its order, 1-D."""
-        full = self.tensors[name]
-        if entry.param is not None and entry.value is not None:
-            full = local_from(entry.param, full)
-        elif entry.param is not None:
-            full = entry.param.adapter.local_slice(full).reshape(-1)[entry.param.local_shard.in_param.to_slice()]
-        return full.reshape(-1)
-
-
-def _source(path: Path) -> _Source:
-    if path.is_dir():
-        if (path / INDEX_NAME).exists():
-            paths = [path / name for name in _names_in(path / INDEX_NAME)]
-        elif (path / SINGLE_NAME).exists():
-            paths = [path / SINGLE_NAME]
-        else:
+def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of files, which are read when they are used; and by each of their names the one in this."""
+    paths, index = [path], path / INDEX_NAME
+    if index.exists():
+        try:
+            paths = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
+    elif path.is_dir():
+        paths = [path / SINGLE_NAME]
+        if not paths[0].exists():
             raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
-        absent = [each for each in paths if not each.exists()]
-        if absent:
-            raise LoadError(f"{absent[0]} does not exist, although the index names it.")
-    elif not path.exists():
-        raise LoadError(f"{path} does not exist.")
-    elif path.suffix == ".safetensors":
-        paths = [path]
-    else:
+    absent = [each for each in paths if not each.exists()]
+    if absent:
+        raise LoadError(f"{absent[0]} does not exist{', although the index names it' if index.exists() else ''}.")
+    if path.is_file() and path.suffix != ".safetensors":
         return _from_torch_file(path)
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -475,17 +387,11 @@ def _source(path: Path) -> _Source:
         found, metadata = read_safetensors(each)
         tensors |= found
         aliases |= {name: same for name, same in metadata.items() if name != "format"}
-    return _Source(tensors, aliases)
+    own = {name: name for name in tensors}
+    return tensors, {**{name: same for name, same in aliases.items() if same in tensors}, **own}
 
 
-def _names_in(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
-
-
-def _from_torch_file(path: Path) -> _Source:
+def _from_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -495,4 +401,4 @@ def _from_torch_file(path: Path) -> _Source:
         ) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise LoadError(f"{path} holds no state dict of tensors; save model.state_dict() by itself.")
-    return _Source(state, {})
+    return dict(state), {name: name for name in state}

@@ -37,5 +37,5 @@ from fsdp_flat.comm.rank_groups import (
     strategy_from,
     subgroup_of,
 )
-from fsdp_flat.comm.streams import Pending, Streams, profiled, streams_for, unrecorded
+from fsdp_flat.comm.streams import Pending, Streams, profiled, unrecorded
 from fsdp_flat.comm.transfers import P2PChannels

@@ -2,8 +2,7 @@
 
 Ranks compare a digest of their payload; only if some differ they exchange the payloads themselves. A result found over
 one group is part of the payload for the next one, so that ranks that are only in that group get it too. A barrier
-detects a collective that was called on one rank only, before any data is sent. Digests of values, and of the order of
-collectives (:class:`CollectiveLog`), are made here too.
+detects a collective that was called on one rank only, before any data is sent.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fsdp_flat.comm._torch import flatten_dense, group_store
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
-from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
+from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.user_warnings import warn_user
@@ -89,39 +88,32 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
     return found
 
 
-class LoggedUnit(Protocol):
-    """Describes the unit attributes that the log reads."""
-
-    unit_id: int
-    name: str
-
-
 class CollectiveLog:
     """Records the collectives issued since the last comparison between ranks, by sharding groups.
 
-    An all-gather of one unit that is paired with another unit's all-gather of the same size succeeds and mixes their
-    weights. Only the shared-memory transport detects that itself, so ranks compare their logs before an optimizer
-    steps.
+    An all-gather of one unit that is paired with another unit's of the same size succeeds and mixes their weights. Only
+    the shared-memory transport detects that itself, so ranks compare their logs before an optimizer steps.
     """
 
     def __init__(self) -> None:
-        self._issued: dict[ShardingGroups, list[tuple[str, LoggedUnit]]] = {}
-        self._folded: dict[ShardingGroups, tuple[int, bytes]] = {}
+        # Operation, and a unit with its ``unit_id`` and ``name``.
+        self._issued: dict[ShardingGroups, list[tuple[str, Any]]] = {}
+        # Number and digest of the entries of long logs, which are removed from the lists.
+        self._folded: defaultdict[ShardingGroups, tuple[int, bytes]] = defaultdict(lambda: (0, b""))
 
-    def of(self, groups: ShardingGroups) -> list[tuple[str, LoggedUnit]]:
+    def of(self, groups: ShardingGroups) -> list[tuple[str, Any]]:
         """Return the list to which callers append ``(operation, unit)`` for each collective over ``groups``."""
         return self._issued.setdefault(groups, [])
 
     def digest(self, groups: ShardingGroups) -> bytes:
         """Return an 8-byte digest of the log of ``groups``, equal on ranks that issued the same collectives."""
-        issued = self.of(groups)
-        count, folded = self._folded.get(groups, (0, b""))
+        issued, (count, folded) = self.of(groups), self._folded[groups]
         entries = array("q", [part for operation, unit in issued for part in (_CODES[operation], unit.unit_id)])
         return _digest(folded + (count + len(issued)).to_bytes(8, "big") + entries.tobytes())
 
     def lines(self, groups: ShardingGroups) -> list[str]:
         """Return one readable line for each collective issued over ``groups``."""
-        count, _ = self._folded.get(groups, (0, b""))
+        count, _ = self._folded[groups]
         earlier = [f"{count} earlier collectives"] if count else []
         return earlier + [f"the {operation} of unit {unit.name!r}" for operation, unit in self.of(groups)]
 
@@ -129,8 +121,7 @@ class CollectiveLog:
         """Fold long logs into digests."""
         for groups, issued in self._issued.items():
             if len(issued) > _MOST_ENTRIES:
-                count, _ = self._folded.get(groups, (0, b""))
-                self._folded[groups] = (count + len(issued), self.digest(groups))
+                self._folded[groups] = (self._folded[groups][0] + len(issued), self.digest(groups))
                 issued.clear()
 
     def clear(self) -> None:
@@ -146,10 +137,9 @@ class CollectiveLog:
 def exchange_if_different(
     payload: bytes, rank_group: RankGroup, device: torch.device, *, compared: bytes | None = None
 ) -> list[bytes] | None:
-    """Return the payloads of all ranks, in rank order, or None if they are equal.
+    """Return the payloads of all ranks, in rank order, or None if they (or ``compared``, if given) are equal.
 
-    Every rank of the group must call this. If payloads are equal, one integer is exchanged. With ``compared`` that is
-    compared in place of the payload.
+    Every rank of the group must call this. If payloads are equal, one integer is exchanged.
     """
     if not connected([rank_group]):
         return None
@@ -160,23 +150,11 @@ def exchange_if_different(
 
 @dataclass(frozen=True, slots=True)
 class ErrorTexts:
-    """Holds the phrases that errors of :func:`agree` contain.
+    """Holds the phrases that errors of :func:`agree` contain."""
 
-    Attributes:
-        doing: the operation in which a rank failed, a participle.
-        differ: the statement that ranks differ, a sentence.
-        advice: the recommended action, a sentence.
-    """
-
-    doing: str
-    differ: str = ""
-    advice: str = ""
-
-    def describe(self, first: str, rank: int, other: str) -> str:
-        """Return the text of the error if rank 0 of a group has the line ``first`` and ``rank`` the line ``other``."""
-        return (
-            f"{self.differ} First difference: rank 0 of the group has {first}, rank {rank} has {other}. {self.advice}"
-        )
+    doing: str  # the operation in which a rank failed, a participle
+    differ: str = ""  # the statement that ranks differ, a sentence
+    advice: str = ""  # the recommended action, a sentence
 
 
 def agree(
@@ -201,9 +179,6 @@ def agree(
         raise found
 
 
-_SAME, _FAILURE, _HEARD, _DIFFERENCE = "same", "failure", "heard", "difference"
-
-
 def find_disagreement(
     lines: Sequence[str],
     error: Exception | None,
@@ -217,48 +192,50 @@ def find_disagreement(
     """
     found = error
     for rank_group in connected(rank_groups):
+        # The name of an error's class and its text, or the lines.
         if found is None:
-            said = "\n".join([_SAME, *lines])
+            said = ["", *lines]
         elif found is error:
-            said = f"{_FAILURE}\n{type(found).__name__}: {found}"
+            said = [
+                PeerFailureError.__name__,
+                f"Rank {rank_group.rank} of the group failed while {words.doing}, so this rank stops too: "
+                f"{type(found).__name__}: {found}",
+            ]
         else:
-            said = f"{_DIFFERENCE if isinstance(found, RankMismatchError) else _HEARD}\n{found}"
-        everyone = exchange_if_different(said.encode(), rank_group, device, compared=_compared(said).encode())
+            said = [type(found).__name__, str(found)]
+        payload = "\n".join(said)
+        compared = "\n".join(map(_compared, payload.split("\n")))
+        everyone = exchange_if_different(payload.encode(), rank_group, device, compared=compared.encode())
         if everyone is not None and found is None:
-            found = _finding([payload.decode() for payload in everyone], words)
+            found = _finding([each.decode().split("\n") for each in everyone], words)
     return found
 
 
-def _compared(said: str) -> str:
-    """Return lines without the texts for errors."""
-    return "\n".join([line.partition("\t")[0] for line in said.split("\n")])
+def _compared(line: str) -> str:
+    return line.partition("\t")[0]
 
 
-def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
+def _finding(everyone: list[list[str]], words: ErrorTexts) -> Exception:
     """Return the error for the first rank that has one, else for the first rank whose lines differ from rank 0's."""
-    for rank, said in enumerate(everyone):
-        kind, _, text = said.partition("\n")
-        if kind == _DIFFERENCE:
-            return RankMismatchError(text)
-        if kind == _HEARD:
-            return PeerFailureError(text)
-        if kind == _FAILURE:
-            return PeerFailureError(
-                f"Rank {rank} of the group failed while {words.doing}, so this rank stops too: {text}"
-            )
-    first = everyone[0]
-    rank, other = next((rank, said) for rank, said in enumerate(everyone) if _compared(said) != _compared(first))
-    pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing more")
-    ours, theirs = next((ours, theirs) for ours, theirs in pairs if _compared(ours) != _compared(theirs))
-    ours, theirs = ours.rpartition("\t")[2], theirs.rpartition("\t")[2]
-    return RankMismatchError(words.describe(ours, rank, theirs if theirs != ours else f"another {theirs}"))
+    for kind, *lines in everyone:
+        if kind:
+            return {each.__name__: each for each in (PeerFailureError, RankMismatchError)}[kind]("\n".join(lines))
+    for rank, lines in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], lines, fillvalue="nothing more"):
+            if _compared(first) != _compared(other):
+                ours, theirs = first.rpartition("\t")[2], other.rpartition("\t")[2]
+                return RankMismatchError(
+                    f"{words.differ} First difference: rank 0 of the group has {ours}, rank {rank} has "
+                    f"{theirs if theirs != ours else f'another {theirs}'}. {words.advice}"
+                )
+    raise AssertionError("digests of equal lines differ")
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------
 
 
 def barrier(what: str, rank_group: RankGroup) -> None:
-    """Wait for all ranks of a group through its store, without a collective.
+    """Wait for all ranks of a group through its store, without a collective; errors name the caller's operation.
 
     Every rank of the group must call this. Each rank sends three requests to the store.
 
@@ -266,18 +243,13 @@ def barrier(what: str, rank_group: RankGroup) -> None:
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
     rank 0 only. If ranks share memory, a rank that sends a different collective is detected within a second.
 
-    Args:
-        what: the caller's operation, for error texts.
-        rank_group: the ranks.
-
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
             if a rank has not arrived within the default process-group timeout.
     """
-    group = rank_group.group
-    if group is None or rank_group.size == 1 or is_fake(group):
+    if not connected([rank_group]):
         return
-    store_barrier = _StoreBarrier(group_store(group), rank_group)
+    store_barrier = _StoreBarrier(rank_group)
     if store_barrier.is_complete:
         return
     limit = default_pg_timeout.total_seconds()
@@ -323,13 +295,15 @@ class _StoreBarrier:
     Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
     """
 
-    def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
-        self._store = store
+    def __init__(self, rank_group: RankGroup) -> None:
+        assert rank_group.group is not None
+        self._store = store = group_store(rank_group.group)
         self._rank_group = rank_group
         self._index = index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
-        self.is_complete = store.add(f"fsdp_flat/meeting/{index}", 1) >= rank_group.size
+        self._num_arrived, self._complete = f"fsdp_flat/meeting/{index}", f"fsdp_flat/complete/{index}"
+        self.is_complete = store.add(self._num_arrived, 1) >= rank_group.size
         if self.is_complete:
-            store.set(f"fsdp_flat/complete/{index}", "")
+            store.set(self._complete, "")
             # All ranks have arrived here, so all have left the previous barrier.
             store.delete_key(f"fsdp_flat/meeting/{index - 1}")
             store.delete_key(f"fsdp_flat/complete/{index - 1}")
@@ -337,7 +311,7 @@ class _StoreBarrier:
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds``, and return whether all ranks have arrived."""
         try:
-            self._store.wait([f"fsdp_flat/complete/{self._index}"], timedelta(seconds=seconds))
+            self._store.wait([self._complete], timedelta(seconds=seconds))
         except RuntimeError as error:
             if "imeout" not in str(error):
                 raise
@@ -347,7 +321,7 @@ class _StoreBarrier:
     def poll(self, seconds: float) -> bool:
         """Sleep, and return whether all ranks have arrived; torch prints two warnings for each wait that times out."""
         time.sleep(seconds)
-        return self._store.check([f"fsdp_flat/complete/{self._index}"])
+        return self._store.check([self._complete])
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""
@@ -356,8 +330,8 @@ class _StoreBarrier:
 
     def leave(self) -> bool:
         """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
-        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._rank_group.size - 1:
-            self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
+        if self._store.add(self._num_arrived, -1) == self._rank_group.size - 1:
+            self._store.add(self._num_arrived, 1)
             return False
         self._store.add(f"fsdp_flat/came/{self._rank_group.rank}", -1)
         return True

@@ -9,7 +9,7 @@ element by at most ``largest / 254``: once in an all-gather, once per rank in a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,16 +24,9 @@ _SCALE_NBYTES = 4
 _SMALLEST = 1e-36
 
 
-class Work(Protocol):
-    """Describes the handle of a caller's asynchronous collective, such as ``torch.distributed.Work``."""
-
-    def wait(self) -> Any:
-        """Block until the output is ready (on an accelerator: until the current stream may use it)."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would return at once; False if unknown."""
-        ...
+# Allocates memory for communication that no collective in flight uses, by ``(size, *, dtype, device)``; such as
+# ``allocate`` of FSDP2's objects. A unit may have two in flight.
+Allocate = Callable[..., torch.Tensor]
 
 
 class AllGather(Protocol):
@@ -41,7 +34,7 @@ class AllGather(Protocol):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Work | None:
+    ) -> Any:
         """Begin to fill ``output_tensor`` with every rank's ``input_tensor``, in rank order.
 
         Args:
@@ -51,9 +44,8 @@ class AllGather(Protocol):
             async_op: always True.
 
         Returns:
-            The work, for example torch's, or None if the output is ready.
+            The work, with ``wait`` and ``is_completed`` (False if unknown), or None if the output is ready.
         """
-        ...
 
 
 class ReduceScatter(Protocol):
@@ -66,7 +58,7 @@ class ReduceScatter(Protocol):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Any:
         """Begin to fill ``output_tensor`` with this rank's slice of the sum of every rank's ``input_tensor``.
 
         Args:
@@ -77,17 +69,8 @@ class ReduceScatter(Protocol):
             async_op: always True.
 
         Returns:
-            The work, for example torch's, or None if the output is ready.
+            The work, with ``wait`` and ``is_completed`` (False if unknown), or None if the output is ready.
         """
-        ...
-
-
-class Allocate(Protocol):
-    """Describes a function that allocates memory for communication, such as ``allocate`` of FSDP2's objects."""
-
-    def __call__(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of this size that no collective in flight uses; a unit may have two in flight."""
-        ...
 
 
 def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
@@ -104,10 +87,7 @@ def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
             "of your own to set_custom_all_gather and set_custom_reduce_scatter."
         )
 
-    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return allocate_tensor(math.prod(size), dtype=dtype, device=device)
-
-    return allocate
+    return lambda size, **kwargs: allocate_tensor(math.prod(size), **kwargs)
 
 
 class _Quantized:
@@ -188,11 +168,7 @@ class QuantizedReduceScatter(_Quantized):
         op: Any,
         async_op: bool = False,
     ) -> Pending | None:
-        """Implement :class:`ReduceScatter`.
-
-        Raises:
-            OptionError: if ``op`` is not ``ReduceOp.SUM``.
-        """
+        """Implement :class:`ReduceScatter`; an OptionError says that ``op`` is not ``ReduceOp.SUM``."""
         if op != dist.ReduceOp.SUM:
             raise OptionError(f"QuantizedReduceScatter sums; got op={op}. Divide afterwards.")
         size, numel = dist.get_world_size(group), output_tensor.numel()
@@ -208,7 +184,6 @@ class QuantizedReduceScatter(_Quantized):
 
 
 def _started(work: Pending, async_op: bool) -> Pending | None:
-    if async_op:
-        return work
-    work.wait()
-    return None
+    if not async_op:
+        work.wait()
+    return work if async_op else None

@@ -1,6 +1,4 @@
-"""Exchanges values between ranks, and finds the cause if a collective of gloo fails.
-
-Each exchange is a collective: every rank of the group must call it at the same point.
+"""Exchanges values between ranks, which every rank of the group must call, and finds the cause if gloo fails.
 
 On every rank but one, gloo itself reports only a closed connection or a timeout. A group's store keeps working when
 the group's connections fail, so ranks exchange reports of their failures through it.
@@ -31,6 +29,8 @@ WARN_AFTER_S = 10.0
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
+# Of a rank's report in the store.
+_KEY = "fsdp_flat/failure/%d"
 _ADVICE = (
     "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
     "first."
@@ -64,7 +64,7 @@ def true_on_any_rank(
 ) -> list[bool]:
     """Return for each flag whether it is true on any rank of the groups.
 
-    Every rank of the groups must call this, with as many flags. Errors name ``collective``.
+    Every rank of the groups must call this, with as many flags.
     """
     found = list(flags)
     for rank_group in connected(rank_groups) if found else ():
@@ -98,9 +98,7 @@ def exchange_bytes(
     lengths = [length for (length,) in exchange_ints([len(payload)], group, device)]
     if len(lengths) == 1 or is_fake(group):
         return [payload] * len(lengths)
-    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-    if payload:
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
     rows = _gathered(own.to(control_device(group, device)), group, only_on_rank0=only_on_rank0)
     return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
 
@@ -111,16 +109,14 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
     A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
     """
     rank_group = RankGroup.of(group)
-    has_result = rank_group.rank == 0 or not only_on_rank0
-    rows = [torch.empty_like(own) for _ in range(rank_group.size)] if has_result else []
+    rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
     if only_on_rank0:
         work = dist.gather(own, rows or None, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
     else:
         work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):
-        name = "an exchange between ranks"
-        work = WatchedWork(work, rank_group, lambda: name, rank_group.others, raises_early=False)
+        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", rank_group.others, raises_early=False)
     work.wait()
     return rows
 
@@ -145,33 +141,32 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
     Does nothing unless the group moves CPU tensors by gloo. The reason is worded to follow "rank 1". If it ``follows``
     from another rank's failure, an earlier report of this rank stays.
     """
+    group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if rank_group.group is not None and moves_by_gloo(rank_group.group, torch.device("cpu")):
-            name = rank_group.group.group_name
-            if follows and name in _reported:
-                return
-            text = text.removesuffix(_ADVICE).rstrip(". ")
-            number = _num_failures[name] = _num_failures.get(name, 0) + 1
-            _reported.add(name)
-            group_store(rank_group.group).set(_key(rank_group.rank), f"{number} {text[:_TEXT_LENGTH]}")
+        if (
+            group is None
+            or not moves_by_gloo(group, torch.device("cpu"))
+            or (follows and group.group_name in _reported)
+        ):
+            return
+        text = text.removesuffix(_ADVICE).rstrip(". ")
+        number = _num_failures[group.group_name] = _num_failures.get(group.group_name, 0) + 1
+        _reported.add(group.group_name)
+        group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
 
 
 def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
     """Return the reports published so far as (failure count, text) by rank."""
     reports: dict[int, tuple[int, str]] = {}
+    assert rank_group.group is not None
     with suppress(Exception):
-        assert rank_group.group is not None
         store = group_store(rank_group.group)
         for rank in ranks:
-            if store.check([_key(rank)]):
-                number, _, text = store.get(_key(rank)).decode(errors="replace").partition(" ")
+            if store.check([_KEY % rank]):
+                number, _, text = store.get(_KEY % rank).decode(errors="replace").partition(" ")
                 reports[rank] = int(number), text
     return reports
-
-
-def _key(rank: int) -> str:
-    return f"fsdp_flat/failure/{rank}"
 
 
 class WatchedWork:
@@ -200,20 +195,15 @@ class WatchedWork:
         if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
             _reported.discard(rank_group.group.group_name)
             with suppress(Exception):
-                group_store(rank_group.group).delete_key(_key(rank_group.rank))
+                group_store(rank_group.group).delete_key(_KEY % rank_group.rank)
 
     def is_completed(self) -> bool:
-        """Return whether the work has completed."""
         return bool(self._work.is_completed())
 
     def wait(self) -> Any:
-        """Block until the work has completed.
-
-        Raises:
-            PeerFailureError: if it failed: another rank has ended, or sent nothing within the group's timeout.
-        """
+        """Block until the work has completed; raise a PeerFailureError if it failed."""
+        has_logged = False
         try:
-            has_logged = False
             while not self._is_over_soon():
                 if self._raises_early and self._has_failed_peer():
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
@@ -244,10 +234,8 @@ class WatchedWork:
         own, others = f"was in {self._collective()}", self._rank_group.others
         report_failure(self._rank_group, own)
         until = time.monotonic() + REPORT_TIMEOUT_S
-        reports = _read_reports(self._rank_group, others)
-        while len(reports) < len(others) and time.monotonic() < until:
+        while len(reports := _read_reports(self._rank_group, others)) < len(others) and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
-            reports = _read_reports(self._rank_group, others)
         missing = [rank for rank in others if rank not in reports]
         lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
         if missing:

@@ -7,15 +7,14 @@ backend and device of the tensors:
 * gloo on other CPU tensors: an all-gather is one broadcast per rank, each directly into its slice; a reduce-scatter is
   an all-to-all of slices followed by a local sum. gloo's all_gather allocates and copies a second full buffer, and its
   reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
-* gloo on accelerator tensors: broadcasts, and an all-reduce of which a slice is kept.
+* gloo on accelerator tensors, for tests: broadcasts, and an all-reduce of which a slice is kept.
 * everything else (NCCL, fake groups): the backend's all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
 from fsdp_flat.comm.exchanges import WatchedWork, unit_names
-from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, moves_by_gloo
 from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of
 from fsdp_flat.comm.streams import Pending, unrecorded
 
@@ -34,22 +33,15 @@ Finish = Callable[[], object]
 
 
 class PlacesRows(Protocol):
-    """Receives the rows of an all-gather, each the input of one rank."""
+    """Describes a receiver of the rows of an all-gather, each the input of one rank: ``RowTarget`` (``flat``)."""
 
-    def place(self, first: int, rows: torch.Tensor) -> object:
-        """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
+    def place(self, first: int, rows: torch.Tensor) -> object: ...
 
-    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]:
-        """Allocate memory for the rows of all ranks, and copy this rank's row, ``own`` (1-D), there.
-
-        Returns:
-            The memory (1-D, in rank order); this rank's row in it; and a function, to be called once, that places all
-            rows when they are there. It may free the memory.
-        """
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]: ...
 
 
-class Collectives(ABC):
-    """Defines the collectives of one shard group of more than one rank, on flat tensors."""
+class Collectives:
+    """Runs the collectives of one shard group of more than one rank on flat tensors: those of its backend."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         assert rank_group.group is not None
@@ -58,36 +50,38 @@ class Collectives(ABC):
         self.rank = rank_group.rank
         self.size = rank_group.size
 
-    @abstractmethod
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
+        return Pending([self._gather_into(full, self._own_slice(full))], full)
 
     def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
         """Begin to all-gather ``own`` (1-D), a row of ``target``."""
-        return self.begin_staged(own, *target.stage(own, self.rank, self.size))
+        return self._begin_staged(own, *target.stage(own, self.rank, self.size))
 
-    def gather_into(self, full: torch.Tensor, _own: torch.Tensor) -> Any:
-        """Begin to all-gather this rank's slice of ``full``, which is also the second argument; return the work."""
-        return self.begin_all_gather(full)
-
-    @abstractmethod
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         """Begin to sum ``full`` (1-D, numel a multiple of the group size), which may be overwritten, over the group.
 
         The result is this rank's slice, in separate memory. ``empty_like`` allocates :attr:`Pending.scratch`.
         """
+        out = full.new_empty(full.numel() // self.size)
+        work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
+        return Pending([work], out, alive=(full,))
 
-    def own_slice(self, full: torch.Tensor) -> torch.Tensor:
+    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+        """Begin to all-gather ``own``, this rank's slice of ``full``, and return the work."""
+        return _torch.all_gather_single(full, own, group=self.group, async_op=True)
+
+    def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
         numel = full.numel() // self.size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def begin_staged(self, own: torch.Tensor, staging: torch.Tensor, row: torch.Tensor, place_all: Finish) -> Pending:
+    def _begin_staged(self, own: torch.Tensor, staging: torch.Tensor, row: torch.Tensor, place_all: Finish) -> Pending:
         """Begin to all-gather ``row``, this rank's slice of ``staging``, there; ``place_all`` follows.
 
         ``row`` is a copy of ``own``, the result: ranks get its values, whatever a caller writes to the shard meanwhile.
         """
-        work = self.gather_into(staging, row)
+        work = self._gather_into(staging, row)
 
         def finish() -> torch.Tensor:
             with unrecorded():
@@ -96,33 +90,8 @@ class Collectives(ABC):
 
         return Pending([work], own, finish)
 
-    def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
-        try:
-            ranks = dist.get_process_group_ranks(self.group)
-        except (KeyError, ValueError) as error:
-            raise destroyed_error(self.group) from error
-        return [
-            dist.broadcast(chunk, src=source, group=self.group, async_op=True)
-            for chunk, source in zip(full.chunk(self.size), ranks, strict=True)
-        ]
 
-
-class BackendCollectives(Collectives):
-    """Calls the backend's all_gather and reduce_scatter."""
-
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending([self.gather_into(full, self.own_slice(full))], full)
-
-    def gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
-        return _torch.all_gather_single(full, own, group=self.group, async_op=True)
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        out = full.new_empty(full.numel() // self.size)
-        work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
-        return Pending([work], out, alive=(full,))
-
-
-class GlooAcceleratorCollectives(Collectives):
+class GlooCollectives(Collectives):
     """Uses gloo on accelerator tensors, for tests of several ranks on one device."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
@@ -130,60 +99,46 @@ class GlooAcceleratorCollectives(Collectives):
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: self.own_slice(full).clone())
+        return Pending([work], full, lambda: self._own_slice(full).clone())
+
+    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Pending:
+        return self.begin_all_gather(full)
+
+    def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
+        chunks = zip(full.chunk(self.size), global_ranks(self.group), strict=True)
+        return [dist.broadcast(chunk, src=source, group=self.group, async_op=True) for chunk, source in chunks]
 
 
-class GlooCollectives(Collectives):
-    """Uses gloo on CPU tensors, with the fewest bytes and copies. ``unit`` is the unit id."""
+class CpuCollectives(GlooCollectives):
+    """Uses shared memory for the CPU tensors of a gloo group if its ranks have it, else gloo; equal bit for bit.
 
-    def __init__(self, rank_group: RankGroup, unit: int = 0) -> None:
+    The first call determines which, by a collective. Errors name the unit by its id ``unit`` and ``name``.
+    """
+
+    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         super().__init__(rank_group)
         self._others = rank_group.others
         self._unit = unit
+        self._name = name
+        self._transport: SharedMemoryTransport | None = None
+        self._has_chosen = False
 
-    def _describe(self, operation: str) -> str:
-        return f"the {operation} of unit {unit_names(self.group).get(self._unit, '')!r}"
-
-    def _watched(self, work: Any, operation: str, source: int) -> WatchedWork:
-        """Watch a work that waits for the rank ``source``, or for all others if that is this rank."""
-        sources = self._others if source == self.rank else [source]
-        return WatchedWork(work, self.rank_group, partial(self._describe, operation), sources)
-
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        broadcasts = enumerate(self._begin_broadcasts(full))
-        return Pending([self._watched(work, "all-gather", source) for source, work in broadcasts], full)
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        if self.size == 2:
-            return self._begin_swap(full)
-        received = empty_like(full)
-        begun = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        work = self._watched(begun, "reduce-scatter", self.rank)
-        return Pending([work], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
-
-    def _begin_swap(self, full: torch.Tensor) -> Pending:
-        # With two ranks, each sends one half and adds its other half to the one that it receives.
-        halves = full.chunk(2)
-        own, sent = halves[self.rank], halves[1 - self.rank]
-        received = torch.empty_like(own)
-        splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
-        begun = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
-        work = self._watched(begun, "reduce-scatter", self.rank)
-        return Pending([work], full, lambda: received.add_(own))
-
-
-class HostCollectives(Collectives):
-    """Uses shared memory for CPU tensors; results equal gloo's bit for bit. ``unit`` is the unit id."""
-
-    def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
-        super().__init__(rank_group)
-        self._others = rank_group.others
-        self._transport = transport
-        self._unit = unit
+    # Not a cached_property: before Python 3.12 it holds a lock of all instances, and this waits for other ranks.
+    def _choose(self) -> SharedMemoryTransport | None:
+        """Return the shared-memory transport; None for gloo."""
+        if not self._has_chosen:
+            unit_names(self.group).setdefault(self._unit, self._name)
+            self._transport = transport_of(self.rank_group)
+            self._has_chosen = True
+        return self._transport
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        transport = self._choose()
+        if transport is None:
+            broadcasts = enumerate(self._begin_broadcasts(full))
+            return Pending([self._watched(work, "all-gather", source) for source, work in broadcasts], full)
         chunks = full.chunk(self.size)
-        messages = self._send_own(chunks[self.rank])
+        messages = self._swap(transport, "gather", [(chunks[self.rank], self._others)])
 
         def finish() -> torch.Tensor:
             for rank, message in messages.items():
@@ -194,7 +149,10 @@ class HostCollectives(Collectives):
         return Pending(messages.values(), full, finish)
 
     def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
-        messages = self._send_own(own)
+        transport = self._choose()
+        if transport is None:
+            return super().begin_all_gather_rows(own, target)
+        messages = self._swap(transport, "gather", [(own, self._others)])
         target.place(self.rank, own.view(1, -1))
 
         def finish() -> torch.Tensor:
@@ -207,60 +165,47 @@ class HostCollectives(Collectives):
         return Pending(messages.values(), own, finish)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        transport = self._choose()
         chunks = full.chunk(self.size)
         own = chunks[self.rank]
-        self._transport.send("reduction", [(chunks[rank], (rank,)) for rank in self._others], unit=self._unit)
-        messages = self._expect("reduction", own.nbytes)
+        if transport is not None:
+            messages = self._swap(transport, "reduction", [(chunks[rank], (rank,)) for rank in self._others])
 
-        def finish() -> torch.Tensor:
-            parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
-            total = _sum([parts.get(rank, own) for rank in range(self.size)])
-            for message in messages.values():
-                message.close()
-            return total
+            def finish() -> torch.Tensor:
+                parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
+                total = _sum([parts.get(rank, own) for rank in range(self.size)])
+                for message in messages.values():
+                    message.close()
+                return total
 
-        return Pending(messages.values(), full, finish, alive=(full,))
+            return Pending(messages.values(), full, finish, alive=(full,))
+        if self.size == 2:
+            # Each rank sends one half and adds its other half to the one that it receives.
+            half = torch.empty_like(own)
+            splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
+            sent = chunks[1 - self.rank]
+            work = dist.all_to_all_single(half, sent, splits, splits, group=self.group, async_op=True)
+            return Pending([self._watched(work, "reduce-scatter", self.rank)], full, lambda: half.add_(own))
+        received = empty_like(full)
+        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        watched = self._watched(work, "reduce-scatter", self.rank)
+        return Pending([watched], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
 
-    def _send_own(self, own: torch.Tensor) -> dict[int, Message]:
-        self._transport.send("gather", [(own, self._others)], unit=self._unit)
-        return self._expect("gather", own.nbytes)
+    def _swap(
+        self, transport: SharedMemoryTransport, purpose: str, sent: list[tuple[torch.Tensor, Sequence[int]]]
+    ) -> dict[int, Message]:
+        """Send tensors to their ranks, and expect one of the same length from every other rank."""
+        transport.send(purpose, sent, unit=self._unit)
+        nbytes = sent[0][0].nbytes
+        return {rank: transport.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
-    def _expect(self, purpose: str, nbytes: int) -> dict[int, Message]:
-        return {rank: self._transport.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
+    def _watched(self, work: Any, operation: str, source: int) -> WatchedWork:
+        """Watch a work that waits for the rank ``source``, or for all others if that is this rank."""
+        sources = self._others if source == self.rank else [source]
+        return WatchedWork(work, self.rank_group, partial(self._describe, operation), sources)
 
-
-class CpuCollectives(Collectives):
-    """Uses shared memory for the CPU tensors of a gloo group if its ranks have it, else gloo.
-
-    The first call determines which.
-    """
-
-    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
-        super().__init__(rank_group)
-        self._unit = unit
-        self._name = name
-        self._found: Collectives | None = None
-
-    # Not a cached_property: before Python 3.12 it holds a lock of all instances, and this waits for other ranks.
-    @property
-    def _chosen(self) -> Collectives:
-        if self._found is None:
-            unit_names(self.group).setdefault(self._unit, self._name)
-            transport = transport_of(self.rank_group)
-            if transport is None:
-                self._found = GlooCollectives(self.rank_group, self._unit)
-            else:
-                self._found = HostCollectives(self.rank_group, transport, self._unit)
-        return self._found
-
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return self._chosen.begin_all_gather(full)
-
-    def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
-        return self._chosen.begin_all_gather_rows(own, target)
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        return self._chosen.begin_reduce_scatter(full, empty_like)
+    def _describe(self, operation: str) -> str:
+        return f"the {operation} of unit {unit_names(self.group).get(self._unit, '')!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +213,6 @@ class CollectiveChoice:
     """Holds the parts of a unit's collectives that a caller has replaced.
 
     Attributes:
-        all_gather: the caller's all-gather; None keeps the library's.
-        reduce_scatter: the caller's reduce-scatter; None keeps the library's.
         gather_memory: allocates the outputs of all-gathers, which are copied from there; None uses the unit's buffers.
         reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
         reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
@@ -282,6 +225,9 @@ class CollectiveChoice:
     reduce_memory: Allocate | None = None
     reduce_group: RankGroup | None = None
     backend: bool = False
+
+
+_OWN = CollectiveChoice()
 
 
 class CustomCollectives(Collectives):
@@ -300,8 +246,8 @@ class CustomCollectives(Collectives):
         if not self._replaces_gather_of(full):
             return self._own.begin_all_gather(full)
         if self._choice.gather_memory is None:
-            return Pending([self.gather_into(full, self.own_slice(full))], full)
-        pending = self._begin_in_memory(self.own_slice(full), lambda rows: full.copy_(rows.view(-1)))
+            return super().begin_all_gather(full)
+        pending = self._begin_in_memory(self._own_slice(full), lambda rows: full.copy_(rows.view(-1)))
         return Pending([pending], full)
 
     def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
@@ -320,9 +266,9 @@ class CustomCollectives(Collectives):
         assert self._choice.gather_memory is not None
         staging = self._choice.gather_memory((self.size * own.numel(),), dtype=own.dtype, device=own.device)
         rows = staging.view(self.size, -1)
-        return self.begin_staged(own, staging, rows[self.rank].copy_(own), partial(place, rows))
+        return self._begin_staged(own, staging, rows[self.rank].copy_(own), partial(place, rows))
 
-    def gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         all_gather = self._choice.all_gather or _torch.all_gather_single
         return all_gather(full, own, self.group, async_op=True)
 
@@ -330,12 +276,10 @@ class CustomCollectives(Collectives):
         reduce_scatter, memory = self._choice.reduce_scatter, self._choice.reduce_memory
         if reduce_scatter is None and memory is None:
             return self._own_reductions.begin_reduce_scatter(full, empty_like)
-        numel, group = full.numel() // self.size, self._own_reductions.group
-        if memory is None:
-            out = full.new_empty(numel)
-        else:
+        group = self._own_reductions.group
+        if memory is not None:
             full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
-            out = memory((numel,), dtype=full.dtype, device=full.device)
+        out = (memory or torch.empty)((full.numel() // self.size,), dtype=full.dtype, device=full.device)
         if reduce_scatter is None:
             work = _torch.reduce_scatter_single(out, full, group=group, async_op=True)
         else:
@@ -347,7 +291,7 @@ class CustomCollectives(Collectives):
 def collectives_for(
     rank_group: RankGroup,
     device: torch.device,
-    choice: CollectiveChoice | None = None,
+    choice: CollectiveChoice = _OWN,
     *,
     unit: int = 0,
     name: str = "",
@@ -357,24 +301,19 @@ def collectives_for(
     ``unit`` is the id of the tensors' unit, equal on every rank, or 0. Transports that send it raise an error, with the
     ``name``, if ranks issue collectives of different units.
     """
+
+    def of_library(rank_group: RankGroup) -> Collectives:
+        assert rank_group.group is not None
+        if choice.backend or not moves_by_gloo(rank_group.group, device):
+            return Collectives(rank_group)
+        return CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooCollectives(rank_group)
+
     if rank_group.group is None or rank_group.size == 1:
         return None
-    choice = choice or CollectiveChoice()
-    own = _library_collectives(rank_group, device, unit, name, backend=choice.backend)
-    if choice == CollectiveChoice(backend=choice.backend):
+    own = of_library(rank_group)
+    if replace(choice, backend=False) == _OWN:
         return own
-    group = choice.reduce_group
-    reductions = own if group is None else _library_collectives(group, device, unit, name, backend=choice.backend)
-    return CustomCollectives(own, reductions, choice)
-
-
-def _library_collectives(
-    rank_group: RankGroup, device: torch.device, unit: int, name: str, *, backend: bool
-) -> Collectives:
-    assert rank_group.group is not None
-    if backend or not moves_by_gloo(rank_group.group, device):
-        return BackendCollectives(rank_group)
-    return CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(rank_group)
+    return CustomCollectives(own, own if choice.reduce_group is None else of_library(choice.reduce_group), choice)
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,8 @@ choice is made: ``resolve_groups`` here, or ``UnitControl.of`` (runtime) for the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -34,12 +35,10 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
-        """Create the description of a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
     def others(self) -> list[int]:
-        """Other ranks of the group."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
 
@@ -49,8 +48,7 @@ ALONE = RankGroup(None, 0, 1)
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` has torch's "fake" backend, which does not communicate, so ranks cannot compare values.
 
-    Raises:
-        UsageError: if the group was destroyed.
+    A UsageError says that the group was destroyed.
     """
     try:
         return dist.get_backend(group) == "fake"
@@ -74,11 +72,7 @@ def destroyed_error(group: dist.ProcessGroup) -> UsageError:
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks of the members of ``group``.
-
-    Raises:
-        UsageError: the group was destroyed.
-    """
+    """Return the global ranks of the members of ``group``; a UsageError says that it was destroyed."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError) as error:
@@ -87,10 +81,9 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def _moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
     try:
-        group._get_backend(_CPU)
+        return group._get_backend(_CPU) is not None
     except RuntimeError:
         return False
-    return True
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -124,9 +117,7 @@ def second_group(rank_group: RankGroup) -> RankGroup:
     assert rank_group.group is not None
     ranks = global_ranks(rank_group.group)
     is_part = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second")
-    assert isinstance(group, dist.ProcessGroup)
-    return RankGroup.of(group)
+    return RankGroup.of(dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second"))
 
 
 def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
@@ -136,19 +127,13 @@ def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
     """
     assert rank_group.group is not None
     known = _subgroups.setdefault(rank_group.group, {})
-    if num_ranks not in known or _is_destroyed(known[num_ranks].group):
-        first = rank_group.rank // num_ranks * num_ranks
-        ranks = global_ranks(rank_group.group)[first : first + num_ranks]
-        known[num_ranks] = RankGroup.of(dist.new_group(ranks, use_local_synchronization=True))
+    with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
+        dist.get_backend(known[num_ranks].group)
+        return known[num_ranks]
+    first = rank_group.rank // num_ranks * num_ranks
+    ranks = global_ranks(rank_group.group)[first : first + num_ranks]
+    known[num_ranks] = RankGroup.of(dist.new_group(ranks, use_local_synchronization=True))
     return known[num_ranks]
-
-
-def _is_destroyed(group: dist.ProcessGroup | None) -> bool:
-    try:
-        dist.get_backend(group)
-    except ValueError:
-        return True
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +141,18 @@ class Strategy:
     """Describes one row of the strategy table.
 
     Attributes:
-        member: the public enum member.
         shards: parameters, gradients and optimizer state are sharded over the shard group.
         replicates: gradients are also all-reduced over a replicate group.
         reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's).
-        reshard_after_backward: they are freed after backward; None: if the backward reduces gradients, and under
-            ``no_sync`` as after forward.
     """
 
     member: ShardingStrategy
     shards: bool
     replicates: bool
     reshard_after_forward: bool
-    reshard_after_backward: bool | None = None
 
     @property
     def is_hybrid(self) -> bool:
-        """Return whether the strategy needs two groups."""
         return self.shards and self.replicates
 
 
@@ -202,13 +182,7 @@ def strategy_from(value: object) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroups:
-    """Holds the shard group and the replicate group of one unit.
-
-    Attributes:
-        shard: the group over which parameters are sharded (size 1: not sharded).
-        replicate: the group over which gradients are all-reduced too (size 1: not replicated).
-        mesh: the caller's device mesh, if any.
-    """
+    """Holds the shard group and the replicate group of one unit, each of size 1 if unused, and the caller's mesh."""
 
     shard: RankGroup
     replicate: RankGroup
@@ -221,7 +195,6 @@ class ShardingGroups:
 
     @property
     def rank_groups(self) -> tuple[RankGroup, RankGroup]:
-        """Both groups, the shard group first."""
         return (self.shard, self.replicate)
 
     @property
@@ -231,7 +204,6 @@ class ShardingGroups:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Process group of :attr:`primary`."""
         return self.primary.group
 
 
@@ -258,27 +230,22 @@ def resolve_groups(
     name = strategy.member.name
     if device_mesh is not None:
         return _from_mesh(strategy, device_mesh)
+    if strategy.is_hybrid and process_group is None:
+        if not has_policy:
+            raise OptionError(
+                f"ShardingStrategy.{name} without an auto_wrap_policy needs its groups: pass a 2-D device_mesh (dim 0 "
+                "replicates, dim 1 shards) or process_group=(shard_group, replicate_group), the same for every unit."
+            )
+        return _node_groups(device)
     if strategy.is_hybrid:
-        if process_group is None:
-            if not has_policy:
-                raise OptionError(
-                    f"ShardingStrategy.{name} without an auto_wrap_policy needs its groups: pass a 2-D device_mesh "
-                    "(dim 0 replicates, dim 1 shards) or process_group=(shard_group, replicate_group), the same for "
-                    "every unit."
-                )
-            return _node_groups(device)
-        if not (
-            isinstance(process_group, tuple)
-            and len(process_group) == 2
-            and all(isinstance(group, dist.ProcessGroup) for group in process_group)
-        ):
+        is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+        if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in process_group):
             raise OptionError(
                 f"ShardingStrategy.{name} takes process_group=None or a tuple (shard_group, replicate_group) of two "
                 f"process groups; got {process_group!r}."
             )
-        return ShardingGroups(RankGroup.of(process_group[0]), RankGroup.of(process_group[1]))
-    if process_group is None:
-        process_group = dist.group.WORLD
+        return ShardingGroups(*map(RankGroup.of, process_group))
+    process_group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(process_group, dist.ProcessGroup):
         raise OptionTypeError(
             f"process_group must be a torch.distributed.ProcessGroup for ShardingStrategy.{name}; got "
@@ -310,26 +277,17 @@ def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
 def _node_groups(device: torch.device) -> ShardingGroups:
     """Create groups that shard within a node (as launched, or by device count) and replicate across nodes."""
     world = dist.get_world_size()
-    local = _ranks_per_node(device, world)
+    launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if launcher.isdigit() and 0 < int(launcher) <= world:
+        local = int(launcher)
+    else:
+        local = world if device.type == "cpu" else min(torch.accelerator.device_count(), world)
     if world % local != 0:
         raise OptionError(
             f"A hybrid strategy without groups shards within a node, but {world} ranks do not divide into nodes of "
             f"{local}. Pass a 2-D device_mesh or process_group=(shard_group, replicate_group)."
         )
-    shard = _new_groups([range(start, start + local) for start in range(0, world, local)])
-    return ShardingGroups(shard, _new_groups([range(start, world, local) for start in range(local)]))
-
-
-def _new_groups(members: Sequence[Sequence[int]]) -> RankGroup:
-    """Create a process group of each sequence of global ranks, and return the one that this rank is in."""
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    return RankGroup.of(next(group for group, ranks in zip(groups, members) if dist.get_rank() in ranks))
-
-
-def _ranks_per_node(device: torch.device, world: int) -> int:
-    launcher = os.environ.get("LOCAL_WORLD_SIZE")
-    if launcher is not None and launcher.isdigit() and 0 < int(launcher) <= world:
-        return int(launcher)
-    if device.type == "cpu":
-        return world
-    return min(torch.accelerator.device_count(), world)
+    nodes = [list(range(start, start + local)) for start in range(0, world, local)]
+    shard, _ = dist.new_subgroups_by_enumeration(nodes)
+    replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
+    return ShardingGroups(RankGroup.of(shard), RankGroup.of(replicate))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -75,7 +74,9 @@ class Pending:
 
 
 class Streams:
-    """Defines the interface, and implements it for the CPU, which runs all work in order.
+    """Manages the all-gather stream and the reduce-scatter stream, made by ``new_stream``, of an accelerator.
+
+    On the CPU, which runs all work in order, it does nothing.
 
     Attributes:
         all_gathers: context in which work runs on the all-gather stream, after the last use of every buffer freed so
@@ -83,60 +84,8 @@ class Streams:
         reduce_scatters: context in which work runs on the reduce-scatter stream, after the compute issued so far.
     """
 
-    is_accelerator = False
-
-    def __init__(self) -> None:
-        self.all_gathers: AbstractContextManager[Any] = nullcontext()
-        self.reduce_scatters: AbstractContextManager[Any] = nullcontext()
-
-    def wait_for_all_gathers(self) -> None:
-        """Order compute issued from now on after the all-gathers issued so far."""
-
-    def wait_for_reduce_scatters(self) -> None:
-        """Order compute issued from now on after the reduce-scatters issued so far."""
-
-    def buffers_freed(self) -> None:
-        """Record that unsharded buffers are freed: compute issued so far was their last use."""
-
-    def shards_written(self) -> None:
-        """Record that compute issued so far may have written shards, which later all-gathers read."""
-
-    def optimizer_stepped(self) -> None:
-        """Record, at the begin of an iteration, that an optimizer may have written shards.
-
-        That is compute issued so far, or the event of :meth:`set_post_optim_event`, once.
-        """
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Have the next :meth:`optimizer_stepped` take ``event``, recorded after the optimizer, for the last write."""
-
-    def also_on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make ``stream`` current inside the block, between earlier and later work of the stream current outside.
-
-        None leaves the current one.
-        """
-        return _NOTHING
-
-    def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Copy ``tensor`` to a device and dtype, for use after :meth:`wait_for_host_copies`."""
-        return tensor.to(device=device, dtype=dtype)
-
-    def shards_read(self) -> None:
-        """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
-
-    def wait_for_host_copies(self) -> None:
-        """Block the host until copies to it and copies from shards on it are complete; return at once without any.
-
-        Copies to the host are those of :meth:`copy_to`, copies from shards those before :meth:`shards_read`.
-        """
-
-
-class AcceleratorStreams(Streams):
-    """Manages the all-gather stream and the reduce-scatter stream, made by ``new_stream``, of one accelerator."""
-
-    is_accelerator = True
-
     def __init__(self, device: torch.device, *, new_stream: Callable[[torch.device], Any] = torch.Stream) -> None:
+        self.is_accelerator = device.type != "cpu"
         self._device = device
         self._new_stream = new_stream
         # Created on first use: most units use the streams of their tree, not the ones that they were built with.
@@ -147,8 +96,11 @@ class AcceleratorStreams(Streams):
         self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
-        self.all_gathers = _StreamContext(self._enter_all_gathers)
-        self.reduce_scatters = _StreamContext(self._enter_reduce_scatters)
+        self.all_gathers: AbstractContextManager[Any] = _NOTHING
+        self.reduce_scatters: AbstractContextManager[Any] = _NOTHING
+        if self.is_accelerator:
+            self.all_gathers = _StreamContext(self._enter_all_gathers)
+            self.reduce_scatters = _StreamContext(self._enter_reduce_scatters)
 
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self._device)
@@ -168,20 +120,27 @@ class AcceleratorStreams(Streams):
         return self._reduce_scatter
 
     def wait_for_all_gathers(self) -> None:
+        """Order compute issued from now on after the all-gathers issued so far."""
         if self._all_gather is not None:
             self._current().wait_stream(self._all_gather)
 
     def wait_for_reduce_scatters(self) -> None:
+        """Order compute issued from now on after the reduce-scatters issued so far."""
         if self._reduce_scatter is not None:
             self._current().wait_stream(self._reduce_scatter)
 
     def buffers_freed(self) -> None:
-        self._buffers_free = self._current().record_event()
+        """Record that unsharded buffers are freed: compute issued so far was their last use."""
+        if self.is_accelerator:
+            self._buffers_free = self._current().record_event()
 
     def shards_written(self) -> None:
-        self._shards_ready = self._current().record_event()
+        """Record that compute issued so far may have written shards, which later all-gathers read."""
+        if self.is_accelerator:
+            self._shards_ready = self._current().record_event()
 
     def optimizer_stepped(self) -> None:
+        """Record, at the begin of an iteration, that an optimizer may have written shards in compute issued so far."""
         event, self._post_optim_event = self._post_optim_event, None
         if event is None:
             self.shards_written()
@@ -189,11 +148,14 @@ class AcceleratorStreams(Streams):
             self._shards_ready = event
 
     def set_post_optim_event(self, event: Any) -> None:
-        self._post_optim_event = event
+        """Have the next :meth:`optimizer_stepped` take ``event``, recorded after the optimizer, for the last write."""
+        if self.is_accelerator:
+            self._post_optim_event = event
 
     @contextmanager
     def also_on(self, stream: Any) -> Iterator[None]:
-        if stream is None:
+        """Make ``stream``, if given, current inside the block, between earlier and later work of the current one."""
+        if stream is None or not self.is_accelerator:
             yield
             return
         outer = self._current()
@@ -203,8 +165,9 @@ class AcceleratorStreams(Streams):
         outer.wait_stream(stream)
 
     def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Copy ``tensor`` to a device and dtype, for use after :meth:`wait_for_host_copies`."""
         if device.type != "cpu" or tensor.device.type == "cpu":
-            return tensor.to(device=device, dtype=dtype, non_blocking=True)
+            return tensor.to(device=device, dtype=dtype, non_blocking=self.is_accelerator)
         narrow = tensor.to(dtype)
         copy = torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=True)
         copy.copy_(narrow, non_blocking=True)
@@ -212,9 +175,11 @@ class AcceleratorStreams(Streams):
         return copy
 
     def shards_read(self) -> None:
+        """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
         self._host_reads = self._all_gather.record_event()
 
     def wait_for_host_copies(self) -> None:
+        """Block the host until copies of :meth:`copy_to`, and from shards before :meth:`shards_read`, are complete."""
         events = (self._host_copies, self._host_reads)
         self._host_copies = self._host_reads = None
         for event in events:
@@ -236,17 +201,10 @@ class _StreamContext:
         if stream is not None:
             stream.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stream = self._entered.pop()
         if stream is not None:
-            stream.__exit__(kind, error, traceback)
-
-
-def streams_for(device: torch.device) -> Streams:
-    """Create the streams of a compute device."""
-    return Streams() if device.type == "cpu" else AcceleratorStreams(device)
+            stream.__exit__(*error)
 
 
 def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
@@ -258,10 +216,7 @@ def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
 
 
 def unrecorded() -> AbstractContextManager[Any]:
-    """Disable autograd and inference mode inside the block, so that results are ordinary tensors.
-
-    Modes that are off already are not switched, because a step enters this several times per unit.
-    """
+    """Disable autograd and inference mode, where they are on, inside the block: results are ordinary tensors."""
     if torch.is_inference_mode_enabled():
         return _out_of_inference_mode()
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -17,7 +17,8 @@ from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of, wait_for
 from fsdp_flat.layout import TransferPlan
 
-# The best threshold depends on the network; sender and receiver only have to use the same one.
+_CPU = torch.device("cpu")
+# Sender and receiver have to use the same threshold.
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so the bytes in flight are limited.
 _MAX_IN_FLIGHT_NBYTES = 1 << 26
@@ -27,14 +28,17 @@ _MOST_UNREAD_NBYTES = 1 << 24
 
 
 class P2PChannels:
-    """Executes transfer plans in several groups concurrently, within a memory limit.
+    """Executes transfer plans by p2p messages in several groups concurrently, within a memory limit.
 
     Every rank of the groups must add the same tensors in the same order.
     """
 
     def __init__(self) -> None:
-        self._by_rank_group: dict[RankGroup, Transfers] = {}
-        self._queue = TransportQueue()
+        # Each with the runs that are packed together, those to receive and those to send.
+        self._channels: dict[RankGroup, tuple[_Channel, _Runs, _Runs]] = {}
+        self._shared: list[_SharedMemoryChannel] = []
+        # Targets of received runs that are packed together, or on another device than the channel.
+        self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._nbytes_under_way = 0
 
     def add(
@@ -47,105 +51,72 @@ class P2PChannels:
         *,
         nbytes: int,
     ) -> None:
-        """Begin to transfer one tensor as :meth:`Transfers.add` does, of ``nbytes`` in full, equal on every rank.
+        """Begin to transfer one tensor; wait for earlier ones if too many bytes are in flight.
 
-        Waits for earlier ones if too many bytes are in flight.
+        The group communicates on ``device``; other tensors are copied through it. ``source`` (1-D) has the elements
+        that this rank holds; None if it sends and keeps nothing. ``target`` (1-D, of the sources' dtype) receives
+        elements; None if this rank receives and keeps nothing. ``nbytes`` are those of the full tensor, equal on every
+        rank.
         """
         if self._nbytes_under_way + nbytes > _MAX_IN_FLIGHT_NBYTES:
             self.wait()
         self._nbytes_under_way += nbytes
-        if rank_group not in self._by_rank_group:
-            self._by_rank_group[rank_group] = Transfers(rank_group, device, self._queue)
-        self._by_rank_group[rank_group].add(transfer_plan, source, target)
-
-    def wait(self) -> None:
-        """Block until all added tensors have been transferred."""
-        for transfers in self._by_rank_group.values():
-            transfers.wait()
-        self._nbytes_under_way = 0
-
-
-class Transfers:
-    """Executes transfer plans by p2p messages in one group.
-
-    Every rank of the group must add the same tensors in the same order; between two ranks, runs arrive in the order
-    in which they were added. The group communicates on ``device``; other tensors are copied through it.
-    """
-
-    def __init__(self, rank_group: RankGroup, device: torch.device, queue: TransportQueue) -> None:
-        self._channel = _channel_for(rank_group, device, queue)
-        # Targets of received runs that are packed together, or on another device than the channel.
-        self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-
-    def add(self, transfer_plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
-        """Begin to transfer one tensor.
-
-        ``source`` (1-D) has the elements that this rank holds; None if it sends and keeps nothing. ``target`` (1-D, of
-        the sources' dtype) receives elements; None if this rank receives and keeps nothing.
-        """
+        if rank_group not in self._channels:
+            self._channels[rank_group] = (_channel_for(rank_group, device, self._shared), {}, {})
+        channel, short_receives, short_sends = self._channels[rank_group]
         if transfer_plan.kept is not None and source is not None and target is not None:
             target[transfer_plan.kept[1]].copy_(source[transfer_plan.kept[0]])
         for rank, run in transfer_plan.receives:
             assert target is not None
-            if not _is_packed(target[run], (rank,), self._short_receives):
-                if target.device.type == self._channel.device.type:
-                    self._channel.receive(target[run], rank)
-                else:
-                    self._receive_packed([target[run]], rank)
+            if target[run].nbytes < _SHORT_NBYTES:
+                short_receives.setdefault((rank, target.dtype), []).append(target[run])
+            elif target.device.type == channel.device.type:
+                channel.receive(target[run], rank)
+            else:
+                self._receive_packed(channel, [target[run]], rank)
         by_run: dict[tuple[int, int], list[int]] = {}
         for rank, run in transfer_plan.sends:
             by_run.setdefault((run.start, run.stop), []).append(rank)
         for (start, stop), ranks in by_run.items():
             assert source is not None
-            if not _is_packed(source[start:stop], ranks, self._short_sends):
-                self._channel.send(source[start:stop].contiguous().to(self._channel.device), ranks)
+            part = source[start:stop]
+            if part.nbytes < _SHORT_NBYTES:
+                for rank in ranks:
+                    short_sends.setdefault((rank, part.dtype), []).append(part)
+            else:
+                channel.send(part.contiguous().to(channel.device), ranks)
 
     def wait(self) -> None:
         """Block until all added tensors have been transferred, to this rank and from it."""
-        for (rank, _), runs in self._short_receives.items():
-            self._receive_packed(runs, rank)
-        for (rank, _), runs in self._short_sends.items():
-            self._channel.send(torch.cat(runs).to(self._channel.device), [rank])
-        self._channel.wait()
+        for channel, short_receives, short_sends in self._channels.values():
+            for (rank, _), runs in short_receives.items():
+                self._receive_packed(channel, runs, rank)
+            for (rank, _), runs in short_sends.items():
+                channel.send(torch.cat(runs).to(channel.device), [rank])
+            channel.wait()
+            short_receives.clear()
+            short_sends.clear()
         for received, targets in self._copies:
             for target, part in zip(targets, received.split([target.numel() for target in targets]), strict=True):
                 target.copy_(part)
         self._copies = []
-        self._short_sends, self._short_receives = {}, {}
+        self._nbytes_under_way = 0
 
-    def _receive_packed(self, targets: list[torch.Tensor], source: int) -> None:
+    def _receive_packed(self, channel: _Channel, targets: list[torch.Tensor], source: int) -> None:
         """Begin to receive several targets as one run."""
         numel = sum(target.numel() for target in targets)
-        run = torch.empty(numel, dtype=targets[0].dtype, device=self._channel.device)
+        run = torch.empty(numel, dtype=targets[0].dtype, device=channel.device)
         self._copies.append((run, targets))
-        self._channel.receive(run, source)
+        channel.receive(run, source)
 
 
-def _channel_for(rank_group: RankGroup, device: torch.device, queue: TransportQueue) -> _GroupChannel | _HostChannel:
+def _channel_for(rank_group: RankGroup, device: torch.device, shared: list[_SharedMemoryChannel]) -> _Channel:
     group = rank_group.group
     if group is None or not moves_by_gloo(group, device):
         return _GroupChannel(group, device, at_once=False)
     transport = transport_of(rank_group) if rank_group.size > 1 else None
     # gloo sends CPU tensors only.
-    return (
-        _GroupChannel(group, torch.device("cpu"), at_once=True) if transport is None else _HostChannel(transport, queue)
-    )
-
-
-def _is_packed(
-    run: torch.Tensor, ranks: Sequence[int], short: dict[tuple[int, torch.dtype], list[torch.Tensor]]
-) -> bool:
-    """Add a short run to those of its rank and dtype, and return whether it is short.
-
-    Sender and receiver compute the same result.
-    """
-    if run.nbytes >= _SHORT_NBYTES:
-        return False
-    for rank in ranks:
-        short.setdefault((rank, run.dtype), []).append(run)
-    return True
+    return _GroupChannel(group, _CPU, at_once=True) if transport is None else _SharedMemoryChannel(transport, shared)
 
 
 class _GroupChannel:
@@ -186,77 +157,68 @@ class _GroupChannel:
         self._works, self._batch, self._alive = [], [], []
 
 
-class _HostChannel:
-    """Uses the shared-memory transport of a group, with a queue shared with the channels of other groups."""
+class _SharedMemoryChannel:
+    """Uses the shared-memory transport of a group; ``channels``, to which it adds itself, are those used together.
 
-    device = torch.device("cpu")
+    Waiting reads messages of all of them; otherwise ranks that wait for different groups could deadlock.
+    """
 
-    def __init__(self, transport: SharedMemoryTransport, queue: TransportQueue) -> None:
+    device = _CPU
+
+    def __init__(self, transport: SharedMemoryTransport, channels: list[_SharedMemoryChannel]) -> None:
         self._transport = transport
-        self._queue = queue
+        self._channels = channels
+        # By source rank, in the order in which they are sent.
+        self._expected: dict[int, deque[tuple[Message, torch.Tensor]]] = {}
+        channels.append(self)
 
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         for part in _split_parts(run):
-            self._queue.send(self._transport, part, to)
+            # A rank that only sends would otherwise fill its memory with unread messages.
+            most = max(0, _MOST_UNREAD_NBYTES - part.nbytes)
+            if self._unread_nbytes() > most:
+                self._read_until(most, all_expected=False)
+            self._transport.send("transfer", [(part, to)])
 
     def receive(self, run: torch.Tensor, source: int) -> None:
+        messages = self._expected.setdefault(source, deque())
         for part in _split_parts(run):
-            self._queue.expect(self._transport, part, source)
+            messages.append((self._transport.expect("transfer", source, part.nbytes), part))
 
     def wait(self) -> None:
-        self._queue.finish()
+        self._read_until(0, all_expected=True)
+
+    def _unread_nbytes(self) -> int:
+        return sum(sum(each._transport.unread("transfer").values()) for each in self._channels)
+
+    def _read_until(self, most_unread: int, *, all_expected: bool) -> None:
+        self._read()
+        while self._unread_nbytes() > most_unread or (all_expected and any(each._expected for each in self._channels)):
+            ranks = {
+                (each._transport, rank)
+                for each in self._channels
+                for rank in (*each._expected, *each._transport.unread("transfer"))
+            }
+            wait_for(ranks, "transfer")
+            self._read()
+
+    def _read(self) -> None:
+        """Read all messages that have arrived."""
+        for each in self._channels:
+            for source, messages in list(each._expected.items()):
+                while messages and messages[0][0].is_completed():
+                    message, target = messages.popleft()
+                    target.copy_(message.content(target.dtype))
+                    message.close()
+                if not messages:
+                    del each._expected[source]
+
+
+_Channel = _GroupChannel | _SharedMemoryChannel
+# By other rank and dtype.
+_Runs = dict[tuple[int, torch.dtype], list[torch.Tensor]]
 
 
 def _split_parts(run: torch.Tensor) -> Sequence[torch.Tensor]:
     # Sender and receiver have the same length and dtype, so they split alike.
     return run.split(_PART_NBYTES // run.itemsize) if run.nbytes > _PART_NBYTES else (run,)
-
-
-class TransportQueue:
-    """Queues the shared-memory messages in flight over all groups with transfers at the same time.
-
-    Waiting for one group reads messages of all groups; otherwise ranks that wait for different groups could deadlock.
-    """
-
-    def __init__(self) -> None:
-        # By transport and source rank, in the order in which they are sent.
-        self._expected: dict[tuple[SharedMemoryTransport, int], deque[tuple[Message, torch.Tensor]]] = {}
-        self._transports: set[SharedMemoryTransport] = set()
-
-    def send(self, transport: SharedMemoryTransport, part: torch.Tensor, to: Sequence[int]) -> None:
-        """Send ``part`` once enough of the earlier messages are read to bound the memory in use."""
-        # Otherwise a rank that only sends would fill its memory with unread messages.
-        self._transports.add(transport)
-        most = max(0, _MOST_UNREAD_NBYTES - part.nbytes)
-        if self._unread_nbytes() > most:
-            self._read_until(lambda: self._unread_nbytes() <= most)
-        transport.send("transfer", [(part, to)])
-
-    def expect(self, transport: SharedMemoryTransport, part: torch.Tensor, source: int) -> None:
-        """Expect a message from ``source``, for ``part``."""
-        messages = self._expected.setdefault((transport, source), deque())
-        messages.append((transport.expect("transfer", source, part.nbytes), part))
-
-    def finish(self) -> None:
-        """Block until all expected messages have arrived and all sent messages are read."""
-        self._read_until(lambda: not self._expected and self._unread_nbytes() == 0)
-
-    def _read_until(self, is_over: Callable[[], bool]) -> None:
-        self._read()
-        while not is_over():
-            readers = {(transport, rank) for transport in self._transports for rank in transport.unread("transfer")}
-            wait_for(readers.union(self._expected), "transfer")
-            self._read()
-
-    def _unread_nbytes(self) -> int:
-        return sum(sum(transport.unread("transfer").values()) for transport in self._transports)
-
-    def _read(self) -> None:
-        """Read all messages that have arrived."""
-        for place, messages in list(self._expected.items()):
-            while messages and messages[0][0].is_completed():
-                message, target = messages.popleft()
-                target.copy_(message.content(target.dtype))
-                message.close()
-            if not messages:
-                del self._expected[place]

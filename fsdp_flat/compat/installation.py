@@ -21,10 +21,18 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, PRIVATE_MODULES, SUBSTITUTES, home_of
-from fsdp_flat.compat.fsdp2_names import FSDP2_MODULES, FSDP2_NAMES
-from fsdp_flat.compat.semi_private import FlatParamHandle
-from fsdp_flat.compat.undocumented import UndocumentedMembers
+from fsdp_flat.compat.semi_private import FlatParamHandle, UndocumentedMembers
+from fsdp_flat.compat.torch_names import (
+    FSDP2_MODULES,
+    FSDP2_NAMES,
+    MIRRORED_MODULES,
+    OURS,
+    PEER,
+    PRIVATE_MODULES,
+    SUBSTITUTES,
+    home_of,
+    is_inside,
+)
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import summon_full_params
 from fsdp_flat.wrap import _Policy
@@ -32,12 +40,7 @@ from fsdp_flat.wrap import _Policy
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Describes a name that now resolves to fsdp_flat's object.
-
-    Attributes:
-        module: the module that holds the name.
-        name: the name in that module.
-    """
+    """Describes a name of a module that now resolves to fsdp_flat's object."""
 
     module: str
     name: str
@@ -125,7 +128,7 @@ def install(fully_shard: bool = False) -> Installation:
             to_ours.update((id(member), pair.ours[member.name]) for member in pair.theirs)
     bindings = list(table)
     for namespace in _namespaces():
-        if not _is_below(namespace, OURS) and not _is_below(namespace, PEER):
+        if not is_inside(_name_of(namespace), OURS) and not is_inside(_name_of(namespace), PEER):
             names = list(namespace.items())
             bindings += [_Binding(namespace, name, it, to_ours[id(it)]) for name, it in names if id(it) in to_ours]
     for binding in bindings:
@@ -139,7 +142,7 @@ def install(fully_shard: bool = False) -> Installation:
         _state.guarded = wrapper, wrapper.__init__
         wrapper.__init__ = _guarded_init
     done = Installation(
-        tuple(Replaced(str(binding.namespace.get("__name__")), binding.name) for binding in _state.bindings),
+        tuple(Replaced(_name_of(binding.namespace), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
         _state.fully_shard,
     )
@@ -160,7 +163,7 @@ def uninstall() -> None:
             binding.namespace[binding.name] = binding.theirs
     to_theirs = {id(binding.ours): binding.theirs for binding in _state.bindings}
     for namespace in _namespaces():
-        if _is_below(namespace, "torch"):
+        if is_inside(_name_of(namespace), "torch"):
             for name, value in list(namespace.items()):
                 if id(value) in to_theirs:
                     namespace[name] = to_theirs[id(value)]
@@ -202,9 +205,8 @@ def _namespaces() -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _is_below(namespace: dict[str, Any], package: str) -> bool:
-    name = str(namespace.get("__name__", ""))
-    return name == package or name.startswith(package + ".")
+def _name_of(namespace: dict[str, Any]) -> str:
+    return str(namespace.get("__name__"))
 
 
 def _subclasses(cls: type) -> list[type]:

@@ -1,13 +1,17 @@
-"""Presents units and handles under undocumented names of FSDP1 that callers read.
+"""Presents units, handles and wrappers under undocumented and older names of FSDP1 that callers read.
 
-accelerate, verl, OLMo, composer and torch's own checkpointing read these. None of them is state: a property computes
-its value from the unit, the handle and its layout. A docstring says so if an attribute may be assigned.
+accelerate, verl, OLMo, composer, MMEngine, torch's checkpointing and its test helpers read these. They hold no state:
+each reads the unit, the handle and its layout, or calls a function of a package below. A docstring says so if an
+attribute may be assigned. The wrapper class inherits from :class:`UndocumentedMembers`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +21,33 @@ from torch import nn
 from fsdp_flat import flat
 from fsdp_flat.api import ShardingStrategy
 from fsdp_flat.comm import STRATEGIES
-from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
-from fsdp_flat.layout import Interval, LocalShard
-from fsdp_flat.runtime import Phase, Unit
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, Interval, LocalShard, clean_fqn, flat_param_name
+from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, reset_schedule, units_of
+from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
+from fsdp_flat.user_warnings import warn_user
+
+# The names that ``fsdp_flat.fully_sharded_data_parallel`` has too, as FSDP1's module of that name.
+__all__ = [
+    "HYBRID_SHARDING_STRATEGIES",
+    "FlatParamHandle",
+    "HandleTrainingState",
+    "TrainingState",
+    "_get_fqn_to_param",
+    "_get_grad_norm",
+    "_get_param_to_fqn",
+    "_optim_state_dict_type_to_config",
+    "_state_dict_type_to_config",
+]
 
 HYBRID_SHARDING_STRATEGIES = [row.member for row in STRATEGIES.values() if row.is_hybrid]
-"""Strategies that shard within groups of ranks and replicate between them."""
-
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = tuple(
     row.member for row in STRATEGIES.values() if row.shards and not row.reshard_after_forward
 )
-"""Strategies that keep parameters unsharded between forward and backward."""
+_state_dict_type_to_config = MappingProxyType({kind: codec.model_config for kind, codec in CODECS.items()})
+_optim_state_dict_type_to_config = MappingProxyType({kind: codec.optim_config for kind, codec in CODECS.items()})
 
 
 class TrainingState(Enum):
@@ -57,27 +76,23 @@ TRAINING_STATES = {
 }
 
 
-def derived(path: str, doc: str | None = None) -> Any:
+def derived(path: str) -> Any:
     """Return a read-only property whose value is read at a dotted path below the object."""
-    return property(attrgetter(path), doc=doc or f"Reads ``{path}``.")
+    return property(attrgetter(path), doc=f"Reads ``{path}``.")
 
 
 class GroupMember:
-    """Provides the group of a unit, and this rank in it, under FSDP1's names."""
+    """Provides the group that a unit is sharded over (with NO_SHARD: replicated over), and this rank in it."""
 
-    process_group = derived(
-        "_unit.options.groups.process_group",
-        "The group that parameters are sharded over (with NO_SHARD: replicated over).",
-    )
+    process_group = derived("_unit.options.groups.process_group")
+    _use_orig_params = derived("_unit.options.use_orig_params")
 
     @property
     def rank(self) -> int:
-        """This rank within ``process_group``."""
         return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
     @property
     def world_size(self) -> int:
-        """Size of ``process_group``."""
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
 
@@ -94,10 +109,10 @@ class _ShardParamInfo(NamedTuple):
 def describe_flat_params(unit: Unit) -> None:
     """Set FSDP1's constant attributes on a unit's flat parameters: names, sizes, and the shard's content."""
     for handle in unit.handles:
-        layout, infos = handle.layout, handle.layout.param_infos
+        layout, infos, rank = handle.layout, handle.layout.param_infos, handle.spec.rank
         numels = _numels_and_paddings(handle)
-        own_shards = {local_shard.index: local_shard for local_shard in layout.local_shards(handle.spec.rank)}
-        own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
+        own_shards = {local_shard.index: local_shard for local_shard in layout.local_shards(rank)}
+        own = layout.shard(rank).intersect(Interval(0, layout.unpadded_numel))
         handle.flat_param.__dict__.update(
             _num_params=len(infos),
             _fqns=list(layout.fqns),
@@ -117,13 +132,10 @@ def _numels_and_paddings(handle: flat.FlatParamHandle) -> list[tuple[int, bool]]
     found: list[tuple[int, bool]] = []
     end = 0
     for param_info in handle.layout.param_infos:
-        if param_info.offset > end:
-            found.append((param_info.offset - end, True))
-        found.append((param_info.numel, False))
+        found += [(param_info.offset - end, True), (param_info.numel, False)]
         end = param_info.offset + param_info.numel
-    if handle.layout.unpadded_numel > end:
-        found.append((handle.layout.unpadded_numel - end, True))
-    return found
+    found.append((handle.layout.unpadded_numel - end, True))
+    return [(numel, is_padding) for numel, is_padding in found if numel or not is_padding]
 
 
 def _shard_param_info(local_shard: LocalShard | None) -> _ShardParamInfo:
@@ -133,36 +145,29 @@ def _shard_param_info(local_shard: LocalShard | None) -> _ShardParamInfo:
     return _ShardParamInfo(True, local_shard.in_shard.start, stop - start, start, stop - 1)
 
 
+def forget_tensors(unit: Unit) -> None:
+    """Drop the tensors that reading ``_flat_param`` stored on it, which may keep a replaced shard alive."""
+    for handle in unit.handles:
+        for name in ("_local_shard", "_full_param_padded", "_params"):
+            handle.flat_param.__dict__.pop(name, None)
+
+
 class FlatParamHandle(GroupMember):
-    """Presents a handle under FSDP1's names, for ``wrapper._handle`` and ``wrapper._all_handles``.
-
-    Attributes that are not named here are those of :class:`fsdp_flat.flat.FlatParamHandle`.
-
-    Args:
-        unit: the unit.
-        handle: one of its handles.
-    """
-
-    __slots__ = ("_real", "_unit")
+    """Presents a handle under FSDP1's names."""
 
     def __init__(self, unit: Unit, handle: flat.FlatParamHandle) -> None:
         self._unit = unit
         self._real = handle
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the attribute of this name of the handle itself."""
-        if name in FlatParamHandle.__slots__:
-            raise AttributeError(name)
-        return getattr(self._real, name)
-
     _fully_sharded_module = derived("_unit.module")
     _sharding_strategy = derived("_unit.options.strategy.member")
-    _use_orig_params = derived("_unit.options.use_orig_params")
     _offload_params = derived("_unit.options.offload_params")
     _fwd_bwd_param_dtype = derived("_real.compute_dtype")
     _reduce_dtype = derived("_real.grads.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
-    device = derived("_real.spec.device", "The compute device.")
+    device = derived("_real.spec.device")
+    _training_state = property(lambda self: TRAINING_STATES[self._unit.phase][1])
+    uses_sharded_strategy = property(lambda self: self._sharding_strategy is not ShardingStrategy.NO_SHARD)
 
     @property
     def flat_param(self) -> nn.Parameter:
@@ -176,11 +181,6 @@ class FlatParamHandle(GroupMember):
         return flat_param
 
     @property
-    def uses_sharded_strategy(self) -> bool:
-        """True if parameters are sharded over ranks."""
-        return self._unit.options.strategy.member is not ShardingStrategy.NO_SHARD
-
-    @property
     def _orig_param_dtype(self) -> torch.dtype:
         """Dtype of the shard. Assigning one converts the shard to it."""
         return self._real.orig_dtype
@@ -192,23 +192,17 @@ class FlatParamHandle(GroupMember):
         self._convert(lambda tensor: tensor.to(dtype))
 
     @property
-    def _training_state(self) -> HandleTrainingState:
-        return TRAINING_STATES[self._unit.phase][1]
-
-    @property
     def sharded_grad(self) -> torch.Tensor | None:
-        """The gradient of the shard, 1-D and padded like it; with original parameters it is assembled at each read."""
+        """The gradient of the shard, 1-D and padded like it; assembled at each read with original parameters."""
         views = self._real.views
         if not any(have_grads(views)):
             return None
         return sharded_grad_of(views) if self._use_orig_params else self._real.flat_param.grad
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has the shard's size."""
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)
 
     def needs_unshard(self) -> bool:
-        """Return whether the parameters must be unsharded before use."""
         return self.uses_sharded_strategy and not self._unit.is_unsharded
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
@@ -230,8 +224,266 @@ class FlatParamHandle(GroupMember):
         forget_tensors(self._unit)
 
 
-def forget_tensors(unit: Unit) -> None:
-    """Drop the tensors that reading ``_flat_param`` stored on it, which may keep a replaced shard alive."""
-    for handle in unit.handles:
-        for name in ("_local_shard", "_full_param_padded", "_params"):
-            handle.flat_param.__dict__.pop(name, None)
+class _UnknownWrapper(dict[str, str]):
+    """Replaces a wrapper's mapping of renamed children, to detect callers that do not support wrappers."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return ``default``; raise a UsageError for the wrapped module."""
+        if name == FSDP_WRAPPED_MODULE:
+            raise UsageError(
+                "torch.distributed.checkpoint.state_dict does not know fsdp_flat's wrapper here, so it would take this "
+                "rank's local shards for full tensors. Call fsdp_flat.install() first (or use fsdp_flat.installed()), "
+                "or call the wrapper's own methods: model.state_dict(), FSDP.optim_state_dict(model, optim) and their "
+                "counterparts for loading, or fsdp_flat.save_checkpoint."
+            )
+        return default
+
+
+class UndocumentedMembers(GroupMember, ShardedModule):
+    """Provides members of FSDP1's wrapper that are not documented, or older forms of others; ours inherits them."""
+
+    _unit: Unit
+
+    sharding_strategy = derived("_unit.options.strategy.member")
+    compute_device = derived("_unit.options.device")
+    mixed_precision = derived("_unit.options.mixed_precision")
+    cpu_offload = derived("_unit.options.cpu_offload")
+    limit_all_gathers = derived("_unit.options.limit_all_gathers")
+    backward_prefetch = derived("_unit.options.backward_prefetch")
+    forward_prefetch = derived("_unit.options.forward_prefetch")
+    training_state = property(lambda self: TRAINING_STATES[self._unit.phase][0])
+    _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
+    _device_mesh = derived("_unit.options.groups.mesh")
+    _sync_gradients = derived("_unit.control.sync_gradients")
+    _comm_hook = derived("_unit.policy.hook")
+    _comm_hook_state = derived("_unit.policy.hook_state")
+    _state_dict_type = derived("_unit.state_dict_settings.state_dict_type")
+    _state_dict_config = derived("_unit.state_dict_settings.state_dict_config")
+    _optim_state_dict_config = derived("_unit.state_dict_settings.optim_state_dict_config")
+    _has_params = property(lambda self: bool(self._unit.handles))
+    _ignored_modules = property(lambda self: set(self._unit.ignored.modules))
+    _ignored_params = property(lambda self: set(self._unit.ignored.params))
+
+    @property
+    def _inter_node_pg(self) -> dist.ProcessGroup | None:
+        if self.sharding_strategy not in HYBRID_SHARDING_STRATEGIES:
+            raise AttributeError("_inter_node_pg is there with hybrid strategies only.")
+        return self._unit.options.groups.replicate.group
+
+    # -- handles -------------------------------------------------------------------------------------------------
+
+    def _named_handles(self) -> list[FlatParamHandle]:
+        known = self.__dict__.setdefault("_handle_names", {})
+        return [known.setdefault(handle, FlatParamHandle(self._unit, handle)) for handle in self._unit.handles]
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return next(iter(self._named_handles()), None)
+
+    @property
+    def _flat_param(self) -> Any:
+        return next(iter(self.params), None)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [handle.flat_param for handle in self._named_handles()]
+
+    @property
+    def _fully_sharded_module_to_handle(self) -> dict[nn.Module, FlatParamHandle]:
+        return {} if self._handle is None else {self._unit.module: self._handle}
+
+    # -- the tree ------------------------------------------------------------------------------------------------
+
+    def _of_root(self, name: str) -> list[UndocumentedMembers]:
+        if not self._is_root:
+            raise AttributeError(f"{name} is there on the outermost wrapper only, after its first use.")
+        return [child for child in self.modules() if isinstance(child, UndocumentedMembers)]
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        return [handle for wrapper in self._of_root("_all_handles") for handle in wrapper._named_handles()]
+
+    @property
+    def _all_fsdp_states(self) -> list[UndocumentedMembers]:
+        return self._of_root("_all_fsdp_states")
+
+    @property
+    def _is_root(self) -> bool | None:
+        """True for a root; None before the first use. Assigning False or None drops a root's schedule."""
+        context = self._unit.context
+        return context.root is self._unit if isinstance(context, Schedule) else None
+
+    @_is_root.setter
+    def _is_root(self, value: bool | None) -> None:
+        if not value and self._is_root:
+            self._reset_lazy_init()
+
+    def _reset_lazy_init(self) -> None:
+        if isinstance(self._unit.context, Schedule):
+            reset_schedule(self._unit.context.units)
+
+    # -- methods -------------------------------------------------------------------------------------------------
+
+    def _assert_state(self, state: Any) -> None:
+        """Raise unless the training state is ``state``, or one of several; members of FSDP1's enum match by name."""
+        expected = [member.name for member in (state if isinstance(state, Sequence) else [state])]
+        if self.training_state.name not in expected:
+            raise OptionError(
+                f"Unit {self._unit.name!r} was expected to be in {' or '.join(expected)}; it is in "
+                f"{self.training_state.name}."
+            )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return the children that ``torch.distributed.checkpoint.state_dict`` renames: none.
+
+        Its functions look up the wrapped module here only if they treat the wrapper as an ordinary module.
+        """
+        return _UnknownWrapper()
+
+    def _low_precision_hook_enabled(self) -> bool:
+        return self._unit.policy.dtype is not None
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    _unshard = ShardedModule.unshard
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Order later all-gathers after the work issued so far, as after an optimizer's step."""
+        self._unit.context.streams.shards_written()
+
+    @contextmanager
+    def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
+        """Register flat parameters inside the block, as with ``use_orig_params=False``, here and below."""
+        units = units_of(self)
+        for unit in units:
+            unit.check_idle("_deregister_orig_params_ctx")
+            if not unit.options.use_orig_params:
+                raise PhaseError(f"Unit {unit.name!r} was made with use_orig_params=False: it shows flat parameters.")
+        for unit in units:
+            unit.reshard()
+            unit.adopt_changes()
+            for position, handle in enumerate(unit.handles):
+                handle.views.remove()
+                for entry in handle.views.params:
+                    for site in entry.sites:
+                        site.module._parameters[site.name] = None
+                unit.module._parameters[flat_param_name(position)] = handle.flat_param
+        try:
+            yield
+        finally:
+            for unit in units:
+                for position, handle in enumerate(unit.handles):
+                    unit.module._parameters.pop(flat_param_name(position), None)
+                    handle.views.use_sharded_views()
+                    # The caller may have set ``.data``, or changed it in place past its version counter.
+                    handle.views.bump_version()
+                    handle.adopt_changes()
+
+    # -- older forms of the methods for optimizer state -----------------------------------------------------------
+
+    _optim_state_dict_impl = staticmethod(save_full_or_sharded)
+    _optim_state_dict_to_load_impl = staticmethod(load_full_or_sharded)
+
+    @staticmethod
+    def _is_using_optim_input(optim_input: OptimInput, optim: torch.optim.Optimizer | None) -> bool:
+        return optim_input is not None or optim is None
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the state as full tensors on the CPU; older form of ``optim_state_dict``. Every rank must call this.
+
+        Result, errors and other arguments are those of ``optim_state_dict``.
+
+        Args:
+            optim_input: accepted as in FSDP1; ``optim`` gives the order of parameters.
+            rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send their shards and return an
+                empty dict.
+        """
+        _warn_legacy("full_optim_state_dict", "optim_state_dict")
+        return save_full_or_sharded(model, optim, None, optim_input, rank0_only)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Return the state as dim-0 chunks; older form of ``optim_state_dict``, whose arguments and errors it has.
+
+        Every rank must call this.
+        """
+        _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
+        return save_full_or_sharded(model, optim, None, rank0_only=False, full_state_dict=False, cpu_offload=False)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Convert full tensors that every rank has for loading; older form of ``optim_state_dict_to_load``.
+
+        Result and errors are those of ``optim_state_dict_to_load``. The order of parameters is that of ``optim``, else
+        of ``optim_input`` (the input of the optimizer's constructor), else of ``model.parameters()``.
+        """
+        _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        return load_full_or_sharded(full_optim_state_dict, model, optim_input, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Convert the result of :meth:`sharded_optim_state_dict`, at the same number of ranks, for loading.
+
+        It is an older form of ``optim_state_dict_to_load``, whose result and errors it has. Every rank must call this.
+        """
+        _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        return load_full_or_sharded(sharded_optim_state_dict, model, None, optim, full_state_dict=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """Convert full tensors that rank 0 alone has, as :meth:`shard_full_optim_state_dict`; others' are ignored.
+
+        Every rank must call this.
+        """
+        _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        return load_full_or_sharded(full_optim_state_dict, model, optim_input, optim, rank0_only=True)
+
+
+def _warn_legacy(name: str, instead: str) -> None:
+    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+
+
+def _get_grad_norm(
+    params: Iterable[nn.Parameter], norm_type: float, zero: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Return the fp32 norm of this rank's gradients of some parameters, as one vector; without any, ``zero``."""
+    grads = [param.grad for param in params if param.grad is not None]
+    return local_norm(grads, norm_type, device, torch.float32) if grads else zero
+
+
+def _get_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Map each parameter of a model without flat parameters to its first name in the plain model."""
+    found: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters():
+        if getattr(param, "_is_flat_param", False):
+            raise OptionError(f"{name!r} is a flat parameter, which has the names of several; its _fqns lists them.")
+        found.setdefault(param, clean_fqn(name))
+    return found
+
+
+def _get_fqn_to_param(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the inverse of :func:`_get_param_to_fqn`."""
+    return {name: param for param, name in _get_param_to_fqn(model).items()}

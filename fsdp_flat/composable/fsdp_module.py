@@ -1,9 +1,14 @@
-"""Defines the class that ``fully_shard`` adds to a module's bases."""
+"""Defines the class that ``fully_shard`` adds to a module's bases, its state-dict hooks, and FSDP2's view of its units.
+
+torch's pipelining, and trainers that compute a loss in chunks, end a backward by hand through that view.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -12,10 +17,77 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
-from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
-from fsdp_flat.runtime import Phase, ShardedModule, Unit
+from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, schedule_of, unit_of
+
+
+@dataclass(frozen=True, slots=True)
+class FSDPParamGroup:
+    """Presents the parameters of a unit as FSDP2's parameter group."""
+
+    unit: Unit
+
+    def post_backward(self, *_: object) -> None:
+        """Reshard the parameters after backwards without gradient synchronization, unless the caller keeps them.
+
+        The gradients are reduced by the next backward with synchronization, or by
+        ``_root_post_backward_final_callback``. Inside a step nothing is done.
+        """
+        if self.unit.phase is Phase.IDLE:
+            self.unit.end_backward(keeps_graph=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FSDPState:
+    """Presents the units of a module as FSDP2's state of it; two of one unit are equal.
+
+    Attributes:
+        module: the module that ``fully_shard`` was called on.
+        unit: its unit, the outer one of several.
+    """
+
+    module: nn.Module
+    unit: Unit
+
+    def _lazy_init(self) -> None:
+        """Make the tree's outermost unit the root; nothing after its first use."""
+        schedule_of(self.module, self.unit)
+
+    @property
+    def _is_root(self) -> bool | None:
+        context = self.unit.context
+        return context.root is self.unit if isinstance(context, Schedule) else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        return [FSDPParamGroup(unit) for unit in self.unit.with_inner if unit.handles]
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _state_ctx(self) -> SimpleNamespace:
+        """Return FSDP2's state context, with a state for each module or list of modules, the outermost first."""
+        units = schedule_of(self.module, self.unit).units
+        inner = {each for unit in units for each in unit.inner}
+        return SimpleNamespace(all_states=[FSDPState(unit.module, unit) for unit in units if unit not in inner])
+
+    @property
+    def _comm_ctx(self) -> object:
+        """Return the object that units with shared streams and memory have in common, which pipelines compare."""
+        return self.unit.context.streams
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce and set the gradients that backwards have left. Every rank must call this."""
+        schedule_of(self.module, self.unit).complete_accumulation()
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the state of a module that ``fully_shard`` was called on; None for any other module."""
+    unit = unit_of(module)
+    return None if unit is None or not unit.shows_dtensors else FSDPState(module, unit)
 
 
 class FSDPModule(ShardedModule):
@@ -30,11 +102,7 @@ class FSDPModule(ShardedModule):
         return runtime.run_module(self, args, kwargs, super().__call__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse to be copied, as FSDP2's modules do.
-
-        Raises:
-            OptionTypeError: (a TypeError) always.
-        """
+        """Refuse to be copied, as FSDP2's modules do: raise an OptionTypeError."""
         raise OptionTypeError(
             f"A module that fully_shard was called on cannot be copied ({type(self).__name__}). Copy it before, or "
             "build a second one and load the first one's state dict."
@@ -42,8 +110,6 @@ class FSDPModule(ShardedModule):
 
     _get_fsdp_state = state_of
     set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
-
-    # -- conversions -----------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""
@@ -54,16 +120,15 @@ class FSDPModule(ShardedModule):
         return self
 
 
-def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of ``kind`` and :class:`FSDPModule` for sharded modules of class ``kind``."""
-    found = _classes.get(kind)
-    if found is None:
-        found = _classes[kind] = cast("type[nn.Module]", type(f"FSDP{kind.__name__}", (FSDPModule, kind), {}))
-    return found
-
-
 # Modules of one class get one class, as code that compares or pickles classes expects.
 _classes: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
+
+
+def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``kind`` and :class:`FSDPModule` for sharded modules of class ``kind``."""
+    if kind not in _classes:
+        _classes[kind] = cast("type[nn.Module]", type(f"FSDP{kind.__name__}", (FSDPModule, kind), {}))
+    return _classes[kind]
 
 
 _PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
@@ -119,16 +184,7 @@ def _prepare_load(
     prefix: str,
     *_: Any,
 ) -> None:
-    """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts.
-
-    Args:
-        show_shards: the hook that shows the module's shards.
-        views: the views of a handle.
-        indices: the indices of the handle's parameters that the module holds, by name.
-        module: the module.
-        state_dict: the state dict.
-        prefix: the module's prefix in it.
-    """
+    """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts."""
     show_shards(module, prefix, False)
     for name, index in indices.items():
         value = state_dict.get(prefix + name)

@@ -1,11 +1,13 @@
-"""Implements ``fully_shard``: validates its arguments and turns modules into units with a row layout."""
+"""Implements ``fully_shard`` and its options: validates arguments and turns modules into units with a row layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,10 +15,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
-from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.composable._torch import FullyShardNote, is_replicated
-from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
-from fsdp_flat.composable.sharding_policies import MixedPrecisionPolicy, OffloadPolicy
+from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class, state_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (
@@ -37,13 +37,76 @@ ShardPlacementFn = Callable[[nn.Parameter], Any]
 _Module = TypeVar("_Module", bound="nn.Module | list[nn.Module]")
 
 
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Holds the dtypes of a unit. Sharded parameters and their gradients keep the parameters' own dtype.
+
+    Attributes:
+        param_dtype: dtype of unsharded parameters, and so of compute; None keeps the original one.
+        reduce_dtype: dtype in which gradients are reduced; None is ``param_dtype``.
+        output_dtype: dtype to which floating-point outputs of the forward are cast; None leaves them.
+        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Names the data-parallel dims of a mesh over which the parameters are DTensors already.
+
+    Attributes:
+        shard: the dim to shard over, or several, which are flattened into one.
+        replicate: the dim to replicate over, or several.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that a dim is named."""
+        if self.shard is None and self.replicate is None:
+            raise OptionError("DataParallelMeshDims needs a dim to shard over, or one to replicate over; got neither.")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+@dataclass
+class OffloadPolicy:
+    """Stands for no offloading; its subclass :class:`CPUOffloadPolicy` offloads."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keeps sharded parameters, gradients and so the optimizer's states in host memory.
+
+    Attributes:
+        pin_memory: accepted; host memory of an accelerator's shards is always pinned.
+    """
+
+    pin_memory: bool = True
+
+
 def fully_shard(
     module: _Module,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
@@ -150,12 +213,14 @@ def _members(module: Any) -> Sequence[nn.Module]:
 
 def _ignored(members: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> Ignored:
     """Return what the unit leaves alone: ``ignored_params``, what nested units ignore, and what is replicated."""
-    found = [
-        resolve_ignored(member, list(filter(is_replicated, modules_of(member))), None, units_of(member))
-        for member in members
-    ]
-    modules = frozenset[nn.Module]().union(*[each.modules for each in found])
-    return Ignored(modules, frozenset(ignored_params or ()).union(*[each.params for each in found]))
+    modules: set[nn.Module] = set()
+    params = set(ignored_params or ())
+    for member in members:
+        replicated = [child for child in modules_of(member) if is_replicated(child)]
+        found = resolve_ignored(member, replicated, None, units_of(member))
+        modules |= found.modules
+        params |= found.params
+    return Ignored(frozenset(modules), frozenset(params))
 
 
 def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -178,11 +243,7 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
-    """Return the data-parallel dims that ``given``, of our class or torch's, names.
-
-    Raises:
-        OptionError: ``mesh`` has no such dims.
-    """
+    """Return the data-parallel dims of ``mesh`` that ``given``, of our class or torch's, names."""
     shard, replicate = given.shard_names, given.replicate_names
     known = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
     missing = [name for name in (*shard, *replicate) if name not in (known or ())]
@@ -202,11 +263,6 @@ def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
 
 
 def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | int | None) -> UnitOptions:
-    """Return the options of a unit over the mesh of ``rows``.
-
-    Raises:
-        OptionError: parameters cannot be resharded to ``reshard_after_forward`` ranks of that mesh.
-    """
     mesh, data_dims = rows.mesh, rows.data_dims
     kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
@@ -218,26 +274,19 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
         device_given=True,
         use_orig_params=True,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        sync_states="warn",
         precision=precision_of_rows(mp_policy),
         offload_params=rows.offloads,
-        param_init_fn=None,
         rows=rows,
     )
-    if not isinstance(reshard_after_forward, (bool, NoneType)) and strategy.shards:
-        _check_num_ranks(reshard_after_forward, options.groups.shard.size)
-    return options
-
-
-def _check_num_ranks(value: object, num_shards: int) -> None:
-    if not isinstance(value, int) or value < 1 or num_shards % value:
+    num_shards, value = options.groups.shard.size, reshard_after_forward
+    divides = isinstance(value, int) and value > 0 and num_shards % value == 0
+    if strategy.shards and not (divides or isinstance(value, (bool, NoneType))):
         possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
         raise OptionError(
             f"reshard_after_forward must be True, False, None or a number of ranks that divides the {num_shards} that "
             f"shard ({possible}); got {value!r}."
         )
+    return options
 
 
 def _set_resharding(unit: Unit, value: bool | int | None) -> None:
@@ -256,11 +305,7 @@ def _set_resharding(unit: Unit, value: bool | int | None) -> None:
 
 
 def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None) -> tuple[int, Any]:
-    """Return the dim to shard, and torch's description of a mesh to shard over, or None for that of the call.
-
-    Raises:
-        OptionError: the function returned something else.
-    """
+    """Return the dim to shard, and torch's description of a mesh to shard over, or None for that of the call."""
     given: Any = None if shard_placement_fn is None else shard_placement_fn(param)
     # torch's ShardPlacementResult, which is not public.
     info = getattr(given, "mesh_info", None)
@@ -271,15 +316,9 @@ def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None)
 
 
 def _rows_over(info: Any, mesh: DeviceMesh, *, offloads: bool) -> RowSharding:
-    """Return how parameters are sharded over another mesh than that of the call.
+    """Return how parameters are sharded over the mesh of ``info``, in place of ``mesh``, that of the call.
 
-    Args:
-        info: torch's ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which are not public; all but its mesh may be missing.
-        mesh: that of the call.
-        offloads: shards have to be in host memory.
-
-    Raises:
-        OptionError: its mesh cannot be used.
+    ``info`` is torch's ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which are not public; all but its mesh may be missing.
     """
     other, ndim = info.mesh, getattr(info.mesh, "ndim", 0)
     roles = getattr(info, "replicate_mesh_dim", ndim - 2), getattr(info, "shard_mesh_dim", ndim - 1)

@@ -35,21 +35,16 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     Raises:
         OptionError: (a ValueError) there are none.
     """
-    roots = [model] if unit_of(model) is not None else _outermost(model)
+    roots = [model] if unit_of(model) is not None else [u.members[0] for u in units_of(model) if not u.is_nested]
     if not roots:
         raise OptionError(f"{type(model).__name__} has no unit, of fully_shard or FullyShardedDataParallel, to trace.")
     events: list[tuple[str, str]] = []
-    contexts = []
-    for root in roots:
-        schedule = schedule_of(root, own_unit(root))
-        contexts.append((schedule, schedule.trace))
+    schedules = [schedule_of(root, own_unit(root)) for root in roots]
+    before = [schedule.trace for schedule in schedules]
+    for schedule in schedules:
         schedule.trace = events
     try:
         yield events
     finally:
-        for schedule, before in contexts:
-            schedule.trace = before
-
-
-def _outermost(model: nn.Module) -> list[nn.Module]:
-    return [unit.members[0] for unit in units_of(model) if not unit.is_nested]
+        for schedule, trace_before in zip(schedules, before):
+            schedule.trace = trace_before

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, begin_all_reduce
+from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce
 from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_adapter
 from fsdp_flat.runtime import Unit
 from fsdp_flat.user_warnings import warn_user
@@ -20,15 +20,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
 
     Norms are computed in fp32, or in fp64 if a parameter is fp64. Norms of shards are summed over the shard group, and
     over the groups of tensor parallelism. Unsharded gradients (NO_SHARD units, ignored parameters) are the same on
-    every rank and count once.
-
-    Every rank must call this.
-
-    Args:
-        root: the root wrapper.
-        units: all units below it.
-        max_norm: bound of the norm.
-        norm_type: order of the norm, ``inf`` included.
+    every rank and count once. Every rank must call this, with all units below the root wrapper.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     units = list(units)
@@ -36,9 +28,8 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     managed = {param for handle in handles for param in handle.views.visible_params()}
     device = handles[0].spec.device if handles else torch.device("cpu")
     # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
-    dtype = torch.float32
-    for param in root.parameters():
-        dtype = torch.promote_types(dtype, param.dtype) if param.is_floating_point() else dtype
+    floating = [param.dtype for param in root.parameters() if param.is_floating_point()]
+    dtype = functools.reduce(torch.promote_types, floating, torch.float32)
     # Gradients by the groups they are split over. Keys do not depend on gradients: ranks must exchange the same norms.
     by_groups: dict[tuple[RankGroup, ...], list[torch.Tensor]] = {}
 
@@ -51,12 +42,11 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
         for handle in unit.handles:
             for adapter, grad in grads_by_adapter(handle.views):
                 split_over(rank_group, adapter).extend([] if grad is None else [grad])
-    alone = RankGroup(None, 0, 1)
-    split_over(alone, PLAIN)
+    split_over(ALONE, PLAIN)
     for param in root.parameters():
         if param not in managed and not getattr(param, "_fsdp_flattened", False):
             adapter = adapter_if_dtensor(param)
-            local = split_over(alone, adapter)
+            local = split_over(ALONE, adapter)
             if param.grad is not None:
                 local.append(adapter.to_local(param.grad))
                 if adapter is not PLAIN:

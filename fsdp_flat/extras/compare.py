@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 from fsdp_flat.comm import begin_all_reduce
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import dynamo_disabled, in_backward
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import summon_full_params, units_of
 
 
@@ -80,30 +81,42 @@ def compare_with(
             "compare_with takes a wrapped model and a plain one; got "
             f"{len(units)} FullyShardedDataParallel in the first and {len(units_of(reference))} in the second."
         )
-    difference = partial(_difference, rtol, atol)
+    find = partial(_first, rtol=rtol, atol=atol)
     with summon_full_params(model, writeback=False):
-        found = _first(difference, "parameter", dict(reference.named_parameters()), _named(model))
+        found = find("parameter", _named(reference), _named(model))
     model.zero_grad()
     reference.zero_grad()
     options = units[0].options
     outputs = [_run(run, module, options.device) for module in (reference, model)]
-    found = found or _first_output(difference, *outputs)
+    found = found or find("output", *outputs)
     expected = _mean_gradients(reference, options.groups.rank_groups, outputs[0])
     with summon_full_params(model, writeback=False, with_grads=True):
-        grads = {name: param.grad for name, param in _named(model).items()}
-        return found or _first(difference, "gradient", expected, {name: grads.get(name) for name in expected})
+        grads = {key: param.grad for key, param in _named(model).items()}
+        return found or find("gradient", expected, {key: grads.get(key) for key in expected})
 
 
-# The name of each module call and a copy of the first tensor of its output, in the order of the calls.
-_Outputs = list[tuple[str, torch.Tensor]]
+# Tensors by name, and index of the module's call.
+_Tensors = Mapping[tuple[str, int], torch.Tensor | None]
+
+
+def _named(model: nn.Module) -> dict[tuple[str, int], nn.Parameter]:
+    return {(clean_fqn(name), 0): param for name, param in model.named_parameters()}
+
+
+def _first(kind: Any, expected: _Tensors, actual: _Tensors, *, rtol: float, atol: float) -> Difference | None:
+    for key, value in expected.items():
+        largest = _difference(value, actual[key], rtol, atol) if key in actual else float("inf")
+        if largest > 0:
+            return Difference(kind, *key, largest)
+    return None
 
 
 @torch.no_grad()
-def _difference(rtol: float, atol: float, expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
+def _difference(expected: torch.Tensor | None, actual: torch.Tensor | None, rtol: float, atol: float) -> float:
     """Return the largest absolute difference, or 0 if all are within the tolerances. None stands for zeros."""
     if expected is None or actual is None:
         there = expected if actual is None else actual
-        return 0.0 if there is None else _difference(rtol, atol, torch.zeros_like(there), there)
+        return 0.0 if there is None else _difference(torch.zeros_like(there), there, rtol, atol)
     if expected.shape != actual.shape:
         return float("inf")
     wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
@@ -121,16 +134,21 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return next((found for child in children if (found := _first_tensor(child)) is not None), None)
 
 
-def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device) -> _Outputs:
-    """Run a model and return its outputs; the random number generators are restored afterwards."""
-    outputs: _Outputs = []
+def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device) -> dict[tuple[str, int], torch.Tensor]:
+    """Run a model and return a copy of the first tensor of each module call's output, in the order of the calls.
+
+    The random number generators are restored afterwards.
+    """
+    outputs: dict[tuple[str, int], torch.Tensor] = {}
+    counts: Counter[str] = Counter()
 
     @dynamo_disabled
     def note(name: str, output: Any) -> None:
         # A checkpoint calls modules again to recompute.
         tensor = _first_tensor(output) if in_backward() == -1 else None
         if tensor is not None:
-            outputs.append((name, tensor.detach().clone()))
+            outputs[name, counts[name]] = tensor.detach().clone()
+            counts[name] += 1
 
     # Wrappers have the clean name of their inner module, which is recorded instead.
     innermost = {
@@ -148,42 +166,11 @@ def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device)
     return outputs
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {clean_fqn(name): param for name, param in model.named_parameters()}
-
-
-def _first(difference: Any, kind: Any, expected: dict[str, Any], actual: dict[str, Any]) -> Difference | None:
-    for name, value in expected.items():
-        missing = kind == "parameter" and name not in actual
-        largest = float("inf") if missing else difference(value, actual[name])
-        if largest > 0:
-            return Difference(kind, name, 0, largest)
-    return None
-
-
-def _first_output(difference: Any, expected: _Outputs, actual: _Outputs) -> Difference | None:
-    by_name: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in actual:
-        by_name.setdefault(name, []).append(tensor)
-    counts: dict[str, int] = {}
-    for name, tensor in expected:
-        call = counts[name] = counts.get(name, -1) + 1
-        others = by_name.get(name, [])
-        largest = difference(tensor, others[call]) if call < len(others) else float("inf")
-        if largest > 0:
-            return Difference("output", name, call, largest)
-    return None
-
-
-def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Outputs) -> dict[str, torch.Tensor | None]:
+def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Tensors) -> _Tensors:
     """Return the mean of the gradients over all ranks, beginning with the module that ran last."""
     position = {name: index for index, (name, _) in enumerate(outputs)}
-    owners = {
-        join_fqn(path, name): position.get(path, -1)
-        for path, module in reference.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    means: dict[str, torch.Tensor | None] = {}
+    means: dict[tuple[str, int], torch.Tensor] = {}
+    order: dict[tuple[str, int], int] = {}
     # The order of collectives is the same on all ranks, whichever modules their data have run.
     for name, param in reference.named_parameters():
         if param.requires_grad:
@@ -191,5 +178,6 @@ def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Outputs) -
             for rank_group in rank_groups:
                 begin_all_reduce(mean, rank_group).wait()
                 mean /= rank_group.size
-            means[name] = mean
-    return dict(sorted(means.items(), key=lambda item: -owners.get(item[0], -1)))
+            means[name, 0] = mean
+            order[name, 0] = -position.get(name.rpartition(".")[0], -1)
+    return dict(sorted(means.items(), key=lambda item: order[item[0]]))

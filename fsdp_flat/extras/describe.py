@@ -96,16 +96,16 @@ class ModelDescription:
 
     def __str__(self) -> str:
         head = ("unit", "strategy", "dtype", "parameters", "elements", "trainable", "shard", "gradient", "gathered")
-        rows = [head, *[_cells(unit) for unit in self.units]]
-        sums = [sum(getattr(unit, name) for unit in self.units) for name in _SUMMED]
+        rows: list[tuple[str, ...]] = [head]
+        for unit in self.units:
+            name = f"{unit.name}{' *' if unit.is_gathered else ''}"
+            numbers = [f"{getattr(unit, column):,}" for column in _SUMMED]
+            rows.append((name, unit.strategy, ", ".join(unit.dtypes), *numbers))
+        sums = [sum(getattr(unit, column) for unit in self.units) for column in _SUMMED]
         rows.append(("all", "", "", *[f"{number:,}" for number in sums]))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(
-                cell.ljust(width) if column < 3 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
+            "  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]).rstrip() for row in rows
         ]
         shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
         lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
@@ -130,8 +130,8 @@ def describe(model: nn.Module) -> ModelDescription:
             "describes a model before it is wrapped."
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
-    described = [
-        _described(
+    described = {
+        unit: _described(
             (paths[unit] or type(unit.module).__name__) + unit.options.suffix,
             unit.options,
             unit.handles,
@@ -139,8 +139,8 @@ def describe(model: nn.Module) -> ModelDescription:
         )
         for unit in units
         if unit.handles
-    ]
-    return _summed(described, units[0].options.groups, has_root=bool(units[0].handles))
+    }
+    return _summed(list(described.values()), described.get(units[0]), units[0].options.groups)
 
 
 def plan(
@@ -167,12 +167,8 @@ def plan(
         module: an unwrapped module.
         num_ranks: ranks of the job.
         num_replicas: ranks that hold the same shard, for hybrid strategies.
-        sharding_strategy: as for ``FullyShardedDataParallel``, and so the other arguments.
-        auto_wrap_policy: ...
-        mixed_precision: ...
-        ignored_modules: ...
-        ignored_states: ...
-        use_orig_params: ...
+        sharding_strategy, auto_wrap_policy, mixed_precision, ignored_modules, ignored_states, use_orig_params: as for
+            ``FullyShardedDataParallel``.
 
     Raises:
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, or wrapping would raise it.
@@ -192,73 +188,55 @@ def plan(
             f"{type(module).__name__} holds a FullyShardedDataParallel already; describe(model) shows it."
         )
     ignored = resolve_ignored(module, ignored_modules, ignored_states, nested=())
-    params = {param: _on_meta(param) for param in (*module.parameters(), *ignored.params)}
+    params = {
+        param: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        for param in (*module.parameters(), *ignored.params)
+    }
     buffers = {buffer: torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
     copies: dict[int, Any] = {id(tensor): twin for tensor, twin in (*params.items(), *buffers.items())}
-    twin = copy.deepcopy(module, copies)
-    modules = dict(zip(module.modules(), twin.modules(), strict=True))
-    ignored_twins = {params[param] for param in ignored.params}
+    root = copy.deepcopy(module, copies)
+    modules = dict(zip(module.modules(), root.modules(), strict=True))
+    ignored_params = {params[param] for param in ignored.params}
     kwargs = {
         "sharding_strategy": sharding_strategy,
         "mixed_precision": mixed_precision,
         "use_orig_params": use_orig_params,
     }
-    units = [(type(module).__name__, twin, kwargs)]
+    units = [(type(module).__name__, root, _options(kwargs, num_ranks, num_replicas))]
     if auto_wrap_policy is not None:
         planned = plan_units(
-            twin,
+            root,
             auto_wrap_policy,
             ignored_modules={modules[child] for child in ignored.modules if child in modules},
-            ignored_params=ignored_twins,
+            ignored_params=ignored_params,
             root_kwargs=kwargs,
             stacklevel=3,
         )
-        units += [(unit.fqn, unit.module, unit.kwargs) for unit in reversed(planned.units)]
-    return _planned(units, ignored_twins, num_ranks, num_replicas)
-
-
-def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-
-
-def _planned(
-    units: Sequence[tuple[str, nn.Module, dict[str, Any]]],
-    ignored: set[nn.Parameter],
-    num_ranks: int,
-    num_replicas: int,
-) -> ModelDescription:
-    """Describe units on the meta device, the root first, children after parents."""
-    root = units[0][1]
-    homes: dict[nn.Parameter, nn.Module] = {}
-    for _, module, _ in reversed(units):
-        for _, param in named_sites(module):
-            homes.setdefault(param, module)
-    homes.update(owners_of_ties(root, [module for _, module, _ in units[1:]], ignored.__contains__))
-    for param in ignored:
+        units += [(unit.fqn, unit.module, _options(unit.kwargs, num_ranks, num_replicas)) for unit in planned.units]
+    position = {module: index for index, module in enumerate(root.modules())}
+    units.sort(key=lambda unit: position[unit[1]])
+    # By parameter, the module of its unit: the innermost one, but for ties.
+    homes = {param: unit for _, unit, _ in units for _, param in named_sites(unit)}
+    homes |= owners_of_ties(root, [unit for _, unit, _ in units[1:]], ignored_params.__contains__)
+    for param in ignored_params:
         homes.pop(param, None)
 
-    def collect(name: str, module: nn.Module) -> list[ManagedParam]:
+    def collect(name: str, unit: nn.Module) -> list[ManagedParam]:
         return collect_params(
-            module,
+            unit,
             unit_name=name,
-            skip=lambda param: homes.get(param) is not module,
+            skip=lambda param: homes.get(param) is not unit,
             is_managed_below=lambda _module, _name: False,
         )
 
     # Collect all parameters before the first handle, which replaces parameters by shards.
-    collected = [collect(name, module) for name, module, _ in units]
-    position = {module: index for index, module in enumerate(root.modules())}
-    options = [_options(kwargs, num_ranks, num_replicas) for _, _, kwargs in units]
-    built = sorted(
-        (position[module], name, option, handles_of(params, module, name, option))
-        for (name, module, _), option, params in zip(units, options, collected, strict=True)
-    )
-    described = [
-        _described(name, option, handles, UnitControl.of(option.strategy).reshard_after_forward)
-        for _, name, option, handles in built
-        if handles
-    ]
-    return _summed(described, options[0].groups, has_root=bool(collected[0]))
+    collected = [collect(name, unit) for name, unit, _ in units]
+    described: dict[nn.Module, UnitDescription] = {}
+    for (name, unit, options), found in zip(units, collected, strict=True):
+        if handles := handles_of(found, unit, name, options):
+            reshard_after_forward = UnitControl.of(options.strategy).reshard_after_forward
+            described[unit] = _described(name, options, handles, reshard_after_forward)
+    return _summed(list(described.values()), described.get(root), units[0][2].groups)
 
 
 def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitOptions:
@@ -271,15 +249,8 @@ def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitO
         strategy=strategy,
         groups=ShardingGroups(RankGroup(None, 0, num_shards), RankGroup(None, 0, num_ranks // num_shards)),
         device=torch.device("meta"),
-        device_given=False,
         use_orig_params=bool(kwargs["use_orig_params"]),
-        backward_prefetch=None,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        sync_states="warn",
         precision=precision_from(kwargs["mixed_precision"]),
-        offload_params=False,
-        param_init_fn=None,
     )
 
 
@@ -301,7 +272,11 @@ def _described(
             if wanted
         ),
         shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
-        grad_nbytes=sum(handle.layout.shard_numel * _grad_dtype(handle).itemsize for handle in trainable),
+        grad_nbytes=sum(
+            handle.layout.shard_numel
+            * (handle.grads.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype).itemsize
+            for handle in trainable
+        ),
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
         whole_grad_nbytes=sum(handle.layout.numel * handle.grads.buffer_dtype.itemsize for handle in trainable),
         is_gathered=any(handle.state is not ShardState.SHARDED for handle in handles),
@@ -309,29 +284,18 @@ def _described(
     )
 
 
-def _grad_dtype(handle: FlatParamHandle) -> torch.dtype:
-    return handle.grads.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
-
-
-def _summed(described: Sequence[UnitDescription], groups: ShardingGroups, *, has_root: bool) -> ModelDescription:
-    """Combine descriptions of units to one of the model.
+def _summed(
+    described: Sequence[UnitDescription], root: UnitDescription | None, groups: ShardingGroups
+) -> ModelDescription:
+    """Combine descriptions of units that have parameters to one of the model.
 
     Args:
-        described: units that have parameters.
+        described: all of them.
+        root: that of the outermost unit, if it has parameters.
         groups: groups of the outermost unit.
-        has_root: the first of ``described`` is the outermost unit.
     """
-    root, others = (described[:1], described[1:]) if has_root else ([], described)
+    others = [unit for unit in described if unit is not root]
     freed = sorted(unit.gathered_nbytes for unit in others if unit.reshard_after_forward is not False)
     kept = [unit.gathered_nbytes for unit in others if unit.reshard_after_forward is False]
-    most = sum([unit.gathered_nbytes for unit in root] + kept + freed[-2:])
+    most = sum([0 if root is None else root.gathered_nbytes, *kept, *freed[-2:]])
     return ModelDescription(tuple(described), groups.shard.size, groups.replicate.size, most)
-
-
-def _cells(unit: UnitDescription) -> tuple[str, ...]:
-    return (
-        f"{unit.name}{' *' if unit.is_gathered else ''}",
-        unit.strategy,
-        ", ".join(unit.dtypes),
-        *[f"{getattr(unit, name):,}" for name in _SUMMED],
-    )

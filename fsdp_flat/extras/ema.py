@@ -52,9 +52,7 @@ class ShardedEMA:
         self.decay = decay
         self.num_updates = 0
         self._model = model
-        self._entries = {
-            name: _Averaged(param, _shadow(param, dtype), identity) for name, param, identity in _tensors_of(model)
-        }
+        self._entries = _averages_of(model, dtype)
         if not self._entries:
             raise OptionError(f"{type(model).__name__} has no parameters to average.")
 
@@ -161,26 +159,25 @@ class ShardedEMA:
             unit.adopt_changes()
 
 
-def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
-    data = param.detach()
-    if not data.is_floating_point():
-        return data.clone()
-    wanted = dtype or (torch.float32 if data.dtype.itemsize < 4 else data.dtype)
-    return data.to(wanted, copy=True)
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-    """Yield the name, the tensor and the identity of each flat parameter and of each parameter outside of them."""
+def _averages_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Averaged]:
+    """Begin an average of each flat parameter, under its first name, and of each parameter outside of them."""
     index = ParamIndex(model)
-    identity: dict[str, Any]
+    found: dict[str, _Averaged] = {}
     for first in [param for param in index.params if param.index == 0]:
-        layout = first.handle.layout
+        layout, param = first.handle.layout, first.handle.flat_param
         identity = {"fqns": list(layout.fqns), "numel": layout.numel, "world_size": layout.world_size}
-        yield first.fqn, first.handle.flat_param, {**identity, "rank": first.handle.spec.rank}
-    for param, name in index.others.items():
-        identity = {"shape": list(param.shape)}
-        if isinstance(param, DTensor):
-            coordinate = param.device_mesh.get_coordinate()
-            identity |= {"placements": [str(each) for each in param.placements], "rank": list(coordinate or ())}
-            identity |= {"mesh": list(param.device_mesh.shape)}
-        yield name, param, identity
+        found[first.fqn] = _Averaged(param, _shadow(param, dtype), {**identity, "rank": first.handle.spec.rank})
+    for other, name in index.others.items():
+        identity = {"shape": list(other.shape)}
+        if isinstance(other, DTensor):
+            mesh = other.device_mesh
+            identity |= {"placements": [str(each) for each in other.placements]}
+            identity |= {"rank": list(mesh.get_coordinate() or ()), "mesh": list(mesh.shape)}
+        found[name] = _Averaged(other, _shadow(other, dtype), identity)
+    return found
+
+
+def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
+    if not param.is_floating_point():
+        return param.detach().clone()
+    return param.detach().to(dtype or (torch.float32 if param.itemsize < 4 else param.dtype), copy=True)

@@ -2,11 +2,9 @@
 
 Each parameter is owned by one rank of its shard group. In a step the owner receives the local shards of its weight and
 of its gradient, an ordinary optimizer updates the unsharded weight, and its local shards are sent back. The optimizer's
-states stay on the owner as full tensors. Sharded states, as other optimizers have, would let every state dict work
-unchanged. But a step would transfer five matrices in place of three (Muon's momentum to the owner and back), and states
-of another shape (Adafactor's factors, Shampoo's preconditioners) cannot be sharded like the parameter anyway. Instead
-state dicts read ``state_owners``: they save the states of the owner and load them there only
-(``state/optim_save.py``).
+states stay on the owner as full tensors, since states of another shape (Adafactor's factors, Shampoo's preconditioners)
+cannot be sharded like the parameter, and Muon's momentum would be two more transfers. State dicts read
+``state_owners``: they save the states of the owner and load them there only (``state/optim_save.py``).
 
 An owner is one of the ranks that hold elements of the parameter. So a parameter that lies on one rank is not
 transferred, and every rank of a transfer can check locally whether there is a gradient.
@@ -34,7 +32,6 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.extras.matrix_owners import (
-    NO_MOVES,
     GradStatus,
     OwnedParam,
     balanced_owners,
@@ -202,7 +199,7 @@ class MatrixOptimizer(Optimizer):
         owners = balanced_owners(found, self._owned)
         wholes = {}
         for param, managed in found:
-            entry = OwnedParam.of(param, managed, owners[param])
+            entry = OwnedParam(param, managed, owners[param])
             self._owned.append(entry)
             self.state_owners[param] = entry.owner
             wholes[param] = entry.whole
@@ -266,13 +263,16 @@ class MatrixOptimizer(Optimizer):
             with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
-        held = {param for group in self.param_groups for param in group["params"]}
+        channels = P2PChannels()
         # The inner optimizer holds parameters that no unit manages itself; they are updated in the first round alone.
-        unmanaged = [param for group in self._inner.param_groups for param in group["params"] if param in held]
+        every = [param for group in self.param_groups for param in group["params"]]
+        unmanaged = [param for param in every if param not in self.state_owners]
         grads = [param.grad for param in unmanaged]
         for entries in self._rounds or [[]]:
             with unguarded():
-                self._gather(entries, with_grad)
+                for entry in entries:
+                    entry.gather(channels, has_grad=entry in with_grad)
+                channels.wait()
             if error is None:
                 # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
@@ -282,7 +282,11 @@ class MatrixOptimizer(Optimizer):
                     # Other ranks wait for the weights, so send them before raising.
                     error = found
             with unguarded():
-                self._scatter(entries, with_grad)
+                for entry in entries:
+                    entry.scatter(channels, has_grad=entry in with_grad)
+                channels.wait()
+                for entry in entries:
+                    entry.release(has_grad=entry in with_grad)
             for param in unmanaged:
                 param.grad = None
         for param, grad in zip(unmanaged, grads, strict=True):
@@ -302,32 +306,30 @@ class MatrixOptimizer(Optimizer):
         by_rank_group: dict[RankGroup, list[OwnedParam]] = {}
         for entry in self._owned:
             by_rank_group.setdefault(entry.rank_group, []).append(entry)
-        found: Exception | None = None
+        error: Exception | None = None
+        failed: list[RankGroup] = []
         with_grad: set[OwnedParam] = set()
         try:
             self._check_groups()
-        except UsageError as error:
-            found = error
+        except UsageError as found:
+            error = found
         for rank_group, entries in by_rank_group.items():
             own = [entry.status() for entry in entries]
             with_grad.update(entry for entry, status in zip(entries, own, strict=True) if status == GradStatus.HAS_GRAD)
-            rows = [[int(found is None), *own]]
+            rows = [[int(error is None), *own]]
             if rank_group in self._compared:
                 assert rank_group.group is not None
                 rows = exchange_ints(rows[0], rank_group.group, self._device)
+            if not all(is_well for is_well, *_ in rows):
+                failed += [rank_group] if rank_group in self._compared else []
+                continue
             try:
-                if all(is_well for is_well, *_ in rows):
-                    for entry, statuses in zip(entries, list(zip(*rows, strict=True))[1:], strict=True):
-                        check_status(entry, statuses)
-                elif rank_group in self._compared:
-                    agree([], found, [rank_group], self._device, _STEPPING)
-            except UsageError as error:
-                found = found or error
+                for entry, statuses in zip(entries, list(zip(*rows, strict=True))[1:], strict=True):
+                    check_status(entry, statuses)
+            except UsageError as found:
+                error = found
         # Ranks that are in other groups only would step, or wait for these.
-        if self._linked:
-            agree([], found, self._linked, self._device, _STEPPING)
-        if found is not None:
-            raise found
+        agree([], error, self._linked or failed, self._device, _STEPPING)
         return with_grad
 
     def _check_groups(self) -> None:
@@ -343,48 +345,6 @@ class MatrixOptimizer(Optimizer):
                 "it cannot step. Construct a new MatrixOptimizer from the parameters that are left, on every rank; add "
                 "parameters by add_param_group."
             )
-
-    def _gather(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
-        """Send weights and gradients to their owners."""
-        channels = P2PChannels()
-        arriving: list[tuple[OwnedParam, torch.Tensor, torch.Tensor]] = []
-        for entry in entries:
-            has_grad = entry in with_grad
-            transfer_plan = entry.to_owner if has_grad else NO_MOVES
-            param, grad = entry.param.detach().reshape(-1), entry.param.grad
-            sources = [param, None if grad is None else grad.detach().reshape(-1)]
-            targets: list[torch.Tensor | None] = [None, None]
-            if has_grad and entry.is_owner:
-                assert sources[1] is not None
-                weight, whole_grad = param, sources[1]
-                if not entry.is_on_one_rank:
-                    weight, whole_grad = param.new_empty(entry.numel), whole_grad.new_empty(entry.numel)
-                    targets = [weight, whole_grad]
-                arriving.append((entry, weight, whole_grad))
-            for source, target in zip(sources, targets, strict=True):
-                # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
-                channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
-        channels.wait()
-        for entry, weight, whole_grad in arriving:
-            entry.fill(weight, whole_grad)
-
-    def _scatter(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
-        """Send weights from their owners back to the local shards."""
-        channels = P2PChannels()
-        for entry in entries:
-            has_grad = entry in with_grad
-            transfer_plan = entry.from_owner if has_grad else NO_MOVES
-            target = entry.param.detach().reshape(-1)
-            source = entry.whole.detach().reshape(-1) if has_grad and entry.is_owner else None
-            if source is not None and entry.is_on_one_rank and source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-            channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
-        channels.wait()
-        for entry in entries:
-            if entry in with_grad:
-                # The transfer bypasses the version counter, from which units detect that their weights have changed.
-                torch.autograd.graph.increment_version(entry.param)
-            entry.release()
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import RankGroup
+from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, FlatParameter, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
 from fsdp_flat.state import IndexedParam, ParamIndex
 
-NO_MOVES = TransferPlan((), (), None)
+_NO_MOVES = TransferPlan((), (), None)
 
 
 class GradStatus(IntEnum):
@@ -27,83 +26,83 @@ class GradStatus(IntEnum):
     NOT_SHARDED = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedParam(IndexedParam):
-    """Describes one parameter of a unit and its owner.
+class OwnedParam:
+    """Holds one parameter of a unit, and plans its transfers to its owner and back.
 
     Attributes:
-        param: the model's parameter, this rank's local shard.
         owner: the rank of the shard group that updates it.
         whole: the inner optimizer's parameter of unsharded shape; it has memory only on the owner during a step.
-        is_on_one_rank: whether the owner holds all elements, so that nothing is transferred.
-        to_owner, from_owner: this rank's plans for the transfers from local shards to the owner, and back.
+        is_on_one_rank: the owner holds all elements, so that nothing is transferred.
     """
 
-    param: nn.Parameter
-    owner: int
-    whole: nn.Parameter
-    is_on_one_rank: bool
-    to_owner: TransferPlan
-    from_owner: TransferPlan
-
-    @classmethod
-    def of(cls, param: nn.Parameter, managed: IndexedParam, owner: int) -> OwnedParam:
-        """Make the inner optimizer's parameter, and plan the transfers."""
-        whole = nn.Parameter(without_memory(param, managed.shape), requires_grad=param.requires_grad)
+    def __init__(self, param: nn.Parameter, managed: IndexedParam, owner: int) -> None:
+        self.param, self.managed, self.owner = param, managed, owner
+        self.rank_group, pieces = managed.rank_group, managed.partition
+        self.is_owner = self.rank_group.rank == owner
+        self.numel = pieces.numel
+        self.whole = nn.Parameter(self._without_memory(), requires_grad=param.requires_grad)
         # Keep attributes by which an optimizer distinguishes parameters.
-        whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
-        rank_group, pieces = managed.rank_group, managed.partition
-        is_on_one_rank = pieces[owner].numel == pieces.numel
-        plans = NO_MOVES, NO_MOVES
-        if not is_on_one_rank:
-            full = ReplicatedPartition(pieces.numel, owner, rank_group.size)
-            plans = plan_transfer(pieces, full, rank_group.rank), plan_transfer(full, pieces, rank_group.rank)
-        location = managed.unit, managed.handle, managed.index, managed.fqns
-        return cls(*location, param, owner, whole, is_on_one_rank, *plans)
+        self.whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
+        self.is_on_one_rank = pieces[owner].numel == self.numel
+        self._to_owner, self._from_owner = _NO_MOVES, _NO_MOVES
+        if not self.is_on_one_rank:
+            full, rank = ReplicatedPartition(self.numel, owner, self.rank_group.size), self.rank_group.rank
+            self._to_owner, self._from_owner = plan_transfer(pieces, full, rank), plan_transfer(full, pieces, rank)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of the unsharded parameter."""
-        return self.handle.layout.param_infos[self.index].numel
-
-    @property
-    def is_owner(self) -> bool:
-        """Return whether this rank updates it."""
-        return self.rank_group.rank == self.owner
+    def _without_memory(self) -> torch.Tensor:
+        """Return a tensor of the unsharded shape that has one element in memory."""
+        return torch.empty((), dtype=self.param.dtype, device=self.param.device).expand(self.managed.shape)
 
     def status(self) -> GradStatus:
         """Return whether this rank holds elements of it, and a gradient of them."""
-        piece = self.local_shard
+        piece = self.managed.local_shard
         if self.param.numel() != piece.numel:
             return GradStatus.NOT_SHARDED
         if piece.is_empty and self.numel > 0:
             return GradStatus.NO_ELEMENTS
         return GradStatus.NO_GRAD if self.param.grad is None else GradStatus.HAS_GRAD
 
-    def fill(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
-        """Set the weight and the gradient (1-D, ``numel``) that the inner optimizer uses."""
-        self.whole.requires_grad_(self.param.requires_grad)
-        self.whole.data = weight.view(self.shape)
-        set_grad(self.whole, grad.view(self.shape))
+    def gather(self, channels: P2PChannels, *, has_grad: bool) -> None:
+        """Begin to send weight and gradient, if this rank has one, to the owner's unsharded parameter."""
+        param, grad = self.param.detach().reshape(-1), self.param.grad
+        sources = [param, param if grad is None else grad.detach().reshape(-1)]
+        targets: Sequence[torch.Tensor | None] = (None, None)
+        if has_grad and self.is_owner:
+            targets = found = sources if self.is_on_one_rank else [each.new_empty(self.numel) for each in sources]
+            self.whole.requires_grad_(self.param.requires_grad)
+            self.whole.data = found[0].view(self.managed.shape)
+            set_grad(self.whole, found[1].view(self.managed.shape))
+        for source, target in zip(sources, targets, strict=True):
+            self._transfer(channels, self._to_owner if has_grad else _NO_MOVES, source, target)
 
-    def release(self) -> None:
-        """Free the memory of the unsharded weight and gradient."""
+    def scatter(self, channels: P2PChannels, *, has_grad: bool) -> None:
+        """Begin to send the weight from the owner back to the local shards."""
+        target = self.param.detach().reshape(-1)
+        source = self.whole.detach().reshape(-1) if has_grad and self.is_owner else None
+        if source is not None and self.is_on_one_rank and source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        self._transfer(channels, self._from_owner if has_grad else _NO_MOVES, source, target)
+
+    def _transfer(
+        self, channels: P2PChannels, plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None
+    ) -> None:
+        # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
+        channels.add(self.rank_group, self.managed.unit.options.device, plan, source, target, nbytes=0)
+
+    def release(self, *, has_grad: bool) -> None:
+        """Free the memory of the unsharded weight and gradient, after the transfers."""
+        if has_grad:
+            # The transfer bypasses the version counter, from which units detect that their weights have changed.
+            torch.autograd.graph.increment_version(self.param)
         self.whole.grad = None
-        self.whole.data = without_memory(self.param, self.shape)
+        self.whole.data = self._without_memory()
 
-
-def without_memory(param: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of ``shape`` that has one element in memory."""
-    return torch.empty((), dtype=param.dtype, device=param.device).expand(tuple(shape))
+    def __str__(self) -> str:
+        return str(self.managed)
 
 
 def check_param(index: ParamIndex, param: torch.Tensor) -> None:
-    """Raise if a parameter cannot be unsharded on one rank.
-
-    Raises:
-        OptionError: it is a flat parameter, or does not belong to the model.
-        UnsupportedError: it is sharded by tensor parallelism.
-    """
+    """Raise if a parameter cannot be unsharded on one rank, or is not the model's."""
     if isinstance(param, FlatParameter):
         held = index.managed.get(param)
         where = "" if held is None else f" of unit {held[0].unit.name!r}, with {held[0].fqn!r} in it,"
@@ -123,11 +122,7 @@ def check_param(index: ParamIndex, param: torch.Tensor) -> None:
 
 
 def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
-    """Raise if a parameter is not sharded on a rank, or has a gradient on some of its ranks only.
-
-    Raises:
-        UsageError: one of these is the case; raised on every rank that compares.
-    """
+    """Raise if a parameter is not sharded on a rank, or has a gradient on some of its ranks only."""
     with_grad = [rank for rank, status in enumerate(found) if status == GradStatus.HAS_GRAD]
     without = [rank for rank, status in enumerate(found) if status == GradStatus.NO_GRAD]
     if GradStatus.NOT_SHARDED in found:
@@ -148,11 +143,7 @@ def balanced_owners(
     """Choose an owner for each parameter, the same on every rank.
 
     The largest parameters come first. Of the ranks with elements of a parameter, the one that owns the fewest elements
-    so far is chosen; of equal ones, the one with the longest local shard.
-
-    Args:
-        params: parameters without owners.
-        placed: parameters with owners, whose elements count too.
+    so far (those of ``placed`` count) is chosen; of equal ones, the one with the longest local shard.
     """
     loads: dict[RankGroup, list[int]] = {}
     for entry in placed:
@@ -169,10 +160,7 @@ def balanced_owners(
 
 
 def rounds_of(entries: Sequence[OwnedParam], max_nbytes: int) -> Iterator[list[OwnedParam]]:
-    """Yield the parameters of each round.
-
-    In a round an owner receives at most ``max_nbytes`` of weights and gradients, or those of one parameter.
-    """
+    """Yield the parameters of rounds, in which an owner receives at most ``max_nbytes``, or those of one parameter."""
     current: list[OwnedParam] = []
     received: dict[tuple[RankGroup, int], int] = {}
     for entry in entries:

@@ -62,10 +62,7 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         checkpointing, of ``torch.compile``): each name stands for the innermost module, which has the wrapped one's
         class. A module at several places is yielded once, under its first name.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        found[clean_fqn(name)] = module
-    yield from found.items()
+    yield from {clean_fqn(name): module for name, module in model.named_modules()}.items()
 
 
 def named_as_plain(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
-import torch._dynamo.decorators
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -121,6 +120,9 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+_eval_frame: Any = torch._C._dynamo.eval_frame
+# Skip the frames of a function, and treat those of its callees as any.
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 _REASON = (
     "fsdp_flat all-gathers and frees parameters here, outside of any graph. The wrapped module is compiled; "
     "for fullgraph=True compile the modules inside the units instead of what holds them."
@@ -129,30 +131,37 @@ _REASON = (
 
 def dynamo_disabled(function: _Function) -> _Function:
     """Run ``function`` and everything that it calls eagerly; each call is a graph break."""
-    disabled = torch.compiler.disable(function, reason=_REASON)
 
-    # torch's wrapper costs time at every call even if nothing is compiled, and there is one call per gradient.
+    # torch's wrapper costs time at every call even if nothing is compiled, and there is one call per gradient. Its
+    # creation imports torch._dynamo, which takes half a second: only where something is compiled.
     @dynamo_disabled_here
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if active_compiler() is None:
             return function(*args, **kwargs)
-        return disabled(*args, **kwargs)
+        return _disabled(function)(*args, **kwargs)
 
     return cast(_Function, run)
+
+
+@functools.cache
+def _disabled(function: _Function) -> _Function:
+    return cast(_Function, torch.compiler.disable(function, reason=_REASON))
 
 
 def dynamo_disabled_here(function: _Function) -> _Function:
     """Run ``function`` eagerly but allow its callees to be compiled; returns the same function, marked.
 
     With the public ``torch.compiler.disable(recursive=False)``, dynamo examines the function's own frame in every
-    call, which is slow and counts as a recompilation (torch 2.13).
+    call, which is slow and counts as a recompilation (torch 2.13). ``torch._dynamo.decorators.skip`` does this too,
+    and importing it takes half a second.
     """
-    torch._dynamo.decorators.skip(function)
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
 
 
 # Returns a function while torch.compile would compile functions called from here, else None or False. As a C function
 # it has no frame that dynamo could compile; the public is_compiling() is true only inside a trace.
-active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+active_compiler: Callable[[], Any] = _eval_frame.get_eval_frame_callback

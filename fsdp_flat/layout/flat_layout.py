@@ -18,28 +18,16 @@ _ALIGNMENT_NBYTES = 16
 
 
 def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
-    """Return the alignment of parameters in elements: ``max(1, 16 // itemsize)``, or 1 for no alignment.
+    """Return the alignment of parameters in elements: FSDP1 aligns to 16 bytes with ``use_orig_params`` only.
 
-    FSDP1 aligns parameters to 16 bytes of the dtype used in forward and backward when ``use_orig_params=True``, and
-    does not align them otherwise.
-
-    Args:
-        itemsize: bytes per element of the forward and backward dtype.
-        use_orig_params: the constructor option.
+    ``itemsize`` is that of the dtype used in forward and backward.
     """
     return max(1, _ALIGNMENT_NBYTES // itemsize) if use_orig_params else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """Locates one parameter in the flat buffer.
-
-    Attributes:
-        fqn: the parameter's FQN.
-        shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty parameter.
-        offset: index of its first element in the flat buffer.
-        numel: its number of elements.
-    """
+    """Locates one parameter in the flat buffer."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -51,19 +39,12 @@ class ParamInfo:
 
     @property
     def interval(self) -> Interval:
-        """Its elements in the flat buffer."""
         return Interval(self.offset, self.offset + self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """Locates one rank's local shard of one parameter.
-
-    Attributes:
-        index: the parameter's index in the layout.
-        in_param: the local shard's elements within the flattened parameter.
-        in_shard: the same elements within the rank's shard.
-    """
+    """Locates one rank's local shard of parameter ``index``: its elements in the parameter, and in the rank's shard."""
 
     index: int
     in_param: Interval
@@ -71,12 +52,10 @@ class LocalShard:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the local shard."""
         return self.in_param.numel
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the rank holds no element of the parameter."""
         return self.in_param.is_empty
 
 
@@ -85,15 +64,12 @@ class FlatLayout:
     """Describes the flat buffer of several parameters, split into one shard of equal length per rank.
 
     Attributes:
-        param_infos: the parameters, in buffer order, without overlap.
+        param_infos: the parameters, in buffer order.
         numel: elements of the full buffer with all padding, a multiple of ``world_size``.
         world_size: number of ranks over which the buffer is sharded; 1 for NO_SHARD.
         unpadded_numel: elements of FSDP1's unpadded unsharded flat parameter (``_unpadded_unsharded_size``), the
             content of a flat checkpoint: the parameters, the padding between them, and with
             ``use_orig_params=True`` the tail padding too.
-
-    Raises:
-        OptionError: if two parameters have the same name.
     """
 
     param_infos: tuple[ParamInfo, ...]
@@ -118,21 +94,16 @@ class FlatLayout:
         align_numel: int = 1,
         tail_multiple: int | None = None,
     ) -> FlatLayout:
-        """Lay out ``params`` one after another, as torch FSDP1 does.
+        """Lay out ``params`` (name and shape of each; at least one) one after another, as torch FSDP1 does.
 
         Each parameter, also an empty one, starts at the next multiple of ``align_numel``, counted from the buffer's
         start. The flat parameter ends at the next multiple of ``tail_multiple``, which gives ``unpadded_numel``. It is
-        then padded to a multiple of ``world_size``, so that a shard has ``ceil(unpadded_numel / world_size)``
-        elements, as in ``torch.chunk``; the last ranks may hold only padding. (FSDP1:
-        ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
+        then padded to a multiple of ``world_size``, as in ``torch.chunk``; the last ranks may hold only padding.
+        (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
 
-        Args:
-            params: name and shape of each parameter, each once; at least one.
-            world_size: size of the shard group; 1 for NO_SHARD.
-            align_numel: in elements, see :func:`alignment_numel`.
-            tail_multiple: in elements; by default ``world_size`` where ``align_numel > 1`` and 1 otherwise. NO_SHARD
-                with ``use_orig_params=True`` needs it: FSDP1 pads there to the size of the process group although
-                nothing is sharded, which is ``world_size=1, tail_multiple=<size of the process group>``.
+        ``tail_multiple`` is by default ``world_size`` where ``align_numel > 1`` and 1 otherwise. NO_SHARD with
+        ``use_orig_params=True`` passes it: FSDP1 pads there to the size of the process group although nothing is
+        sharded.
 
         Raises:
             OptionError: if names repeat.
@@ -154,7 +125,6 @@ class FlatLayout:
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """FQNs of the parameters, in buffer order."""
         return tuple(param_info.fqn for param_info in self.param_infos)
 
     def shard(self, rank: int) -> Interval:
@@ -163,10 +133,9 @@ class FlatLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def local_shard(self, index: int, rank: int) -> LocalShard:
-        """Return the local shard of parameter ``index`` that ``rank`` holds, which may be empty.
+        """Return the local shard of parameter ``index`` that ``rank`` holds.
 
-        The ``in_param`` intervals of ranks 0, 1, ... are adjacent and cover the parameter; an empty one lies at the
-        parameter's end that is nearest to the rank's shard.
+        An empty one lies at the parameter's end that is nearest to the rank's shard.
         """
         # The intersections of the parameter and the shard, as integers: every unit asks for all its local shards.
         param_info, size = self.param_infos[index], self.shard_numel
@@ -179,15 +148,11 @@ class FlatLayout:
 
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
         """Return the non-empty local shards that ``rank`` holds, in shard order."""
-        before, after = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        return tuple(
-            self.local_shard(index, rank)
-            for index, each in enumerate(self.param_infos)
-            if each.numel and each.offset < after and each.offset + each.numel > before
-        )
+        found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
+        return tuple(local_shard for local_shard in found if not local_shard.is_empty)
 
     def partition(self, index: int) -> EvenPartition:
-        """Return the partition of the flattened parameter ``index`` over the ranks."""
+        """Return the partition of the flattened parameter ``index``."""
         param_info = self.param_infos[index]
         return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
 
@@ -199,9 +164,9 @@ class FlatLayout:
 
     def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
         """Return the padding intervals of a rank's shard, in order, relative to the shard."""
-        own = self.shard(rank)
-        found = (own.intersect(padding).shift(-own.start) for padding in self.paddings())
-        return tuple(padding for padding in found if not padding.is_empty)
+        held = [local_shard.in_shard for local_shard in self.local_shards(rank)]
+        starts, stops = [0, *(each.stop for each in held)], [*(each.start for each in held), self.shard_numel]
+        return tuple(Interval(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -236,34 +201,22 @@ class RowLayout(FlatLayout):
 
     def __post_init__(self) -> None:
         FlatLayout.__post_init__(self)
-        shapes = tuple(
-            _chunk_shape(param_info.shape, dim, self.world_size)
-            for param_info, dim in zip(self.param_infos, self.dims, strict=True)
-        )
-        chunks, end = [], 0
-        for shape in shapes:
+        shapes, chunks, full_ranks, end = [], [], [], 0
+        for param_info, dim in zip(self.param_infos, self.dims, strict=True):
+            shape = _chunk_shape(param_info.shape, dim, self.world_size)
+            shapes.append(shape)
             chunks.append(Interval(end, end + math.prod(shape)))
             end = chunks[-1].stop
-        object.__setattr__(self, "chunk_shapes", shapes)
-        object.__setattr__(self, "chunks", tuple(chunks))
-        full_ranks = tuple(
-            divmod(param_info.shape[dim], shape[dim]) if shape[dim] else (self.world_size, 0)
-            for param_info, shape, dim in zip(self.param_infos, shapes, self.dims, strict=True)
-        )
-        object.__setattr__(self, "full_ranks", full_ranks)
+            full_ranks.append(divmod(param_info.shape[dim], shape[dim]) if shape[dim] else (self.world_size, 0))
+        for name, value in (("chunk_shapes", shapes), ("chunks", chunks), ("full_ranks", full_ranks)):
+            object.__setattr__(self, name, tuple(value))
 
     @classmethod
     def of_rows(cls, params: Sequence[tuple[str, Sequence[int]]], dims: Sequence[int], *, world_size: int) -> RowLayout:
-        """Lay out ``params`` one after another, each padded to equal chunks along its dim.
+        """Lay out ``params`` one after another, each padded to equal chunks along its dim (of ``dims``, non-negative).
 
-        Args:
-            params: name and shape of each parameter, each once; at least one.
-            dims: the dim along which each is sharded, non-negative; 0 for a scalar, which is an error.
-            world_size: size of the shard group.
-
-        Raises:
-            OptionError: if names repeat, a parameter is a scalar, or a dim other than 0 is not divisible by
-                ``world_size``.
+        Raises an OptionError if names repeat, for a scalar, and for a dim other than 0 that is not divisible by
+        ``world_size``.
         """
         param_infos: list[ParamInfo] = []
         end = 0
@@ -298,11 +251,6 @@ class RowLayout(FlatLayout):
         in_param, chunk = self.partition(index)[rank], self.chunks[index]
         return LocalShard(index, in_param, Interval(chunk.start, chunk.start + in_param.numel))
 
-    def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
-        # Offsets are in the order of the unsharded buffer, which says nothing about shards.
-        found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
-        return tuple(local_shard for local_shard in found if not local_shard.is_empty)
-
     def partition(self, index: int) -> EvenPartition:
         return EvenPartition(self.param_infos[index].numel, max(1, self.chunks[index].numel), 0, self.world_size)
 
@@ -313,12 +261,6 @@ class RowLayout(FlatLayout):
             for rank in range(self.world_size)
             for padding in self.shard_paddings(rank)
         )
-
-    def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
-        found = (
-            Interval(self.local_shard(index, rank).in_shard.stop, chunk.stop) for index, chunk in enumerate(self.chunks)
-        )
-        return tuple(padding for padding in found if not padding.is_empty)
 
 
 def _chunk_shape(shape: tuple[int, ...], dim: int, world_size: int) -> tuple[int, ...]:

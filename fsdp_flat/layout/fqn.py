@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import re
 
+# The attribute under which a wrapper keeps its module (FSDP1's name), and the prefix that a level of wrapping adds.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
-"""The attribute under which a wrapper keeps the module that it wraps (FSDP1's name)."""
-
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
-"""The prefix that one nesting level of wrapping adds to a name."""
-
+# The name of a unit's first flat parameter (FSDP1's name).
 FLAT_PARAM = "_flat_param"
-"""The name under which a unit registers its first flat parameter (FSDP1's name); see :func:`flat_param_name`."""
-
+# The attributes of torch's activation-checkpoint and offload wrappers, and of the result of ``torch.compile(module)``.
 CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
-"""The attribute under which torch's activation-checkpoint and offload wrappers keep their module."""
-
 COMPILED_MODULE = "_orig_mod"
-"""The attribute under which the result of ``torch.compile(module)`` keeps the module."""
 
 _WRAPPER_COMPONENTS = frozenset({FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE})
 _COMPONENTS_IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(_WRAPPER_COMPONENTS))})\.")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add
 from typing import Protocol
 
 
@@ -27,25 +28,18 @@ class Interval:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the interval has no elements."""
         return self.start == self.stop
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the intersection with ``other``.
-
-        The result always lies inside ``self``: for disjoint intervals it is the empty interval at the end of ``self``
-        that is nearest to ``other``, so it is a valid slice of the tensor that ``self`` indexes.
-        """
+        """Return the intersection with ``other``, which lies inside ``self``: if it is empty, at the nearest end."""
         start = min(max(self.start, other.start), self.stop)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Interval:
-        """Return this interval shifted by ``by`` elements, which may be negative."""
         return Interval(self.start + by, self.stop + by)
 
     def to_slice(self) -> slice:
@@ -57,7 +51,7 @@ class Interval:
 
 
 class Partition(Protocol):
-    """Maps each rank of a group to its elements of one flattened tensor.
+    """Maps each rank of a group to its elements of one flattened tensor; hashed by value, because plans are cached.
 
     Partitions are rules rather than lists of ranks where possible: in a checkpoint over a thousand ranks, each
     parameter involves only a few of them.
@@ -65,32 +59,21 @@ class Partition(Protocol):
 
     def __getitem__(self, rank: int) -> Interval:
         """Return the elements of ``rank``."""
-        ...
 
     def ranks(self, run: Interval) -> Sequence[int]:
         """Return the ranks that may hold elements of ``run``, in order; no other rank holds any."""
-        ...
 
-    def __hash__(self) -> int:
-        """Hash by value: equal partitions make equal plans, which are cached."""
-        ...
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvenPartition:
-    """Splits a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks.
-
-    Attributes:
-        numel: elements of the tensor.
-        step: elements per rank.
-        offset: elements before the tensor in the buffer that is split.
-        size: number of ranks.
-    """
+    """Splits a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks."""
 
     numel: int
-    step: int
-    offset: int
-    size: int
+    step: int  # elements per rank
+    offset: int  # elements before the tensor in the buffer that is split
+    size: int  # number of ranks
 
     def __getitem__(self, rank: int) -> Interval:
         """Return the elements of ``rank``; an empty interval lies at the nearest end of the tensor."""
@@ -106,13 +89,7 @@ class EvenPartition:
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedPartition:
-    """Places the full tensor on one rank or on every rank.
-
-    Attributes:
-        numel: elements of the tensor.
-        rank: the only rank that holds it; None if all ranks do.
-        size: number of ranks.
-    """
+    """Places the full tensor on one ``rank``, or on all of ``size`` ranks (None)."""
 
     numel: int
     rank: int | None
@@ -176,14 +153,10 @@ class TransferPlan:
 
 @lru_cache(maxsize=1 << 14)
 def plan_transfer(held: Partition, wanted: Partition, rank: int) -> TransferPlan:
-    """Plan the part of ``rank`` in transferring a tensor from one partition to another.
+    """Plan the part of ``rank`` in transferring a flattened tensor from one partition to another.
 
-    Results are cached, because a training run needs the same plans for every checkpoint.
-
-    Args:
-        held: the source partition of the flattened tensor; no element may be on two ranks.
-        wanted: the target partition.
-        rank: the rank to plan for.
+    No element may be ``held`` by two ranks. Results are cached, because a training run needs the same plans for every
+    checkpoint.
     """
     own, target = held[rank], wanted[rank]
     both = own.intersect(target)
@@ -206,25 +179,15 @@ def _shared(run: Interval, partition: Partition, rank: int) -> tuple[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Describes an N-d block of a tensor whose elements are contiguous in the flattened tensor.
-
-    Attributes:
-        offsets: per dim, the index of the first element.
-        sizes: per dim, the number of elements.
-        interval: the elements of the flattened (row-major) tensor that the box covers, in the same order.
-    """
+    """Describes an N-d block of a tensor that covers the ``interval`` of the flattened (row-major) tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     interval: Interval
 
     def within(self, start: Sequence[int]) -> Box:
-        """Return this box with its offsets relative to a larger tensor that holds this one at ``start``.
-
-        The interval does not change.
-        """
-        offsets = tuple(offset + by for offset, by in zip(self.offsets, start, strict=True))
-        return Box(offsets, self.sizes, self.interval)
+        """Return this box with its offsets, not its interval, in a larger tensor that has this one at ``start``."""
+        return replace(self, offsets=tuple(map(add, self.offsets, start)))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -233,16 +196,12 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> tuple[Box, ...]:
 
     Results are cached, because a training run needs the same boxes for every checkpoint.
 
-    Let ``stride[d]`` be the product of ``shape[d + 1:]``. From the current position, the next box runs along the
-    outermost dim ``d`` with ``position % stride[d] == 0`` and ``stop - position >= stride[d]``, for
-    ``min((stop - position) // stride[d], shape[d] - position // stride[d] % shape[d])`` indices, and covers the dims
-    inside ``d`` completely. A box that ends at the end of dim ``d`` is followed by one along an outer dim, for as long
-    as one fits; from then on each box is followed by one along an inner dim. Each dim is thus used at most twice, and
-    dim 0 at most once, since its end is the tensor's end: hence the bound.
+    From the current position, the next box runs along the outermost dim of which complete indices begin there and fit,
+    and covers the dims inside it completely. A box that ends at the end of a dim is followed by one along an outer dim,
+    for as long as one fits; from then on each box is followed by one along an inner dim. Each dim is thus used at most
+    twice, and dim 0 at most once, since its end is the tensor's end: hence the bound.
 
-    Returns:
-        The boxes in flat order; their intervals are adjacent and cover ``interval``. Empty for an empty interval;
-        ``Box((), (), interval)`` for a scalar.
+    Boxes are in flat order; their intervals are adjacent and cover ``interval``. A scalar is ``Box((), (), interval)``.
     """
     assert interval.stop <= math.prod(shape), (shape, interval)
     if interval.is_empty:

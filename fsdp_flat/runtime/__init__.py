@@ -1,9 +1,16 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
-from fsdp_flat.runtime.build import build_rows, handles_of, owners_of_ties
-from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
+from fsdp_flat.runtime.between_steps import (
+    convert_unit,
+    copy_wrapper,
+    full_params,
+    hide_compiled_name,
+    summon_full_params,
+    unwrap,
+)
+from fsdp_flat.runtime.build import build_rows, handles_of
+from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.control import SmallerGroup, UnitControl
-from fsdp_flat.runtime.conversion import convert_unit, copy_wrapper, hide_compiled_name, unwrap
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (
     BackgroundWork,
@@ -23,10 +30,8 @@ from fsdp_flat.runtime.other_forwards import (
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, share_comm_ctx
-from fsdp_flat.runtime.summon import full_params, summon_full_params
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import (
-    clear_gradients,
     register_comm_hook,
     replace_collectives,
     set_divide_factor_of_tree,

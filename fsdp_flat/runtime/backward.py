@@ -38,8 +38,6 @@ class Event(NamedTuple):
 
     Attributes:
         position: increases by one with each event of a tree.
-        unit: the unit.
-        is_begin: True for the begin, False for the end.
         in_grad: gradients were enabled, so a backward may reach this forward and not only its recomputation.
         weights: for an end that a backward may reach, the weights that the forward ran with; else None.
     """
@@ -58,7 +56,6 @@ class Iteration:
 
     Attributes:
         order: the units in the order in which they began.
-        events: the begins and ends.
         post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not keep the graph alive.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
         trains: gradients were enabled at its begin, so a backward may follow.
@@ -126,22 +123,14 @@ class PendingIterations:
 
 @dataclass(slots=True, eq=False)
 class ForwardRecord:
-    """Records one forward of a unit that a backward may reach.
-
-    Attributes:
-        iteration: the iteration that contains it; None for a recomputation inside a backward.
-        weights: the weights that it ran with.
-        begin: position of its begin in the iteration's events.
-        end: position of its end; -1 while it runs.
-        task: id of the autograd graph task that reached its outputs last, -1 before.
-    """
+    """Records one forward of a unit that a backward may reach; ``begin`` and ``end`` are positions of its events."""
 
     unit: Unit
-    iteration: Iteration | None
+    iteration: Iteration | None  # None for a recomputation inside a backward
     weights: Weights
     begin: int = -1
     end: int = -1
-    task: int = -1
+    task: int = -1  # id of the autograd graph task that reached its outputs last
 
 
 class Backward:
@@ -152,7 +141,6 @@ class Backward:
         take_turn: runs a unit's post-backward: reshards its parameters and reduces its gradient.
 
     Attributes:
-        iterations: the iterations that the backward goes through.
         keeps_graph: the backward records a graph (``create_graph=True``).
         keeps_iterations: a later backward may go through the same iterations; the same on every rank.
     """

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, member_of
+from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member_of
 from fsdp_flat.comm import ShardingGroups, Strategy, agree, digest_of, resolve_groups, strategy_from, true_on_any_rank
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
-from fsdp_flat.flat import FlattenedBy, modules_of, named_sites
-from fsdp_flat.layout import clean_fqn
+from fsdp_flat.flat import FlattenedBy, adapter_of, check_adapter, modules_of, named_sites
+from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.build import (
     WRAPPING,
     Construction,
     build_unit,
-    compared_names,
     count_call,
-    describe_structure,
-    own_buffers,
-    owners_of_ties,
+    named_buffers,
+    own_modules,
+    process_groups,
 )
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
     Ignored,
     UnitOptions,
     compute_device_from,
-    offloads_params,
+    cpu_offload_from,
     precision_from,
     sync_states_from,
 )
@@ -60,43 +60,26 @@ class Arguments:
     ignored_states: Any = None
     device_mesh: Any = None
 
-    def as_kwargs(self) -> dict[str, Any]:
-        """Return the arguments by keyword."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 def _options_from(arguments: Arguments) -> UnitOptions:
     """Return the validated options of a unit; other ranks, which may have been given valid ones, get an error too."""
     try:
         return _validated(arguments)
     except Exception as error:
-        groups = _groups_despite_errors(arguments)
-        if groups is not None:
-            agree((), error, groups.rank_groups, compute_device_from(None)[0], WRAPPING)
+        with suppress(Exception):
+            needs_two = isinstance(arguments.process_group, tuple) or getattr(arguments.device_mesh, "ndim", 1) == 2
+            device, _ = compute_device_from(None)
+            try:
+                strategy = _strategy_of(arguments)
+            except OptionError:
+                strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if needs_two else None)
+            agree((), error, _groups_of(arguments, strategy, device).rank_groups, device, WRAPPING)
         raise
 
 
-def _groups_despite_errors(arguments: Arguments) -> ShardingGroups | None:
-    """Return the groups over which the other ranks compare their models; None if they cannot be determined."""
-    try:
-        strategy = _strategy_of(arguments)
-    except OptionError:
-        needs_two = isinstance(arguments.process_group, tuple) or getattr(arguments.device_mesh, "ndim", 1) == 2
-        strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if needs_two else None)
-    try:
-        return _groups_of(arguments, strategy, compute_device_from(None)[0])
-    except Exception:
-        return None
-
-
 def _groups_of(arguments: Arguments, strategy: Strategy, device: torch.device) -> ShardingGroups:
-    return resolve_groups(
-        strategy,
-        arguments.process_group,
-        arguments.device_mesh,
-        has_policy=arguments.auto_wrap_policy is not None,
-        device=device,
-    )
+    group, mesh, has_policy = arguments.process_group, arguments.device_mesh, arguments.auto_wrap_policy is not None
+    return resolve_groups(strategy, group, mesh, has_policy=has_policy, device=device)
 
 
 def _strategy_of(arguments: Arguments) -> Strategy:
@@ -110,7 +93,7 @@ def _validated(arguments: Arguments) -> UnitOptions:
     strategy = _strategy_of(arguments)
     device, device_given = compute_device_from(arguments.device_id)
     precision = precision_from(arguments.mixed_precision)
-    offload_params = offloads_params(arguments.cpu_offload)
+    cpu_offload = cpu_offload_from(arguments.cpu_offload)
     prefetch = arguments.backward_prefetch
     if prefetch is not None:
         prefetch = member_of(BackwardPrefetch, prefetch, "backward_prefetch", others=" or None")
@@ -139,27 +122,17 @@ def _validated(arguments: Arguments) -> UnitOptions:
         limit_all_gathers=bool(arguments.limit_all_gathers),
         sync_states=sync_states,
         precision=precision,
-        offload_params=offload_params,
+        offload_params=bool(cpu_offload.offload_params),
         param_init_fn=arguments.param_init_fn,
         mixed_precision=arguments.mixed_precision or MixedPrecision(),
-        cpu_offload=arguments.cpu_offload or CPUOffload(),
+        cpu_offload=cpu_offload,
     )
 
 
 def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit], nn.Module]) -> Unit:
     """Build the unit of ``module``, and before it those of the submodules that the auto-wrap policy chooses.
 
-    Every rank of the group must call this in the same order.
-
-    Args:
-        module: the module to wrap.
-        arguments: the constructor's arguments.
-        wrap_unit: makes the wrapper of a submodule's unit, which replaces the submodule.
-
-    Raises:
-        OptionError: (a ValueError) arguments or a model that cannot be used.
-        OptionTypeError: (a TypeError) an argument of the wrong type.
-        UsageError: (a RuntimeError) no process group, or tensors on several devices.
+    ``wrap_unit`` makes the wrapper of a submodule's unit. Every rank of the group must call this in the same order.
     """
     if not isinstance(module, nn.Module):
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
@@ -168,16 +141,14 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     call = _prepare(module, plan, options, ignored)
     names = {unit.module: unit.fqn for unit in plan.units}
     # Most units have the same arguments: those of one call are validated once.
-    known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
+    known: dict[tuple[int, ...], UnitOptions] = {}
 
     def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        given = Arguments(**kwargs)
-        key = tuple(id(value) for value in given.as_kwargs().values())
+        key = tuple(map(id, kwargs.values()))
         if key not in known:
-            known[key] = given, _options_from(given)
-        _, own = known[key]
-        nested = units_of(child)
-        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
+            known[key] = _options_from(Arguments(**kwargs))
+        own, nested = known[key], units_of(child)
+        child_ignored = resolve_ignored(child, kwargs["ignored_modules"], kwargs["ignored_states"], nested)
         # Among the ranks of another group the id may identify another unit.
         same_ranks = own.groups.primary.group is options.groups.primary.group
         unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
@@ -195,32 +166,33 @@ def _agreed_plan(
     module: nn.Module, arguments: Arguments, options: UnitOptions
 ) -> tuple[WrapPlan, Ignored, dict[nn.Module, str]]:
     """Plan units, and compare the plan and the model with the other ranks; return the units' compared names too."""
-    error: Exception | None = None
-    plan = WrapPlan(())
-    ignored = Ignored(frozenset(), frozenset())
-    compared: dict[nn.Module, str] = {}
-    lines: list[str] = []
+    rank_groups, device = options.groups.rank_groups, options.device
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states, units_of(module))
         _check_not_managed(module)
+        plan = WrapPlan(())
         if arguments.auto_wrap_policy is not None:
+            inherited = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+            inherited.update(auto_wrap_policy=None, ignored_modules=None, ignored_states=set(ignored.params))
+            if options.strategy.is_hybrid and options.groups.mesh is None:
+                inherited["process_group"] = (options.groups.shard.group, options.groups.replicate.group)
             plan = plan_units(
                 module,
                 arguments.auto_wrap_policy,
                 ignored_modules=set(ignored.modules),
                 ignored_params=set(ignored.params),
-                root_kwargs=_child_kwargs(arguments, options, ignored),
+                root_kwargs=inherited,
                 is_wrapped=lambda child: unit_of(child) is not None,
             )
             _check_overrides(plan)
-        name_of = compared_names(module, ignored)
-        compared = {unit.module: name_of(unit.fqn) for unit in plan.units}
-        lines = describe_structure(module, [unit.fqn for unit in plan.units], options, ignored, name_of)
-    except Exception as raised:
-        error = raised
+        name_of = _compared_names(module, ignored)
+        lines = _describe_structure(module, plan, options, ignored, name_of)
+    except Exception as error:
+        agree((), error, rank_groups, device, WRAPPING)
+        raise
     # A model whose shapes differ between ranks would abort the process inside the first collective.
-    agree(lines, error, options.groups.rank_groups, options.device, WRAPPING)
-    return plan, ignored, compared
+    agree(lines, None, rank_groups, device, WRAPPING)
+    return plan, ignored, {unit.module: name_of(unit.fqn) for unit in plan.units}
 
 
 def _check_not_managed(module: nn.Module) -> None:
@@ -230,7 +202,7 @@ def _check_not_managed(module: nn.Module) -> None:
             f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
             "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
         )
-    if any(child.__dict__.get("_fsdp_has_managed_params", False) for child in _outside_units(module)):
+    if any(child.__dict__.get("_fsdp_has_managed_params", False) for _, child in own_modules(module)):
         raise OptionError(
             f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
             "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."
@@ -248,11 +220,8 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.has)
     if any(param.is_meta for param in owners):
-        holders = [
-            (clean_fqn(path), child)
-            for path, child in module.named_modules()
-            if any(param in owners for param in child._parameters.values() if param is not None)
-        ]
+        named_modules = [(clean_fqn(path), child) for path, child in module.named_modules()]
+        holders = [each for each in named_modules if not owners.keys().isdisjoint(each[1]._parameters.values())]
         materialize(holders, module, options, ignored)
         owners = owners_of_ties(module, modules, ignored.has)
     named: list[tuple[str, torch.Tensor]] = [
@@ -261,7 +230,7 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         if not ignored.has(param) and not getattr(param, "_fsdp_flattened", False)
     ]
     if options.sync_states != "warn":
-        named += own_buffers(module, ignored)
+        named += named_buffers(own_modules(module, ignored))
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
         is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], rank_groups, device)
@@ -281,25 +250,10 @@ def _check_overrides(plan: WrapPlan) -> None:
             )
 
 
-def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:
-    groups, process_group = options.groups, arguments.process_group
-    if options.strategy.is_hybrid and groups.mesh is None:
-        process_group = (groups.shard.group, groups.replicate.group)
-    params = set(ignored.params)
-    return replace(
-        arguments, process_group=process_group, auto_wrap_policy=None, ignored_modules=None, ignored_states=params
-    ).as_kwargs()
-
-
 def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Sequence[Unit]) -> Ignored:
     """Validate the two arguments of ``root``'s wrapper and expand modules to their subtrees.
 
     Units inside an ignored module stay units. Everything that the ``nested`` units of ``root`` ignore is ignored too.
-
-    Raises:
-        OptionError: both are given, modules and parameters are mixed, or a wrapped module is among them.
-        OptionTypeError: an argument is not iterable.
-        TiedParameterError: an ignored module shares a parameter with one that was wrapped before.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise OptionError(
@@ -310,12 +264,9 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
     states = _listed("ignored_states", ignored_states)
     if not all(isinstance(entry, nn.Module) for entry in modules):
         raise OptionError(f"ignored_modules must hold nn.Modules only; got {_kinds(modules)}.")
-    params: list[nn.Parameter] = []
-    if states and all(isinstance(entry, nn.Module) for entry in states):
-        modules = states
-    elif all(isinstance(entry, nn.Parameter) for entry in states):
-        params = states
-    else:
+    if all(isinstance(entry, nn.Module) for entry in states):
+        modules, states = modules + states, []
+    elif not all(isinstance(entry, nn.Parameter) for entry in states):
         raise OptionError(
             f"ignored_states must hold parameters only, or modules only; got {_kinds(states)}. "
             "For parameters of several modules pass the parameters."
@@ -329,48 +280,118 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
             warn_user(
                 "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=5
             )
-    subtree = {child for module in modules for child in _outside_units(module)}
-    _check_ties(root, subtree)
-    inherited = [unit.ignored for unit in nested]
-    return Ignored(
-        frozenset(subtree.union(*[entry.modules for entry in inherited])),
-        frozenset(
-            {param for module in subtree for param in module.parameters(recurse=False)}.union(params).union(
-                *[entry.params for entry in inherited]
-            )
-        ),
-    )
-
-
-def _check_ties(root: nn.Module, ignored: set[nn.Module]) -> None:
-    if not ignored:
-        return
-    for site, param in named_sites(root):
+    subtree = {child for module in modules for _, child in own_modules(module)}
+    for site, param in named_sites(root) if subtree else ():
         owner = getattr(param, "_fsdp_flattened", None)
-        if site.module in ignored and isinstance(owner, FlattenedBy):
+        if site.module in subtree and isinstance(owner, FlattenedBy):
             raise TiedParameterError(
                 f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
                 "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
                 "wrapped too (ignored_states=[parameter]), or do not ignore the module."
             )
-
-
-def _outside_units(module: nn.Module) -> Iterable[nn.Module]:
-    if unit_of(module) is not None:
-        return
-    yield module
-    for child in module.children():
-        yield from _outside_units(child)
+    params = [*states, *(param for module in subtree for param in module.parameters(recurse=False))]
+    inherited = [unit.ignored for unit in nested]
+    return Ignored(
+        frozenset(subtree).union(*[entry.modules for entry in inherited]),
+        frozenset(params).union(*[entry.params for entry in inherited]),
+    )
 
 
 def _listed(name: str, value: Any) -> list[Any]:
-    if value is None:
-        return []
     try:
-        return list(value)
+        return [] if value is None else list(value)
     except TypeError:
         raise OptionTypeError(f"{name} must be an iterable; got {type(value).__name__}.") from None
 
 
 def _kinds(entries: list[Any]) -> str:
     return ", ".join(sorted({type(entry).__name__ for entry in entries}))
+
+
+def owners_of_ties(
+    root: nn.Module, unit_modules: Sequence[nn.Module], is_ignored: Callable[[nn.Parameter], bool]
+) -> dict[nn.Parameter, nn.Module]:
+    """Map each parameter shared between future units, or held only by one that never runs, to its unit's module.
+
+    The owner is the innermost future unit with a forward that contains all uses of the parameter, or the root. The tie
+    is kept, because the outer unit is unsharded whenever an inner one runs.
+    """
+    chosen = {root, *unit_modules}
+    # For each module and parameter the chains of units, from the root inwards, that lead to it; an ordered set.
+    chains: dict[nn.Module, dict[tuple[nn.Module, ...], None]] = {}
+    places: dict[nn.Parameter, dict[tuple[nn.Module, ...], None]] = {}
+
+    def visit(module: nn.Module, chain: tuple[nn.Module, ...]) -> None:
+        chain = (*chain, module) if module in chosen else chain
+        known = chains.setdefault(module, {})
+        if chain not in known:
+            known[chain] = None
+            for param in module._parameters.values():
+                if param is not None and not is_ignored(param):
+                    places.setdefault(param, {})[chain] = None
+            for child in module.children():
+                visit(child, chain)
+
+    visit(root, ())
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for param, found in places.items():
+        units = {chain[-1] for chain in found}
+        if len(units) > 1 or not all(map(_runs, units)):
+            common = [levels[0] for levels in zip(*found, strict=False) if len(set(levels)) == 1]
+            owners[param] = next((module for module in reversed(common) if _runs(module)), common[0])
+    return owners
+
+
+def _runs(module: nn.Module) -> bool:
+    """Return whether ``module`` has a forward, unlike containers (``nn.ModuleList``, ``nn.ParameterList``)."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _compared_names(root: nn.Module, ignored: Ignored) -> Callable[[str], str]:
+    """Return a function that converts a path below ``root`` to the name by which ranks compare what is there.
+
+    Ranks may ignore different modules, which may shift the indices of their siblings: an index in such a name counts
+    only children of which something is managed, or that have no parameters.
+    """
+    left_out = set(ignored.modules)
+    for module in root.modules() if ignored.params else ():
+        params = [*module.parameters()]
+        if params and ignored.params.issuperset(params):
+            left_out.add(module)
+    indices: dict[str, str] = {}
+    for path, parent in root.named_modules() if left_out else ():
+        kept = [name for name, child in parent._modules.items() if child not in left_out]
+        if len(kept) < len(parent._modules):
+            indices.update({clean_fqn(join_fqn(path, n)): str(i) for i, n in enumerate(kept) if n.isdigit()})
+
+    if not indices:
+        return clean_fqn
+
+    def name_of(path: str) -> str:
+        parts = clean_fqn(path).split(".")
+        return ".".join(indices.get(".".join(parts[: end + 1]), part) for end, part in enumerate(parts))
+
+    return name_of
+
+
+def _describe_structure(
+    root: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored, name_of: Callable[[str], str]
+) -> list[str]:
+    """Describe the model that this rank is about to build, one fact per line; raise if a parameter has no adapter."""
+    groups, precision = process_groups(options), options.precision
+    lines = [
+        f"strategy {options.strategy.member.name}, use_orig_params={options.use_orig_params}, "
+        f"sync_module_states={options.sync_states!r}",
+        f"mixed precision of {precision.param_dtype}, {precision.reduce_dtype}, {precision.master_dtype}",
+    ]
+    lines += [f"unit {name_of(unit.fqn)!r}\tunit {unit.fqn!r}" for unit in plan.units]
+    for name, param in root.named_parameters():
+        if not ignored.has(param):
+            fqn, shape = clean_fqn(name), "sharded already"
+            # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
+            if not getattr(param, "_fsdp_flattened", False):
+                shape = f"of shape {tuple(param.shape)}"
+                check_adapter(adapter_of(param, fqn), fqn, groups)
+            facts = f"{shape}, {param.dtype}, requires_grad={param.requires_grad}"
+            lines.append(f"parameter {name_of(name)!r} {facts}\tparameter {fqn!r} {facts}")
+    return lines

@@ -17,33 +17,19 @@ class SmallerGroup:
 
     After forward each rank keeps the shards of several ranks of the shard group, so that the smaller group has all of
     them, and backward all-gathers over that group alone: the ranks of one host, for example.
-    Every rank of the shard group must create it.
-
-    Args:
-        shard: the shard group.
-        num_ranks: number of ranks of the smaller group, a factor of the shard group's.
-        device: the compute device.
-        unit: id of the unit, equal on every rank.
-        name: name of the unit in errors.
-
-    Attributes:
-        rank_group: the smaller group.
-        collectives: those of it.
+    Every rank of the shard group must create it. ``num_ranks`` is a factor of the shard group's.
     """
 
     def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
         self.rank_group = subgroup_of(shard, num_ranks)
-        self._device = device
-        self._unit = unit
-        self._name = name
+        self._device, self._unit, self._name = device, unit, name
         num_rows = shard.size // num_ranks
         self._ranks = range(self.rank_group.rank * num_rows, (self.rank_group.rank + 1) * num_rows)
         self.use_collectives(CollectiveChoice())
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
         """Use other collectives in later steps, as the unit does."""
-        group, unit, name = self.rank_group, self._unit, self._name
-        collectives = collectives_for(group, self._device, choice, unit=unit, name=name)
+        collectives = collectives_for(self.rank_group, self._device, choice, unit=self._unit, name=self._name)
         assert collectives is not None
         self.collectives = collectives
 
@@ -89,7 +75,4 @@ class UnitControl:
     @classmethod
     def of(cls, strategy: Strategy) -> UnitControl:
         """Return the switches of a new unit of the wrapper, from the columns of its strategy."""
-        return cls(
-            reshard_after_forward=None if strategy.reshard_after_forward else False,
-            reshard_after_backward=strategy.reshard_after_backward,
-        )
+        return cls(reshard_after_forward=None if strategy.reshard_after_forward else False)

@@ -58,12 +58,7 @@ class Outcome:
 class BackwardExchange:
     """Exchanges flags and digests between the ranks of one tree. Every rank must make the same calls.
 
-    Args:
-        units: every unit of the tree, in the same order on every rank.
-        log: the order of collectives.
-
-    Attributes:
-        handles: handles whose gradients are reduced, by groups, in the same order on every rank.
+    ``handles`` holds those whose gradients are reduced, by groups, in the same order on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog) -> None:

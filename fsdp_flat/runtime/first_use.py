@@ -43,11 +43,7 @@ _SHARED_OPTIONS = {
 
 
 def check_units(units: Sequence[Unit]) -> None:
-    """Raise if units cannot be of one tree: by options, switches, extensions, or an optimizer that runs in backward.
-
-    Args:
-        units: the units, the root first.
-    """
+    """Raise if ``units``, the root first, cannot be of one tree."""
     for unit in units[1:]:
         if unit.control.finalizes_by_hand:
             raise UsageError(
@@ -77,8 +73,12 @@ def check_units(units: Sequence[Unit]) -> None:
 
 def _unwritten(units: Iterable[Unit], *, params: bool) -> list[str]:
     """Return names of parameters, or of buffers, that left the meta device and still have no values."""
-    entries = [(unit, entry) for unit in units for entry in unit.unwritten or () if entry.is_param is params]
-    return [f"{entry.fqn!r} of unit {unit.name!r}" for unit, entry in entries if entry.is_still]
+    return [
+        f"{entry.fqn!r} of unit {unit.name!r}"
+        for unit in units
+        for entry in unit.unwritten or ()
+        if entry.is_param is params and entry.is_still
+    ]
 
 
 def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
@@ -145,11 +145,7 @@ def raise_difference(
 ) -> None:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
-    Args:
-        collectives: one line for each collective over the groups that this rank has issued.
-        units: the units; those over the groups are compared.
-        groups: the groups.
-        device: the compute device.
+    ``collectives`` has one line for each collective over the groups that this rank has issued.
     """
     agree(collectives, None, groups.rank_groups, device, _ORDER)
     agree(_trained_lines(units, groups), None, groups.rank_groups, device, _TRAINED)
@@ -158,13 +154,7 @@ def raise_difference(
 class RankChecks:
     """Compares ranks in their first steps, each time where the step communicates over the same ranks anyway.
 
-    Args:
-        units: every unit of the tree, the outermost first.
-        handles: their handles by groups, in the same order on every rank.
-        unmanaged: compares tensors that no unit manages.
-
-    Attributes:
-        in_forward: True while :meth:`before_forward` may still compare.
+    ``in_forward`` is True while :meth:`before_forward` may still compare.
     """
 
     def __init__(
@@ -185,11 +175,6 @@ class RankChecks:
         self._num_forwards = 0
         self.in_forward = bool(self._ahead)
 
-    def skip(self) -> None:
-        """Disable all later comparisons."""
-        self._compared_in_backward = True
-        self.in_forward = False
-
     def before_iteration(self) -> None:
         """Check before the first forward that every tensor that left the meta device has values."""
         self._is_new_iteration = True
@@ -200,9 +185,8 @@ class RankChecks:
     def before_forward(self, unit: Unit) -> None:
         """Compare which parameters are trained, before the first forward with gradients over a unit's groups.
 
-        Only ranks of the shard group are compared, over which the forward all-gathers. If all units are frozen, no
-        backward reduces anything, so tensors that no unit manages are compared here too, in a few forwards. These are
-        chosen by count, since every rank must choose the same ones.
+        If all units are frozen, no backward reduces anything, so tensors that no unit manages are compared here too,
+        in a few forwards. These are chosen by count, since every rank must choose the same ones.
         """
         if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
@@ -254,9 +238,7 @@ class RankChecks:
 
 def log_units(units: Sequence[Unit]) -> None:
     """Log parameters, bytes, strategy and group sizes of each unit, one line per unit."""
-    if not _logger.isEnabledFor(logging.INFO):
-        return
-    for unit in units:
+    for unit in units if _logger.isEnabledFor(logging.INFO) else ():
         groups = unit.options.groups
         _logger.info(
             "unit %r: %d parameters in %d bytes a rank, %s over %d x %d ranks (shard x replicate)",

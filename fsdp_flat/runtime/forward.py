@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from fsdp_flat.comm import profiled
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE
+from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import cast_floats, differentiable_tensors, map_tensors
@@ -129,7 +128,7 @@ class UnitForward:
 
     @dynamo_disabled
     def pass_through(self, output: Any) -> Any:
-        """Hook and return the outputs of a module that is not the last of its unit to run."""
+        """Hook the outputs of a module that is not the last of its unit to run; return them."""
         return self._hooked(output)[0]
 
     @dynamo_disabled
@@ -210,7 +209,7 @@ def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    asked = COMPILED_MODULE in module._modules or module._compiled_call_impl is not None
     return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 

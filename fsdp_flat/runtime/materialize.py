@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle, adapter_if_dtensor, named_sites, unguarded
+from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.user_warnings import warn_user
 
@@ -34,17 +35,7 @@ def materialize(
     """Allocate meta-device tensors on the compute device and initialise them; return whether there were any.
 
     ``param_init_fn`` is called with every module in turn. By default each module that holds a meta tensor itself gets
-    memory, and its ``reset_parameters`` is called.
-
-    Args:
-        modules: names and modules to check.
-        root: the tree in which tied parameters are tied again afterwards.
-        options: those of the unit.
-        ignored: its parameters are left alone.
-
-    Raises:
-        OptionError: ``param_init_fn`` is not callable, or left parameters on the meta device.
-        MaterializeError: a module with meta tensors has no ``reset_parameters``.
+    memory, and its ``reset_parameters`` is called. Parameters that are tied anywhere below ``root`` are tied again.
     """
     meta = [each for each in modules if any(tensor.is_meta for tensor in _own_tensors(each[1], ignored))]
     if not meta:
@@ -52,7 +43,9 @@ def materialize(
     init_fn = options.param_init_fn
     if init_fn is not None and not callable(init_fn):
         raise OptionError(f"param_init_fn must be callable; got {init_fn!r}.")
-    ties = _ties(root)
+    sites: dict[nn.Parameter, list[Site]] = {}
+    for site, param in named_sites(root):
+        sites.setdefault(param, []).append(site)
     with torch.no_grad(), _MarksEmpty():
         if init_fn is not None:
             for _, module in modules:
@@ -60,7 +53,9 @@ def materialize(
         else:
             for name, module in meta:
                 _reset(name, module, options.device)
-    _tie_again(ties)
+    for first, *others in sites.values():
+        for other in others:
+            other.module._parameters[other.name] = first.module._parameters[first.name]
     left = [
         f"{name}.{key}" if name else key
         for name, module in modules
@@ -88,31 +83,12 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
     try:
         reset()
     except BaseException:
-        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=7)
+        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=6)
         raise
 
 
-def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for site, param in named_sites(root):
-        places.setdefault(param, []).append((site.module, site.name))
-    return [sites for sites in places.values() if len(sites) > 1]
-
-
-def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    for sites in ties:
-        (first, first_name), *others = sites
-        for module, name in others:
-            module._parameters[name] = first._parameters[first_name]
-
-
 def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
-    """Move CPU parameters and buffers to the device that the caller passed; with ``rows`` meta tensors stay.
-
-    Raises:
-        UsageError: tensors are on several accelerators, or on the CPU and an accelerator without a device passed.
-        OptionError: tensors are on a different accelerator than the device passed.
-    """
+    """Move CPU parameters and buffers to the device that the caller passed; with ``rows`` meta tensors stay."""
     device, device_given = options.device, options.device_given
     elsewhere: dict[torch.device, str] = {}
     on_cpu: list[torch.Tensor] = []
@@ -162,14 +138,13 @@ def agree_on_weights(
 ) -> bool:
     """Compare initial weights across ranks; return whether those of rank 0 must be broadcast.
 
-    Every rank of the groups must call this with tensors of the same shapes. If the weights differ and ``sync`` is
-    ``"warn"``, the first rank warns.
-
-    Raises:
-        RankMismatchError: they differ and ``sync`` is ``"raise"``.
+    Every rank of the groups must call this with tensors of the same shapes.
     """
     if sync == "broadcast":
         return True
+    named = [
+        (n, each) for n, each in named if each.layout is torch.strided and type(each.data) in (torch.Tensor, DTensor)
+    ]
     prints = fingerprints([adapter_if_dtensor(each).to_local(each.detach()) for _, each in named])
     # Names may differ between ranks that ignore different modules.
     lines = [f"{print_}\t{name!r} {print_}" for (name, _), print_ in zip(named, prints, strict=True)]
@@ -181,14 +156,15 @@ def agree_on_weights(
     return found is not None and sync == "auto"
 
 
-def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups) -> None:
+@torch.no_grad()
+def broadcast_from_rank_zero(tensors: Iterable[torch.Tensor], groups: ShardingGroups) -> None:
     """Overwrite ``tensors`` with those of rank 0. Every rank of the groups must call this with the same shapes."""
+    targets = [adapter_if_dtensor(tensor).to_local(tensor).detach() for tensor in {id(t): t for t in tensors}.values()]
     for rank_group in reversed(connected(groups.rank_groups)):
         assert rank_group.group is not None
         source = dist.get_global_rank(rank_group.group, 0)
         works = []
-        for tensor in tensors:
-            data = tensor.detach()
+        for data in targets:
             received = data.contiguous()
             # Broadcast bytes: backends support few dtypes (gloo neither float8 nor int16).
             sent = received.view(-1).view(torch.uint8)
@@ -258,13 +234,7 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """Describes a tensor of a unit that had no values when the unit was built.
-
-    Attributes:
-        fqn: its name relative to the unit's module.
-        read: returns this rank's current part of it.
-        is_param: True for a parameter, False for a buffer.
-    """
+    """Describes a tensor of a unit that had no values when the unit was built; ``read`` returns this rank's part."""
 
     fqn: str
     read: Callable[[], torch.Tensor | None]

@@ -35,13 +35,7 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Holds a validated ``MixedPrecision``; see there for the fields.
-
-    Attributes:
-        full_in_eval: forwards in eval mode run in full precision (``FSDP_USE_FULL_PREC_IN_EVAL=1``).
-        ignored_classes: ``_module_classes_to_ignore``.
-        output_dtype: dtype to which floating-point outputs of the unit are cast; None leaves them.
-    """
+    """Holds a validated ``MixedPrecision``; see there for the fields."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -52,8 +46,11 @@ class Precision:
     master_dtype: torch.dtype | None = None
     full_precision_modules: tuple[type[nn.Module], ...] = ()
     uncast_inputs: frozenset[str] = frozenset()
+    # FSDP_USE_FULL_PREC_IN_EVAL=1: forwards in eval mode run in full precision.
     full_in_eval: bool = False
+    # _module_classes_to_ignore.
     ignored_classes: tuple[type[nn.Module], ...] = ()
+    # Floating-point outputs of the unit are cast to it.
     output_dtype: torch.dtype | None = None
 
     def is_full_in(self, module: nn.Module) -> bool:
@@ -73,12 +70,9 @@ class Precision:
         return statistics is not None and statistics.itemsize < 4 and statistics == self.buffer_dtype
 
     def _statistics_dtype(self, module: nn.Module) -> torch.dtype | None:
-        """Return the compute dtype of a batch norm's running statistics, or None.
-
-        It is None without statistics, without ``param_dtype``, and for modules outside of ``ignored_classes``.
-        """
+        """Return the compute dtype of the running statistics of a batch norm of ``ignored_classes``, or None."""
         if self.param_dtype is None or not (
-            isinstance(module, self.ignored_classes) and isinstance(module, _BatchNorm)
+            isinstance(module, _BatchNorm) and isinstance(module, self.ignored_classes)
         ):
             return None
         dtype = next((b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()), None)
@@ -90,18 +84,9 @@ class UnitOptions:
     """Holds the validated options of one unit.
 
     Attributes:
-        strategy: row of the strategy table.
-        groups: the shard and the replicate group.
-        device: the compute device.
         device_given: the caller passed the device, so parameters are moved there.
-        use_orig_params: original parameters stay visible, as 1-D slices.
-        backward_prefetch: when backward begins the next all-gather; None for never.
-        forward_prefetch: forward begins the next all-gather early, also where streams would overlap anyway.
-        limit_all_gathers: kept for compatibility with FSDP1; the number of unsharded units is bounded in any case.
         sync_states: action if ranks start from different weights.
-        precision: dtypes and casts.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
-        param_init_fn: initialises a module that is on the meta device.
         rows: shards each parameter by itself and shows DTensors; None for flat parameters.
         mixed_precision, cpu_offload: the constructor's arguments, which the wrapper shows.
     """
@@ -109,15 +94,15 @@ class UnitOptions:
     strategy: Strategy
     groups: ShardingGroups
     device: torch.device
-    device_given: bool
-    use_orig_params: bool
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    sync_states: SyncStates
     precision: Precision
-    offload_params: bool
-    param_init_fn: Callable[[nn.Module], None] | None
+    use_orig_params: bool
+    device_given: bool = False
+    backward_prefetch: BackwardPrefetch | None = None
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    sync_states: SyncStates = "warn"
+    offload_params: bool = False
+    param_init_fn: Callable[[nn.Module], None] | None = None
     rows: RowSharding | None = None
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
@@ -140,11 +125,10 @@ class StateHandler(Protocol):
 
 @dataclass(slots=True, eq=False)
 class BackgroundWork:
-    """Holds the process group of a thread beside the step, and that thread's newest work.
+    """Holds the gloo group of a thread beside the step, and that thread's newest work.
 
     Attributes:
-        group: a gloo group, separate from the collectives of training. It is created once, because another group of the
-            same ranks would collide with its keys in the store.
+        group: created once, because another group of the same ranks would collide with its keys in the store.
         finish: waits for the newest work, and returns its error if the caller has not seen it yet, else an empty text.
     """
 
@@ -166,12 +150,7 @@ def _check_dtypes(value: Any, *names: str) -> None:
 
 
 def precision_of_rows(policy: Any) -> Precision:
-    """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`.
-
-    Raises:
-        OptionTypeError: ``policy`` or one of its dtypes has the wrong type.
-        UnsupportedError: it has a dtype for each parameter.
-    """
+    """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`."""
     if not _is_a(policy, "MixedPrecisionPolicy"):
         raise OptionTypeError(f"mp_policy must be a MixedPrecisionPolicy; got {type(policy).__name__}.")
     _check_dtypes(policy, "param_dtype", "reduce_dtype", "output_dtype")
@@ -186,15 +165,10 @@ def precision_of_rows(policy: Any) -> Precision:
 
 
 def precision_from(value: Any) -> Precision:
-    """Convert a ``MixedPrecision`` (ours or torch's) or None to a :class:`Precision`.
-
-    Raises:
-        OptionTypeError: ``value`` or one of its fields has the wrong type.
-        OptionError: a field is not a floating-point dtype.
-    """
+    """Convert a ``MixedPrecision`` (ours or torch's) or None to a :class:`Precision`."""
     value = MixedPrecision() if value is None else value
+    kind = type(value)
     if not (_is_a(value, "MixedPrecision") and hasattr(value, "cast_root_forward_inputs")):
-        kind = type(value)
         raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got a {kind.__module__}.{kind.__qualname__}.")
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype")
     _check_dtypes(value, *names)
@@ -202,8 +176,16 @@ def precision_from(value: Any) -> Precision:
         dtype = getattr(value, name, None)
         if dtype is not None and not dtype.is_floating_point:
             raise OptionError(f"MixedPrecision.{name} must be a floating-point dtype; got {dtype}.")
-    # torch's class has no fields of these three names.
+    # torch's class has no fields of these three names. A single class or name stands for a set of it.
     full, uncast = getattr(value, "full_precision_modules", ()), getattr(value, "uncast_inputs", ())
+    full = (full,) if isinstance(full, type) else tuple(full)
+    for kind in full:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise OptionTypeError(f"MixedPrecision.full_precision_modules must hold module classes; got {kind!r}.")
+    uncast = frozenset({uncast} if isinstance(uncast, str) else uncast)
+    for name in uncast:
+        if not isinstance(name, str):
+            raise OptionTypeError(f"MixedPrecision.uncast_inputs must hold names of arguments; got {name!r}.")
     return Precision(
         param_dtype=value.param_dtype,
         reduce_dtype=value.reduce_dtype or value.param_dtype,
@@ -212,39 +194,15 @@ def precision_from(value: Any) -> Precision:
         cast_forward_inputs=bool(value.cast_forward_inputs),
         cast_root_forward_inputs=bool(value.cast_root_forward_inputs),
         master_dtype=getattr(value, "master_dtype", None),
-        full_precision_modules=_classes(full),
-        uncast_inputs=_names(uncast),
+        full_precision_modules=full,
+        uncast_inputs=uncast,
         full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         ignored_classes=tuple(value._module_classes_to_ignore),
     )
 
 
-def _classes(value: Any) -> tuple[type[nn.Module], ...]:
-    found = (value,) if isinstance(value, type) else tuple(value)
-    for kind in found:
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise OptionTypeError(f"MixedPrecision.full_precision_modules must hold module classes; got {kind!r}.")
-    return found
-
-
-def _names(value: Any) -> frozenset[str]:
-    # A single name is not a set of characters.
-    found = frozenset({value} if isinstance(value, str) else value)
-    for name in found:
-        if not isinstance(name, str):
-            raise OptionTypeError(f"MixedPrecision.uncast_inputs must hold names of arguments; got {name!r}.")
-    return found
-
-
 def sync_states_from(value: object) -> SyncStates:
-    """Convert ``sync_module_states`` to an action.
-
-    False warns if ranks differ, True broadcasts from rank 0, ``"auto"`` broadcasts only if ranks differ, ``"raise"``
-    raises.
-
-    Raises:
-        OptionError: ``value`` is anything else.
-    """
+    """Convert ``sync_module_states``, True, False, "auto" or "raise", to an action."""
     if value is None or isinstance(value, int):
         return "broadcast" if value else "warn"
     if value in ("auto", "raise"):
@@ -253,16 +211,7 @@ def sync_states_from(value: object) -> SyncStates:
 
 
 def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
-    """Return the compute device, and whether the caller passed it.
-
-    Args:
-        device_id: an index of the current accelerator, a device, or None for the current accelerator, or the CPU if
-            there is none. ``cpu:0`` is the CPU.
-
-    Raises:
-        OptionTypeError: ``device_id`` has another type.
-        OptionError: this machine has no such device.
-    """
+    """Return the compute device, and whether the caller passed it; for None the accelerator, or the CPU without one."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device_id is None:
         if accelerator is None:
@@ -298,14 +247,9 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
     return device, True
 
 
-def offloads_params(cpu_offload: object) -> bool:
-    """Return whether a ``CPUOffload`` (ours or torch's) or None requests shards on the CPU.
-
-    Raises:
-        OptionTypeError: ``cpu_offload`` has another type.
-    """
-    if cpu_offload is None:
-        return False
-    if not _is_a(cpu_offload, "CPUOffload"):
-        raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(cpu_offload).__name__}.")
-    return bool(getattr(cpu_offload, "offload_params", False))
+def cpu_offload_from(value: Any) -> CPUOffload:
+    """Return a ``CPUOffload`` (ours or torch's), or ours for None."""
+    value = CPUOffload() if value is None else value
+    if not _is_a(value, "CPUOffload"):
+        raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(value).__name__}.")
+    return value

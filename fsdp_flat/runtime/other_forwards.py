@@ -21,11 +21,7 @@ from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 
 
 class UnshardHandle:
-    """Waits for the all-gather of a unit that ``unshard(async_op=True)`` has begun.
-
-    Args:
-        unit: the unit that is being unsharded, with those inside it; None if there is nothing to wait for.
-    """
+    """Waits for the all-gather of a unit that ``unshard(async_op=True)`` has begun."""
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
@@ -40,22 +36,17 @@ class UnshardHandle:
 
 @dynamo_disabled_here
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-    """Run ``call``, the module's own ``__call__``, with the parameters of the module's units unsharded."""
-    unit = own_unit(module)
-    return _run_nested(module, unit, args, kwargs, call, _run_of(module, unit))
-
-
-@dynamo_disabled_here
-def _run_of(module: nn.Module, unit: Unit) -> Callable[..., Any]:
-    """Return the function that runs a module's forward as that of its unit, or as a part of it.
+    """Run ``call``, the module's own ``__call__``, with the parameters of the module's units unsharded.
 
     Outside of the forward of an outer unit, which ends forwards of which some modules do not run, each of several
     modules is a forward: of the unit, and inside it of each of its inner ones.
     """
-    if len(unit.members) == 1:
-        return run_forward
-    schedule = schedule_of(module, unit)
-    return run_forward if schedule.recomputes or schedule.iteration is None else _run_member
+    unit = own_unit(module)
+    run: Callable[..., Any] = run_forward
+    if len(unit.members) > 1:
+        schedule = schedule_of(module, unit)
+        run = run_forward if schedule.recomputes or schedule.iteration is None else _run_member
+    return _run_nested(module, unit, args, kwargs, call, run)
 
 
 @dynamo_disabled_here
@@ -108,12 +99,7 @@ def _run_member(
 
 @dataclass(slots=True)
 class _GroupForward:
-    """Holds the open forward of a unit of several modules.
-
-    Attributes:
-        forward: the forward.
-        waiting: the modules that have not run.
-    """
+    """Holds the open forward of a unit of several modules, and those that have not run."""
 
     forward: UnitForward
     waiting: set[nn.Module]
@@ -176,8 +162,7 @@ def participate(module: nn.Module, *inputs: Any) -> None:
     """
     unit = unit_of(module)
     if unit is not None:
-        call = functools.partial(_participate_below, module, inputs)
-        _run_nested(module, unit, (), {}, call, _run_of(module, unit))
+        run_module(module, (), {}, functools.partial(_participate_below, module, inputs))
     else:
         _participate_below(module, inputs)
 

@@ -14,18 +14,15 @@ from typing import Any
 import torch
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, streams_for, unrecorded
+from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, unrecorded
 from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
+# The dtype in which each of torch's low-precision hooks communicates gradients. The hooks cast, call the backend and
+# cast back; gloo has no kernels for some of their calls. A reduction in this dtype gives the same result everywhere.
 LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
     {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 )
-"""Dtype in which each of torch's low-precision hooks communicates gradients.
-
-The hooks cast, call the backend and cast back; gloo has no kernels for some of their calls. A reduction in the hook's
-dtype gives the same result on every backend.
-"""
 
 
 def predivide_factor(num_ranks: int) -> float:
@@ -43,8 +40,7 @@ class ReductionPolicy:
     Attributes:
         divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which gives
             the mean.
-        hook: communication hook that replaces the reduction, called with ``hook_state``.
-        hook_state: the first argument of ``hook``.
+        hook: communication hook that replaces the reduction, called with ``hook_state`` first.
         dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
         all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
             backward.
@@ -72,7 +68,6 @@ class Reduction:
     unscaled and only the shard is scaled, which is one pass over less data.
 
     Attributes:
-        handle: the handle of the gradient.
         is_partial: the gradient is summed over the shard group only, for a later backward.
         result: the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype), set by
             :meth:`finish`: the mean, or the sum divided by the caller's factor, unless the factor is a tensor. None
@@ -203,11 +198,8 @@ class Reduction:
     def hand_over(self, shard: torch.Tensor, used: Sequence[int]) -> None:
         """Add ``shard``, the sum of the results of all reductions of the handle, to its gradients.
 
-        The caller's factor is read again: a caller may complete it while backward runs.
-
-        Args:
-            shard: the sum.
-            used: for each parameter, whether any rank has used it.
+        The caller's factor is read again: a caller may complete it while backward runs. ``used`` holds for each
+        parameter whether any rank has used it.
         """
         grads = self.handle.grads
         if grads.partial.used:
@@ -232,10 +224,7 @@ class Reduction:
 class Reductions:
     """Runs the reductions of one backward, in the same order on every rank.
 
-    Few are in flight, so that few flat gradients wait for the network.
-
-    Args:
-        most: maximum number of reductions in flight while backward goes on.
+    At most ``most`` are in flight while backward goes on, so that few flat gradients wait for the network.
     """
 
     def __init__(self, most: int) -> None:
@@ -259,20 +248,26 @@ class Reductions:
         """Add a reduction that has begun."""
         self._in_flight.append(reduction)
 
-    def finish_done(self) -> None:
-        """Finish reductions that are complete, to free their memory."""
-        while self._in_flight and self._in_flight[0].is_done:
-            self._finish_oldest()
-
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.pop(0)
         reduction.finish()
         self._finished.setdefault(reduction.handle, []).append(reduction)
 
+    def finish_done(self) -> None:
+        """Finish reductions that are complete, to free their memory."""
+        while self._in_flight and self._in_flight[0].is_done:
+            self._finish_oldest()
+
     def finish_all(self) -> None:
         """Wait for all reductions."""
         while self._in_flight:
             self._finish_oldest()
+
+    def _wait(self, streams: Streams) -> None:
+        """Wait for all reductions, and let compute and the host use the results."""
+        self.finish_all()
+        streams.wait_for_reduce_scatters()
+        streams.wait_for_host_copies()
 
     def reset(self, streams: Streams) -> None:
         """Wait for all reductions and drop them; their errors add nothing to the cause of the reset."""
@@ -288,9 +283,7 @@ class Reductions:
         """Drop the results for some handles that no gradient contains yet, or fill them with zeros."""
         if self.is_empty:
             return
-        self.finish_all()
-        streams.wait_for_reduce_scatters()
-        streams.wait_for_host_copies()
+        self._wait(streams)
         for handle in handles:
             for reduction in self._finished.get(handle, ()):
                 if reduction.result is not None:
@@ -301,13 +294,9 @@ class Reductions:
     def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, Sequence[int]]) -> None:
         """Wait for all reductions, and add the results to the gradients of their handles.
 
-        Args:
-            streams: ordered so that compute, and the host, may use the results.
-            used: for each handle and parameter, whether any rank has used it.
+        ``used`` holds for each handle and parameter whether any rank has used it.
         """
-        self.finish_all()
-        streams.wait_for_reduce_scatters()
-        streams.wait_for_host_copies()
+        self._wait(streams)
         finished, self._finished = self._finished, {}
         for handle, reductions in finished.items():
             total: torch.Tensor | None = None
@@ -336,7 +325,7 @@ class CommContext:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.streams: Streams = streams_for(device)
+        self.streams = Streams(device)
         self.pool = MemoryPool()
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)

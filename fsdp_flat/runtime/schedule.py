@@ -34,13 +34,9 @@ class Schedule(CommContext):
         root: the outermost unit; its parameters stay unsharded between forward and backward.
         units: every unit, parents before children.
         iteration: the running iteration; None outside of a forward.
-        backward: the running backward, or None.
-        rank_checks: what ranks compare in their first steps.
         open_groups: open forwards of units of several modules.
         is_left_open: a backward has ended whose gradients ``finalize_backward`` sets.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
-        looked_for_compiled: every module of the tree was searched for the mark of torch.compile.
-        warned_uncompiled: a warning has said that torch.compile skips units.
     """
 
     def __init__(self, root_module: nn.Module) -> None:

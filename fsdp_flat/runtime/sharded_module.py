@@ -25,7 +25,8 @@ class GradientReductionHandle:
 class ShardedModule(nn.Module):
     """Controls the unit of a module: parameters unsharded by hand, order and prefetch, and switches.
 
-    Switches are read in later steps. Every rank must set the same ones.
+    Switches are read in later steps, and every rank must set the same ones. With ``recurse`` a switch is set for the
+    units below the module too.
     """
 
     # -- sharded and unsharded state -------------------------------------------------------------------------------
@@ -45,10 +46,10 @@ class ShardedModule(nn.Module):
             UsageError: parameters are on the meta device.
         """
         unit = _unit_for(self, "unshard")
-        schedule = unit.context if isinstance(unit.context, Schedule) else None
-        if schedule is None or (schedule.iteration is None and schedule.backward is None):
+        context = unit.context
+        if not isinstance(context, Schedule) or (context.iteration is None and context.backward is None):
             # No step runs, so the optimizer may have written the shards.
-            unit.context.streams.shards_written()
+            context.streams.shards_written()
         for each in unit.with_inner:
             if async_op:
                 each.begin_unshard()
@@ -76,7 +77,17 @@ class ShardedModule(nn.Module):
         """
         super().zero_grad(set_to_none)
         # While parameters are unsharded, the modules do not hold those that have the gradients.
-        unit_settings.clear_gradients(units_of(self), set_to_none=set_to_none)
+        for unit in units_of(self):
+            unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
+            for handle in unit.handles:
+                handle.grads.drop() if set_to_none else handle.grads.zero()
+                for param in handle.views.visible_params():
+                    if param.grad is None:
+                        continue
+                    if set_to_none:
+                        param.grad = None
+                    else:
+                        param.grad.detach().zero_()
 
     def reset_iter_state(self) -> None:
         """Reset the tree after an exception in a step: parameters are sharded, gradients of the step are dropped.
@@ -99,10 +110,6 @@ class ShardedModule(nn.Module):
 
         It replaces a number of ranks that ``fully_shard`` was given.
 
-        Args:
-            reshard_after_forward: whether to free them.
-            recurse: set it for the units below, too.
-
         Raises:
             OptionError: (a ValueError) not a bool.
         """
@@ -118,10 +125,6 @@ class ShardedModule(nn.Module):
         Kept parameters are all-gathered again in that forward if an optimizer, a load or an in-place change by all
         ranks has changed the shards. Call ``reshard`` before changes that raise no version counter
         (``param.data.mul_(2)``), or that only some ranks make.
-
-        Args:
-            reshard_after_backward: whether to free them.
-            recurse: set it for the units below, too.
         """
         for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_backward = reshard_after_backward
@@ -129,11 +132,8 @@ class ShardedModule(nn.Module):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of unsharded parameters after a reshard, so that their addresses do not change.
 
-        CUDA graphs need it. A unit is sharded all the same, and unsharding it all-gathers.
-
-        Args:
-            keep: whether to keep it; after False the next reshard frees it.
-            recurse: set it for the units below, too.
+        CUDA graphs need it. A unit is sharded all the same, and unsharding it all-gathers. After ``keep=False`` the
+        next reshard frees the memory.
         """
         for unit in units_of(self, recurse=recurse):
             unit.control.keeps_unsharded_storage = keep
@@ -142,9 +142,6 @@ class ShardedModule(nn.Module):
         """Unshard this unit's parameters for backward, or leave them sharded because backward does not read them.
 
         An ``nn.Embedding`` does not. Where it does read them, autograd raises.
-
-        Args:
-            unshard_in_backward: whether to unshard them.
         """
         for unit in units_of(self, recurse=False):
             unit.control.unshard_in_backward = unshard_in_backward
@@ -181,9 +178,6 @@ class ShardedModule(nn.Module):
         """Set gradients at the end of later backwards of the tree, or only at the end of the next last one.
 
         Until then each backward reduces as it goes (unless gradient synchronization is off) and keeps the results.
-
-        Args:
-            is_last_backward: whether later backwards set gradients.
         """
         unit = own_unit(self)
         root = unit.context.root if isinstance(unit.context, Schedule) else unit
@@ -195,23 +189,20 @@ class ShardedModule(nn.Module):
         Backwards then reduce as they go, unless gradient synchronization is off, and keep the results. It supersedes
         :meth:`set_is_last_backward`.
 
-        Args:
-            enabled: whether the caller finalizes.
-
         Raises:
             UsageError: (a RuntimeError) not the outermost unit, inside a backward, or after one that is not finalized.
         """
-        unit = _outermost(self, "set_manual_backward_finalization")
-        if enabled != unit.control.finalizes_by_hand:
-            schedule = unit.context
-            if in_backward() != -1 or (isinstance(schedule, Schedule) and schedule.is_left_open):
-                raise UsageError(
-                    f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
-                    "or after one whose gradients are not set yet. Call finalize_backward first."
-                )
-            if isinstance(schedule, Schedule):
-                schedule.has_lost_gradients = False
-            unit.control.finalizes_by_hand = enabled
+        unit, schedule = _outermost(self, "set_manual_backward_finalization")
+        if enabled == unit.control.finalizes_by_hand:
+            return
+        if in_backward() != -1 or (schedule is not None and schedule.is_left_open):
+            raise UsageError(
+                f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
+                "or after one whose gradients are not set yet. Call finalize_backward first."
+            )
+        if schedule is not None:
+            schedule.has_lost_gradients = False
+        unit.control.finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that backwards have left, set them, and reshard, by the switches as they are now.
@@ -230,9 +221,8 @@ class ShardedModule(nn.Module):
                 ``set_manual_backward_finalization(True)``, or after a backward that raised. Ranks that wait for this
                 one then raise a PeerFailureError.
         """
-        unit = _outermost(self, "finalize_backward")
-        schedule = unit.context
-        if isinstance(schedule, Schedule):
+        unit, schedule = _outermost(self, "finalize_backward")
+        if schedule is not None:
             if in_backward() != -1:
                 raise UsageError(f"finalize_backward was called on unit {unit.name!r} inside a backward.")
             if not unit.control.finalizes_by_hand:
@@ -257,10 +247,7 @@ class ShardedModule(nn.Module):
 
         Each is one call of the backend. By default the library uses cheaper ways where it has some (shared memory
         between ranks of one host), and the last unit of a forward keeps its parameters for the backward that follows,
-        which saves an all-gather.
-
-        Args:
-            enable: False restores the default.
+        which saves an all-gather; ``enable=False`` restores this.
         """
         units = units_of(self)
         unit_settings.replace_collectives({unit: replace(unit.collective_choice, backend=enable) for unit in units})
@@ -307,23 +294,23 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 def _unit_for(module: nn.Module, action: str) -> Unit:
     """Return the unit of a module, for an action between or inside steps."""
     unit = own_unit(module)
-    if isinstance(unit.context, Schedule):
-        unit.context.recover()
+    unit.context.recover()
     if unit.phase is Phase.SUMMONED:
         raise PhaseError(f"{action} was called while unit {unit.name!r} is {unit.phase.value}. Leave that first.")
     return unit
 
 
-def _outermost(module: nn.Module, action: str) -> Unit:
-    """Return the unit of a module that is the outermost one, or is not used yet."""
+def _outermost(module: nn.Module, action: str) -> tuple[Unit, Schedule | None]:
+    """Return the unit of a module, which must be the outermost one, and the schedule; None before the first use."""
     unit = own_unit(module)
-    if isinstance(unit.context, Schedule):
-        unit.context.recover()
-        if unit.context.root is not unit:
-            raise UsageError(
-                f"{action} must be called on the outermost unit; {unit.name!r} is nested in {unit.context.root.name!r}."
-            )
-    return unit
+    unit.context.recover()
+    if not isinstance(unit.context, Schedule):
+        return unit, None
+    if unit.context.root is not unit:
+        raise UsageError(
+            f"{action} must be called on the outermost unit; {unit.name!r} is nested in {unit.context.root.name!r}."
+        )
+    return unit, unit.context
 
 
 def _last_unsharded(module: nn.Module) -> Unit:

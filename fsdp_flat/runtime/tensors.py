@@ -63,9 +63,6 @@ class StoredTensors:
     after the first forward that saves for backward; after that only those that held such a tensor, and periodically all
     again.
 
-    Args:
-        modules: the unit's own modules.
-
     Attributes:
         places: attributes that held such a tensor, as ``(attributes, name)``.
         num_until_search: forwards until all attributes are searched; the caller counts down.
@@ -167,20 +164,14 @@ def input_cast(
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _LowBuffer:
-    """Describes a buffer whose compute dtype differs from its registered dtype.
-
-    Attributes:
-        module: module that it is registered on.
-        name: its name in that module.
-        paths: its names below the unit's module.
-        dtype: the registered dtype.
-        exact: while the buffer is in the compute dtype, its values before rounding; None if unavailable.
-    """
+    """Describes a buffer whose compute dtype differs from its registered ``dtype``."""
 
     module: nn.Module
     name: str
+    # Its names below the unit's module.
     paths: tuple[str, ...]
     dtype: torch.dtype
+    # While it is in the compute dtype, its values before rounding, if they are known.
     exact: torch.Tensor | None = None
 
     def widened(self, low: torch.Tensor) -> torch.Tensor:
@@ -193,13 +184,7 @@ class _LowBuffer:
 
 
 class BufferCasts:
-    """Casts the buffers of one unit between their registered dtype and the compute dtype.
-
-    Args:
-        root: the unit's module.
-        modules: the unit's own modules.
-        dtype: compute dtype of floating-point buffers; None leaves them unchanged.
-    """
+    """Casts the floating-point buffers of a unit's own ``modules`` between their registered dtype and ``dtype``."""
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -255,17 +240,18 @@ class BufferCasts:
 
     def remember(self, given: Mapping[str, Any], prefix: str) -> list[Callable[[], object]]:
         """Return callbacks to run after ``given`` is loaded into the buffers; they keep the values before rounding."""
-        found: list[Callable[[], object]] = []
-        for entry in self._buffers:
-            value = next((given[prefix + path] for path in entry.paths if prefix + path in given), None)
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                found.append(partial(self._remember, entry, value))
-        return found
 
-    def _remember(self, entry: _LowBuffer, value: torch.Tensor) -> None:
-        buffer = entry.module._buffers.get(entry.name)
-        if buffer is not None and buffer.dtype == self._dtype:
-            entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
+        def keep(entry: _LowBuffer, value: torch.Tensor) -> None:
+            buffer = entry.module._buffers.get(entry.name)
+            if buffer is not None and buffer.dtype == self._dtype:
+                entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
+
+        values = [next((given[prefix + p] for p in each.paths if prefix + p in given), None) for each in self._buffers]
+        return [
+            partial(keep, entry, value)
+            for entry, value in zip(self._buffers, values, strict=True)
+            if isinstance(value, torch.Tensor) and not value.is_meta
+        ]
 
 
 _MAX_NESTED_CALLS = 64
@@ -280,16 +266,16 @@ class _FullPrecision:
         self._before: deque[torch.dtype | None] = deque(maxlen=_MAX_NESTED_CALLS)
 
     def cast_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen: list[torch.dtype] = []
+        before: torch.dtype | None = None
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal before
             wide = _cast(self._dtype, tensor)
-            if wide is not tensor:
-                seen.append(tensor.dtype)
+            before = before if wide is tensor else tensor.dtype
             return wide
 
         cast = map_tensors((args, kwargs), widen)
-        self._before.append(seen[-1] if seen else None)
+        self._before.append(before)
         return cast
 
     def cast_outputs(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -300,10 +286,7 @@ class _FullPrecision:
 
 
 def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Make ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
-
-    The hooks run after those already registered.
-    """
+    """Make ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back."""
     casts = _FullPrecision(dtype)
     module.register_forward_pre_hook(casts.cast_inputs, with_kwargs=True)
     module.register_forward_hook(casts.cast_outputs)
@@ -311,8 +294,8 @@ def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -
 
 def drop_full_precision(module: nn.Module) -> None:
     """Undo :func:`keep_full_precision`; do nothing for other modules."""
-    all_hooks: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
-    for hooks in all_hooks:
+    hooks: dict[int, Any]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _FullPrecision)]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -36,17 +36,11 @@ class Phase(Enum):
 
 
 class Weights(NamedTuple):
-    """Identifies the weights with which a forward ran; its backward needs the same.
+    """Identifies the weights with which a forward ran; its backward needs the same."""
 
-    Attributes:
-        full_precision: they were unsharded in the original dtype.
-        storage_epoch: that of the unit.
-        version: a number that changes with their values.
-    """
-
-    full_precision: bool
+    full_precision: bool  # unsharded in the original dtype
     storage_epoch: int = -1
-    version: int = -1
+    version: int = -1  # changes with their values
 
 
 class Unit:
@@ -59,19 +53,12 @@ class Unit:
         members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
         inner: units of the same modules, the same tuple, on other meshes; their forwards run inside this one's.
         phase: the state of the step; written by this class and by ``summon_full_params``.
-        context: streams, memory and records shared with the other units of the tree.
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
-            and ``summon_full_params`` always use these; steps may use others.
-        collective_choice: the parts of them that a caller has replaced for steps.
-        is_nested: an outer wrapper was built around this one.
-        unsharded_version: version of the weights that are unsharded, or were last.
+            and ``summon_full_params`` always use these; steps may use others (``collective_choice``).
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
             an earlier forward still needs the old values, a forward does not.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
-        shows_whole: the modules point at these tensors.
-        forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         background: work beside the steps of this unit's tree, saves of checkpoints; None before the first.
-        optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """

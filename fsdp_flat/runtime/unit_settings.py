@@ -1,4 +1,4 @@
-"""Sets how units accumulate, reduce and clear gradients, and their collectives: methods of the wrapper and FSDP2's."""
+"""Sets how units accumulate and reduce gradients, and their collectives: methods of the wrapper and FSDP2's."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from torch import nn
 
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
-from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
+from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, units_of
 
 
 @contextmanager
 def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
-    """Accumulate gradients inside the block: unreduced ones (``"local"``), or reduced shards (``"sharded"``).
-
-    Raises:
-        OptionError: another mode.
-        PhaseError: inside such a block in its ``"local"`` mode.
-    """
+    """Accumulate gradients inside the block: unreduced ones (``"local"``), or reduced shards (``"sharded"``)."""
     if mode not in ("local", "sharded"):
         raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
     if not all(unit.control.sync_gradients for unit in units):
@@ -37,24 +32,6 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
     finally:
         for unit in units:
             unit.control.sync_gradients = True
-
-
-def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:
-    """Clear the gradients of the units' parameters, reduced or not, set or not."""
-    for unit in units:
-        if isinstance(unit.context, Schedule):
-            unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
-    for handle in (handle for unit in units for handle in unit.handles):
-        if set_to_none:
-            handle.grads.drop()
-        else:
-            handle.grads.zero()
-        for param in handle.views.visible_params():
-            if param.grad is not None:
-                if set_to_none:
-                    param.grad = None
-                else:
-                    param.grad.detach().zero_()
 
 
 def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
@@ -101,10 +78,7 @@ def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | No
         OptionTypeError: neither a number nor a scalar tensor.
         OptionError: zero.
     """
-    policies = [unit.policy for unit in units_of(self)]
-    _check_divide_factor(policies, factor)
-    for policy in policies:
-        policy.divide_factor = factor
+    _divide_by(factor, units_of(self))
 
 
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
@@ -114,32 +88,28 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         OptionTypeError: ``factor`` is not a number.
         OptionError: it is zero.
     """
-    policies = [unit.policy for unit in units_of(self, recurse=False)]
-    _check_divide_factor(policies, factor)
-    for policy in policies:
-        policy.divide_factor = factor
+    _divide_by(factor, units_of(self, recurse=False))
 
 
-def _check_divide_factor(policies: Sequence[ReductionPolicy], factor: float | torch.Tensor | None) -> None:
-    if factor is None:
-        return
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
-        raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
-    if not isinstance(factor, torch.Tensor) and factor == 0:
-        raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
-    if any(policy.hook is not None for policy in policies):
-        raise UsageError(
-            "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the hook, or "
-            "do without it."
-        )
+def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> None:
+    if factor is not None:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
+            raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
+        if not isinstance(factor, torch.Tensor) and factor == 0:
+            raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
+        if any(unit.policy.hook is not None for unit in units):
+            raise UsageError(
+                "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the hook, "
+                "or do without it."
+            )
+    for unit in units:
+        unit.policy.divide_factor = factor
 
 
 def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Reduce gradients in later backwards, over all ranks, or accumulate unreduced ones (gradient accumulation).
 
-    Args:
-        requires_gradient_sync: reduce gradients; also undoes :meth:`set_requires_all_reduce`.
-        recurse: set it for the units below too.
+    With True it also undoes :meth:`set_requires_all_reduce`.
     """
     for unit in units_of(self, recurse=recurse):
         unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
@@ -150,10 +120,6 @@ def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recur
 
     With False a backward reduce-scatters, sets no gradients, and keeps each rank's shard. The next backward with True
     adds it before the all-reduce. Without a replicate group it has no effect.
-
-    Args:
-        requires_all_reduce: all-reduce gradients.
-        recurse: set it for the units below too.
     """
     for unit in units_of(self, recurse=recurse):
         unit.policy.all_reduce = requires_all_reduce
@@ -173,9 +139,6 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
     """Accept the request that backends get sums of gradients only, which is always so here.
 
     Gradients are divided after the sum, fp16 also before it, by the library itself.
-
-    Args:
-        enable: no effect.
     """
 
 
@@ -208,13 +171,10 @@ def set_post_optim_event(self: nn.Module, event: torch.Event) -> None:
     """Have the next all-gather wait for ``event`` in place of everything issued on the compute stream.
 
     By default the first all-gather of a forward waits for all compute issued before, which includes the optimizer's
-    step. The event counts once, for the next forward of the outermost module. On the CPU there is nothing to wait for.
-
-    Args:
-        event: recorded after the optimizer's step.
+    step. ``event``, recorded after that step, counts once, for the next forward of the outermost module. On the CPU
+    there is nothing to wait for.
     """
-    unit = own_unit(self)
-    schedule_of(self, unit).streams.set_post_optim_event(event)
+    schedule_of(self, own_unit(self)).streams.set_post_optim_event(event)
 
 
 def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -222,10 +182,6 @@ def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int
 
     More of them hide a slow network, and take the memory of more gradients. The default is 2 on accelerators and 1 on
     the CPU.
-
-    Args:
-        max_input_buffers: at least 1.
-        recurse: set it for the units below too.
 
     Raises:
         OptionTypeError: not an int.
@@ -245,10 +201,6 @@ def set_reduce_scatter_unused_params(
     """Give parameters of a reduced unit that no rank has used gradients of zeros, or None.
 
     In either case a unit's ranks reduce zeros for parameters that only other ranks have used.
-
-    Args:
-        reduce_scatter_unused_params: zeros.
-        recurse: set it for the units below too.
     """
     for unit in units_of(self, recurse=recurse):
         unit.policy.zeros_for_unused = reduce_scatter_unused_params
@@ -295,46 +247,32 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
     """Take the memory of this module's all-gathers and reduce-scatters from the allocator of the group's backend.
 
     NCCL then communicates without copies of its own on some networks. Tensors are copied between that memory and the
-    unit's buffers.
-
-    Args:
-        enable: use the allocator; False uses the unit's buffers again.
+    unit's buffers. ``enable=False`` returns to the unit's buffers alone.
 
     Raises:
         PhaseError: (an AssertionError) a custom all-gather or reduce-scatter is set, which allocates by itself; or a
             step is under way.
         UnsupportedError: the backend has no allocator, as gloo.
     """
-    replace_collectives({unit: _with_memory(unit, enable=enable) for unit in units_of(self, recurse=False)})
-
-
-def _with_memory(unit: Unit, *, enable: bool) -> CollectiveChoice:
-    """Return a unit's choice with memory of its groups, or without."""
-    choice, groups = unit.collective_choice, unit.options.groups
-    if choice.all_gather is not None or choice.reduce_scatter is not None:
-        raise PhaseError(
-            f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. Use "
-            "either those or set_allocate_memory_from_process_group_for_comm."
-        )
-    if not enable:
-        return replace(choice, gather_memory=None, reduce_memory=None)
-    if groups.shard.group is None:
-        return choice
-    gather_memory = memory_of_group(groups.shard.group, unit.options.device)
-    reduce_group = choice.reduce_group or groups.shard
-    assert reduce_group.group is not None
-    reduce_memory = memory_of_group(reduce_group.group, unit.options.device)
-    return replace(choice, gather_memory=gather_memory, reduce_memory=reduce_memory)
+    choices = {}
+    for unit in units_of(self, recurse=False):
+        choice, shard, device = unit.collective_choice, unit.options.groups.shard, unit.options.device
+        if choice.all_gather is not None or choice.reduce_scatter is not None:
+            raise PhaseError(
+                f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. "
+                "Use either those or set_allocate_memory_from_process_group_for_comm."
+            )
+        groups = [shard.group, (choice.reduce_group or shard).group]
+        gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
+        choices[unit] = replace(choice, gather_memory=gather, reduce_memory=reduce)
+    replace_collectives(choices)
 
 
 def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:
     """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
 
-    Every rank of the shard groups must call this, because it creates a group for each.
-
-    Args:
-        enable: use that group; False uses the shard group again.
-        recurse: set it for the units below too.
+    Every rank of the shard groups must call this, because it creates a group for each. ``enable=False`` returns to the
+    shard group.
 
     Raises:
         PhaseError: a step is under way.
@@ -384,11 +322,7 @@ def _replace(unit: Unit, **changes: Any) -> None:
 
 
 def replace_collectives(choices: Mapping[Unit, CollectiveChoice]) -> None:
-    """Have units use other collectives in later steps, all of them or none.
-
-    Raises:
-        PhaseError: a step is under way.
-    """
+    """Have units use other collectives in later steps, all of them or none."""
     _check_between_steps(choices)
     for unit, choice in choices.items():
         unit.use_collectives(choice)

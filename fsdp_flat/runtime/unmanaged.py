@@ -56,9 +56,8 @@ def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter
     views = [handle.views for unit in units for handle in unit.handles]
     managed = {param for view in views for param in (*view.visible_params(), *view.unsharded_params)}
     # DistributedDataParallel and DTensors reduce their own gradients.
-    for module in modules_of(root):
-        if isinstance(module, DistributedDataParallel):
-            managed.update(module.parameters())
+    replicated = [module for module in modules_of(root) if isinstance(module, DistributedDataParallel)]
+    managed.update(*[module.parameters() for module in replicated])
     return {
         clean_fqn(name): param
         for name, param in root.named_parameters()
@@ -71,13 +70,13 @@ def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter
 
 def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
     """Return by name the persistent buffers below ``root``, each once, without DTensors."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    found: dict[torch.Tensor, str] = {}
     for path, module in root.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or isinstance(buffer, DTensor):
-                continue
-            found.setdefault(id(buffer), (clean_fqn(join_fqn(path, name)), buffer))
-    return dict(found.values())
+            persists = buffer is not None and name not in module._non_persistent_buffers_set
+            if persists and not isinstance(buffer, DTensor):
+                found.setdefault(buffer, clean_fqn(join_fqn(path, name)))
+    return {name: buffer for buffer, name in found.items()}
 
 
 class UnmanagedTensors:
@@ -86,8 +85,7 @@ class UnmanagedTensors:
     Args:
         root_module: the outermost wrapper.
         units: its units, the outermost first.
-        any_rank: returns for each flag whether it is true on any rank of the outermost unit's groups, without waiting
-            for the device.
+        any_rank: returns for each flag whether it is true on any rank of these groups, without waiting for the device.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class UnmanagedTensors:
         self._keeps = False
         self._kept: dict[str, nn.Parameter] | None = None
         self._num_backwards = 0
-        # Groups over which a comparison has been made.
         self._compared: set[ShardingGroups] = set()
         # Parameters compared before, and their fingerprints then.
         self._seen: dict[str, tuple[TensorWeakRef, int]] = {}
@@ -115,12 +112,15 @@ class UnmanagedTensors:
 
     def params(self) -> Mapping[str, nn.Parameter]:
         """Return by name the trainable parameters whose gradients nothing reduces."""
-        if self._kept is not None:
-            return self._kept
-        root_module = self._root_module()
-        found = {} if root_module is None else _trainable(root_module, self._units)
-        self._kept = found if self._keeps else None
+        root, found = self._root_module(), self._kept
+        if found is None:
+            found = {} if root is None else _trainable(root, self._units)
+            self._kept = found if self._keeps else None
         return found
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        root = self._root_module()
+        return {} if root is None else _persistent_buffers(root)
 
     @contextmanager
     def walked_once(self) -> Iterator[None]:
@@ -135,8 +135,7 @@ class UnmanagedTensors:
         """Return whether this rank requests a comparison at the end of a backward; call this once per backward."""
         self._num_backwards += 1
         if self._num_backwards == 1:
-            root_module = self._root_module()
-            return root_module is not None and bool(self.params() or _persistent_buffers(root_module))
+            return bool(self.params() or self._buffers())
         walks = self._num_backwards % _BACKWARDS_PER_WALK == 0
         if self._versions != self._current_versions():
             return walks or self._num_unchanged < _MAX_UNCHANGED
@@ -155,20 +154,15 @@ class UnmanagedTensors:
 
         ``buffers`` are compared too; by default at the first backward only.
         """
-        root_module = self._root_module()
-        if root_module is None:
-            return
         begins = self._num_backwards <= 1
         averages = self._units[0].averages_ignored
         ignored = {param for unit in self._units for param in unit.ignored.params}
         params = {} if averages is False else self.params()
+        found = self._buffers() if (begins if buffers is None else buffers) else {}
         kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
-        tensors: dict[str, torch.Tensor] = dict(params)
-        if begins if buffers is None else buffers:
-            found = _persistent_buffers(root_module)
-            tensors.update(found)
-            kinds.update(dict.fromkeys(found, _BUFFER))
-        prints = {name: _print(tensor) for name, tensor in tensors.items() if name not in self._passed_over}
+        kinds.update(dict.fromkeys(found, _BUFFER))
+        tensors = {name: each for name, each in {**params, **found}.items() if name not in self._passed_over}
+        prints = {name: _print(tensor) for name, tensor in tensors.items()}
         named: list[str] = []
         for each in groups:
             is_first = begins and each not in self._compared
@@ -183,8 +177,7 @@ class UnmanagedTensors:
         _warn({name: kinds[name] for name in named if name in kinds})
 
     def _record(self, params: Mapping[str, nn.Parameter], prints: Mapping[str, int]) -> None:
-        before = len(self._unchanged)
-        self._unchanged = []
+        before, self._unchanged = len(self._unchanged), []
         for name, param in params.items():
             if not self._has_seen(name, param):
                 self._seen[name] = (TensorWeakRef(param), prints.get(name, 0))
@@ -194,9 +187,8 @@ class UnmanagedTensors:
         self._versions = self._current_versions()
 
     def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        return [f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"] + [
-            f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()
-        ]
+        first = f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"
+        return [first, *(f"parameter {name!r} {tuple(p.shape)} of {p.dtype}" for name, p in params.items())]
 
     @property
     def request_for_average(self) -> int:
@@ -215,8 +207,8 @@ class UnmanagedTensors:
         options, policy = self._units[0].options, self._units[0].policy
         rank_groups = connected(options.groups.rank_groups)
         params = self.params() if self._units[0].averages_ignored else {}
-        lines = self._lines(params)
         if compare:
+            lines = self._lines(params)
             agree(lines, None, rank_groups, options.device, _GRADIENTS)
             self._agreed = lines
         if policy.divide_factor is not None or policy.hook is not None:
@@ -290,8 +282,8 @@ def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -
         wide = torch.promote_types(dtype, torch.float32) if averages else dtype
         dense = [tensors[index].to_dense() if tensors[index].is_sparse else tensors[index] for index in indices]
         flat = torch.cat([each.reshape(-1).to(wide) for each in dense])
+        collective = f"the average of {what} that no unit manages"
         for rank_group in connected(groups.rank_groups):
-            collective = f"the average of {what} that no unit manages"
             flat = begin_all_reduce(flat, rank_group, largest=not averages, collective=collective).wait()
         if averages:
             flat /= groups.num_ranks
@@ -305,13 +297,6 @@ def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
 
     Boolean buffers are unchanged. Buffers that are in a compute dtype are averaged in their registered one. Every rank
     of the outermost unit's groups must call this, with the same buffers.
-
-    Args:
-        root: the outermost wrapper.
-        units: its units, the outermost first.
-
-    Raises:
-        RankMismatchError: ranks have different buffers.
     """
     groups = units[0].options.groups
     with torch.no_grad(), ExitStack() as stack:

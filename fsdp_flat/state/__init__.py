@@ -12,15 +12,16 @@ from fsdp_flat.state.model_save import (
 )
 from fsdp_flat.state.optim_dicts import (
     OptimInput,
+    OptimStateHandler,
     load_full_or_sharded,
     optim_state_dict,
     optim_state_dict_to_load,
+    register_optim_state_handler,
     rekey_optim_state_dict,
     save_full_or_sharded,
 )
-from fsdp_flat.state.optim_exchange import OptimStateHandler, Peers, StatePart, register_optim_state_handler
 from fsdp_flat.state.optim_load import load_optim_state, template_states
-from fsdp_flat.state.optim_save import save_optim_state
+from fsdp_flat.state.optim_save import StatePart, save_optim_state
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,

@@ -6,20 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardingSpec, ShardMetadata
+from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
 from fsdp_flat.comm import RankGroup, global_ranks
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import DTensorViews
 from fsdp_flat.layout import chunk_rows, chunk_shape
 from fsdp_flat.state.shards import IndexedParam, dtype_of, shape_of
@@ -59,92 +55,60 @@ def full_tensor(value: DTensor) -> torch.Tensor:
     return full
 
 
-def _sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
-    """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
-
-    Source of the format: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
-    a chunk have no local shard).
-    """
-    metadata: list[tuple[int, list[int], list[int]]] = []
-    for rank in range(rank_group.size):
-        size = chunk_shape(shape, rank_group.size, rank)
-        if size and size[0] == 0:
-            continue
-        offsets = [0] * len(shape)
-        if shape:
-            offsets[0] = chunk_rows(shape[0], rank_group.size, rank).start
-        metadata.append((rank, offsets, list(size)))
-    # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
-    metadata = metadata or [(0, [0] * len(shape), list(shape))]
-    shards = [
-        ShardMetadata(offsets, sizes, _placement(rank_group, rank, chunk.device)) for rank, offsets, sizes in metadata
-    ]
-    own = [Shard(chunk, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == rank_group.rank]
-    properties = TensorProperties(
-        dtype=chunk.dtype,
-        layout=chunk.layout,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=chunk.is_pinned(),
-    )
-    whole = ShardedTensorMetadata(shards_metadata=shards, size=torch.Size(shape), tensor_properties=properties)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        own, sharded_tensor_metadata=whole, process_group=rank_group.group
-    )
-
-
 class ShardedTensors:
     """Builds the ShardedTensors of one save, split into dim-0 chunks over a shard group.
 
     torch derives and checks the shard metadata of every tensor anew, in time that grows with the number of ranks.
-    Here it does so for the first tensor of each shape, group, dtype and device; the others reuse its metadata.
+    Here those of one shape, group and device share them. Source of the format: torch FSDP1's sharded state dicts
+    (placements ``rank:<global rank>/<device>``; ranks without a chunk have no local shard).
     """
 
     def __init__(self) -> None:
-        self._first: dict[Any, ShardedTensor] = {}
+        self._specs: dict[Any, tuple[dict[int, ShardMetadata], ShardingSpec]] = {}
 
     def make(self, chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> torch.Tensor:
         """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``; this rank holds ``chunk``."""
-        kind = (shape, rank_group, chunk.dtype, chunk.device, chunk.is_pinned())
-        first = self._first.get(kind)
-        if first is None:
-            made = self._first[kind] = _sharded_tensor(chunk, shape, rank_group)
-            return made
-        properties = first.metadata().tensor_properties
+        kind = (shape, rank_group, chunk.device)
+        if kind not in self._specs:
+            shards = _shard_metadata(shape, rank_group, chunk.device)
+            self._specs[kind] = shards, _infer_sharding_spec_from_shards_metadata(list(shards.values()))
+        shards, spec = self._specs[kind]
         made = ShardedTensor.__new__(
             ShardedTensor,
-            first.sharding_spec(),
-            first.metadata().size,
-            dtype=properties.dtype,
-            layout=properties.layout,
-            pin_memory=properties.pin_memory,
-            requires_grad=properties.requires_grad,
+            spec,
+            torch.Size(shape),
+            dtype=chunk.dtype,
+            layout=chunk.layout,
+            pin_memory=chunk.is_pinned(),
+            requires_grad=False,
         )
-        made._local_shards = [Shard(chunk, replace(shard.metadata)) for shard in first.local_shards()]
+        own = shards.get(rank_group.rank)
+        made._local_shards = [] if own is None else [Shard(chunk, replace(own))]
         made._prepare_init(process_group=rank_group.group)
         return made
 
 
-def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
+def _shard_metadata(shape: tuple[int, ...], rank_group: RankGroup, device: torch.device) -> dict[int, ShardMetadata]:
     assert rank_group.group is not None
-    world_rank = global_ranks(rank_group.group)[rank]
-    if device.type == "cpu":
-        return f"rank:{world_rank}/cpu"
-    return f"rank:{world_rank}/{device.type}:{rank % torch.accelerator.device_count()}"
+    world_ranks, found = global_ranks(rank_group.group), {}
+    for rank in range(rank_group.size):
+        size = chunk_shape(shape, rank_group.size, rank)
+        # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
+        if not size or size[0] or (rank == 0 and shape[0] == 0):
+            offsets = [chunk_rows(shape[0], rank_group.size, rank).start, *[0] * (len(shape) - 1)] if shape else []
+            place = "cpu" if device.type == "cpu" else f"{device.type}:{rank % torch.accelerator.device_count()}"
+            found[rank] = ShardMetadata(offsets, list(size), f"rank:{world_ranks[rank]}/{place}")
+    return found
 
 
-def local_chunk(value: Any) -> torch.Tensor | None:
-    """Return this rank's local tensor of a ShardedTensor or DTensor; None for any other value.
-
-    Raises:
-        OptionError: a ShardedTensor with several local shards.
-    """
+def local_chunk(value: Any, label: str) -> torch.Tensor | None:
+    """Return this rank's local tensor of a ShardedTensor or DTensor; None for any other value."""
     if isinstance(value, DTensor):
         return value.to_local()
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         if len(shards) > 1:
-            raise OptionError(f"expected at most one local shard of a ShardedTensor, got {len(shards)}")
+            raise LoadError(f"{label}: expected at most one local shard of a ShardedTensor, got {len(shards)}.")
         return shards[0].tensor if shards else torch.empty(0, dtype=dtype_of(value))
     return None
 
@@ -181,13 +145,7 @@ def empty_dtensor(param: IndexedParam, dtype: torch.dtype, device: torch.device)
 def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
     """Return a copy of a value of a state dict as a DTensor with the parameter's mesh and placements.
 
-    Args:
-        param: the parameter.
-        value: a DTensor with that mesh and these placements, or a full tensor.
-        label: the value's name, for the error text.
-
-    Raises:
-        LoadError: it is none of these, or has another shape.
+    The value is a DTensor with these, or a full tensor; ``label`` is its name in error texts.
     """
     shown = param.shown
     assert isinstance(shown, DTensor)

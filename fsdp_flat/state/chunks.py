@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import RankGroup
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError
-from fsdp_flat.flat import PLAIN, DTensorAdapter
+from fsdp_flat.errors import LoadError, UnsupportedError
+from fsdp_flat.flat import DTensorAdapter
 from fsdp_flat.layout import (
     Interval,
     IrregularPartition,
@@ -35,32 +34,7 @@ from fsdp_flat.layout import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state._torch import ShardedTensors, dtensor, local_chunk, root_mesh
-from fsdp_flat.state.shards import (
-    IndexedParam,
-    LoadPlan,
-    StateDictCodec,
-    StateShard,
-    TensorTransfer,
-    redistribute,
-    shape_of,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Describes an exchange along one group on the way from local shards to chunks."""
-
-    rank_group: RankGroup
-    held: Partition
-    wanted: Partition
-
-    def transfer(
-        self, held: torch.Tensor, wanted: torch.Tensor, device: torch.device, nbytes: int, *, reverse: bool = False
-    ) -> TensorTransfer:
-        """Describe the transfer of one tensor, from ``wanted`` to ``held`` if ``reverse``."""
-        if reverse:
-            return TensorTransfer(self.rank_group, device, self.wanted, self.held, wanted, held, nbytes)
-        return TensorTransfer(self.rank_group, device, self.held, self.wanted, held, wanted, nbytes)
+from fsdp_flat.state.shards import Config, IndexedParam, LoadPlan, StateDictCodec, StateShard, TensorTransfer, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +42,25 @@ class _ChunkSpec:
     """Describes the chunks of one parameter, or of a state of it.
 
     Attributes:
-        exchanges: from local shards to chunks: along the shard group, and if need be the tensor-parallel group.
+        exchanges: from local shards to chunks: each group, with the partitions before and after.
         shape: shape of the full tensor.
         chunk_shape: shape of this rank's chunk.
         mesh, placements: those of the DTensor; no mesh for a ShardedTensor, or a plain tensor if nothing is sharded.
     """
 
-    exchanges: tuple[_Exchange, ...]
+    exchanges: tuple[tuple[RankGroup, Partition, Partition], ...]
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
+
+    def transfers(self, shard: StateShard, chunk: torch.Tensor) -> list[TensorTransfer]:
+        """Return the transfers from local shards to chunks."""
+        group, _, between = self.exchanges[0]
+        middle = [shard.local.new_empty(between[group.rank].numel)] if len(self.exchanges) == 2 else []
+        device, nbytes = shard.param.unit.options.device, math.prod(self.shape) * chunk.itemsize
+        each = zip(self.exchanges, [shard.local, *middle], [*middle, chunk], strict=True)
+        return [TensorTransfer(*exchange, source, target, device, nbytes) for exchange, source, target in each]
 
 
 class ChunkCodec(StateDictCodec):
@@ -87,21 +69,16 @@ class ChunkCodec(StateDictCodec):
     exchanges = True
     kinds = (DTensor, ShardedTensor)
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Exchange parts for chunks. Each rank sends at most its own elements."""
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         specs: dict[tuple[IndexedParam, int | None], _ChunkSpec] = {}
-        stages: tuple[list[TensorTransfer], ...] = ([], [])
-        chunks = []
+        plan, chunks = LoadPlan(), []
         for shard in shards:
             key = (shard.param, shard.owner)
             spec = specs[key] = specs.get(key) or _chunk_spec(shard)
-            chunk, device = shard.local, shard.param.unit.options.device
-            for stage, exchange in zip(stages, spec.exchanges, strict=False):
-                held, chunk = chunk, chunk.new_empty(exchange.wanted[exchange.rank_group.rank].numel)
-                stage.append(exchange.transfer(held, chunk, device, math.prod(spec.shape) * chunk.itemsize))
-            chunks.append((spec, chunk.view(spec.chunk_shape), shard.param.rank_group))
-        for stage in stages:
-            redistribute(stage)
+            chunk = shard.local.new_empty(spec.chunk_shape)
+            plan.transfer(*spec.transfers(shard, chunk.view(-1)))
+            chunks.append((spec, chunk, shard.param.rank_group))
+        plan.commit()
         tensors, found = ShardedTensors(), []
         for spec, chunk, rank_group in chunks:
             chunk = chunk.cpu() if config.offload_to_cpu else chunk
@@ -112,29 +89,22 @@ class ChunkCodec(StateDictCodec):
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan the exchange of chunks for parts."""
-        spec = _chunk_spec(target, value)
-        local, device = target.local, target.param.unit.options.device
+        spec, local = _chunk_spec(target, value), target.local
         chunk = _fitting_chunk(spec, target, value).detach().reshape(-1).to(dtype=local.dtype, device=local.device)
-        stages: list[TensorTransfer] = []
-        for exchange in reversed(spec.exchanges):
-            is_last = exchange is spec.exchanges[0]
-            held = local if is_last else local.new_empty(exchange.held[exchange.rank_group.rank].numel)
-            nbytes = math.prod(spec.shape) * local.itemsize
-            stages.append(exchange.transfer(held, chunk, device, nbytes, reverse=True))
-            chunk = held
-        plan.transfer(None if len(stages) == 1 else stages[0], stages[-1])
+        plan.transfer(*[each.reversed() for each in reversed(spec.transfers(target, chunk))])
         plan.lines.append(f"{target.label}: {spec.shape} {local.dtype} in chunks")
 
 
 class FlatCodec(StateDictCodec):
-    """Encodes flat parameters, for the same wrapping and number of ranks: views of live memory, or CPU copies."""
+    """Encodes flat parameters as ShardedTensors, for the same wrapping and number of ranks.
+
+    They are views of live memory, or copies on the CPU.
+    """
 
     communicates = False
     is_flat = True
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return ShardedTensors of the flat parameters."""
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         tensors, found = ShardedTensors(), []
         for shard in shards:
             local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
@@ -142,8 +112,7 @@ class FlatCodec(StateDictCodec):
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan the copy of this rank's flat shard."""
-        local = local_chunk(value)
+        local = local_chunk(value, target.label)
         if local is None or local.shape != target.local.shape or shape_of(value) != target.shape:
             held = "nothing readable" if local is None else f"{local.numel()} elements"
             raise LoadError(
@@ -156,27 +125,27 @@ class FlatCodec(StateDictCodec):
 
 
 def _chunk_spec(shard: StateShard, given: Any = None) -> _ChunkSpec:
-    """Return the spec of a tensor, for a load that of the value ``given``.
-
-    Raises:
-        UnsupportedError: tensor parallelism has split its parameter, and no mesh contains both groups.
-    """
-    param, rank_group = shard.param, shard.param.rank_group
-    unit, shape = param.unit, param.shape
-    if isinstance(param.adapter, DTensorAdapter):
-        return _split_spec(shard, param.adapter)
-    assert param.adapter is PLAIN
+    """Return the spec of a tensor, for a load that of the value ``given``."""
+    param, rank_group, adapter, part_shape = shard.param, shard.param.rank_group, shard.param.adapter, shard.param.shape
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
-    if unit.options.groups.mesh is not None and rank_group.size > 1:
-        mesh, dim = _mesh_of(unit)
-        placements = _placements(mesh, {dim: Shard(0)} if shape else {})
-    wanted: Partition = chunk_partition(shape, rank_group.size)
-    own_shape = chunk_shape(shape, rank_group.size, rank_group.rank)
-    if not shape and (mesh is not None if given is None else isinstance(given, DTensor)):
+    if isinstance(adapter, DTensorAdapter):
+        mesh, placements = adapter.mesh, adapter.placements
+        if rank_group.size > 1:
+            mesh, dim, split_dim = _joined_mesh(param, adapter)
+            split = placements[0]
+            placements = _placements(mesh, {**({dim: Shard(0)} if part_shape else {}), split_dim: split})
+            if isinstance(split, Shard) and split.dim == 0 and split_dim > dim:
+                return _split_twice(shard, adapter, mesh, placements)
+    elif param.unit.options.groups.mesh is not None and rank_group.size > 1:
+        mesh, dim = _mesh_of(param.unit)
+        placements = _placements(mesh, {dim: Shard(0)} if part_shape else {})
+    wanted: Partition = chunk_partition(part_shape, rank_group.size)
+    own_shape = chunk_shape(part_shape, rank_group.size, rank_group.rank)
+    if not part_shape and (mesh is not None if given is None else isinstance(given, DTensor)):
         # A DTensor has no dim to shard here; a 0-dim ShardedTensor is on one rank.
         wanted, own_shape = ReplicatedPartition(1, None, rank_group.size), ()
-    return _ChunkSpec((_Exchange(rank_group, shard.held, wanted),), shape, own_shape, mesh, placements)
+    return _ChunkSpec(((rank_group, shard.held, wanted),), param.full_shape, own_shape, mesh, placements)
 
 
 def _mesh_of(unit: Unit) -> tuple[Any, int]:
@@ -194,20 +163,14 @@ def _placements(mesh: DeviceMesh, by_dim: dict[int, Placement]) -> tuple[Placeme
     return tuple(by_dim.get(dim, Replicate()) for dim in range(mesh.ndim))
 
 
-def _split_spec(shard: StateShard, adapter: DTensorAdapter) -> _ChunkSpec:
-    rank_group, part_shape, shape = shard.param.rank_group, shard.param.shape, tuple(adapter.shape)
-    if rank_group.size == 1:
-        own = _Exchange(rank_group, shard.held, ReplicatedPartition(math.prod(part_shape), None, 1))
-        return _ChunkSpec((own,), shape, part_shape, adapter.mesh, adapter.placements)
-    root, shard_dim, split_dim = _joined_mesh(shard.param, adapter)
-    placement = adapter.placements[0]
-    placements = _placements(root, {shard_dim: Shard(0), split_dim: placement})
-    if not (isinstance(placement, Shard) and placement.dim == 0 and split_dim > shard_dim):
-        first = _Exchange(rank_group, shard.held, chunk_partition(part_shape, rank_group.size))
-        own_shape = chunk_shape(part_shape, rank_group.size, rank_group.rank)
-        return _ChunkSpec((first,), shape, own_shape, root, placements)
-    # DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first: rows
-    # change ranks in both groups.
+def _split_twice(
+    shard: StateShard, adapter: DTensorAdapter, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> _ChunkSpec:
+    """Return the spec of a tensor whose rows change ranks in both groups.
+
+    DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first.
+    """
+    rank_group, shape = shard.param.rank_group, tuple(adapter.shape)
     tp_group, width = RankGroup.of(adapter.mesh.get_group(0)), math.prod(shape[1:])
     part = chunk_rows(shape[0], tp_group.size, tp_group.rank)
     blocks = [chunk_rows(shape[0], rank_group.size, rank) for rank in range(rank_group.size)]
@@ -215,13 +178,13 @@ def _split_spec(shard: StateShard, adapter: DTensorAdapter) -> _ChunkSpec:
     block = blocks[rank_group.rank]
     parts = [chunk_rows(shape[0], tp_group.size, rank) for rank in range(tp_group.size)]
     wanted = [chunk_rows(block.numel, tp_group.size, rank).shift(block.start) for rank in range(tp_group.size)]
-    second = _Exchange(
+    second = (
         tp_group,
         IrregularPartition(tuple(_times(other.intersect(block), width) for other in parts)),
         IrregularPartition(tuple(_times(rows, width) for rows in wanted)),
     )
     own_shape = (wanted[tp_group.rank].numel, *shape[1:])
-    return _ChunkSpec((_Exchange(rank_group, shard.held, in_blocks), second), shape, own_shape, root, placements)
+    return _ChunkSpec(((rank_group, shard.held, in_blocks), second), shape, own_shape, mesh, placements)
 
 
 def _times(rows: Interval, width: int) -> Interval:
@@ -256,10 +219,7 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
             f"{target.label}: expected a DTensor on {spec.mesh} with placements {spec.placements}, got "
             f"{_described(value)}."
         )
-    try:
-        chunk = local_chunk(value)
-    except OptionError as error:
-        raise LoadError(f"{target.label}: {error}.") from None
+    chunk = local_chunk(value, target.label)
     assert chunk is not None
     if chunk.numel() == math.prod(spec.chunk_shape) and (chunk.numel() == 0 or chunk.shape == spec.chunk_shape):
         return chunk

@@ -1,14 +1,10 @@
 """Encodes full tensors and N-d boxes, and maps each state-dict type to its codec and options.
 
-A full tensor receives every rank's part directly at its place, so that peak memory is the result; a load copies this
-rank's part out of the given tensors and communicates nothing.
-
 A rank's local shard of a parameter is a flat interval, which splits into at most ``2 * ndim - 1`` boxes
 (``layout.boxes``). ``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so ranks
 exchange nothing to write a checkpoint that every sharding can read.
 
-A new state-dict type is a member of ``api.StateDictType``, two config classes, a subclass of ``StateDictCodec`` (of
-``FullCodec`` for full tensors in another form), and a row of ``CODECS``; docs/architecture.md has the recipe.
+docs/architecture.md has the recipe for a new state-dict type.
 """
 
 from __future__ import annotations
@@ -29,24 +25,22 @@ from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, TensorAdapter
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
-from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute, shape_of
+from fsdp_flat.state.shards import Config, LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute, shape_of
 
 _aten = torch.ops.aten
 
 
 class FullCodec(StateDictCodec):
-    """Encodes full tensors, on every rank or on rank 0 of each shard group.
+    """Encodes full tensors, on every rank or on rank 0 of each shard group; a load communicates nothing.
 
     While a model is saved, its modules and their hooks see full parameters, and :meth:`stored` encodes each as the
     modules then hold it. A subclass that overrides ``stored`` stores full tensors in another form.
     """
 
-    def gather(
-        self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
-    ) -> list[torch.Tensor]:
-        """Return the unsharded tensors; with ``config.rank0_only`` they are empty except on rank 0 of the groups.
+    def gather(self, shards: Iterable[StateShard], config: Config) -> list[torch.Tensor]:
+        """Return the unsharded tensors, under tensor parallelism this rank's parts; ``rank0_only`` leaves others empty.
 
-        Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
+        Every rank must call this.
         """
         dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
@@ -64,7 +58,7 @@ class FullCodec(StateDictCodec):
         return found
 
     @final
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         return [
             None
             if config.rank0_only and shard.param.rank_group.rank
@@ -72,17 +66,10 @@ class FullCodec(StateDictCodec):
             for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
         ]
 
-    def stored(
-        self, tensor: torch.Tensor, adapter: TensorAdapter, config: StateDictConfig | OptimStateDictConfig
-    ) -> torch.Tensor:
-        """Return the value of an unsharded tensor; it may share memory with it.
+    def stored(self, tensor: torch.Tensor, adapter: TensorAdapter, config: Config) -> torch.Tensor:
+        """Return the value of an unsharded tensor, a DTensor under tensor parallelism; they may share memory.
 
         Every rank of the adapter's mesh must call this.
-
-        Args:
-            tensor: a module's parameter, or an optimizer state; a DTensor under tensor parallelism.
-            adapter: the parameter's.
-            config: the options.
         """
         full = adapter.full_tensor(tensor)
         return full.cpu() if config.offload_to_cpu else full
@@ -113,14 +100,10 @@ class FullCodec(StateDictCodec):
 
 
 class BoxedTensor(torch.Tensor):
-    """Represents a tensor of which this process holds some boxes.
+    """Represents a tensor of which this process holds some boxes: ``parts``, views of the live shard or copies.
 
     ``torch.distributed.checkpoint`` saves it, and loads into it, through the protocol of its
     ``_checkpointable.py``. Beyond that it can be copied, detached and moved; arithmetic is not supported.
-
-    Attributes:
-        boxes: offsets and sizes of the parts in the full tensor.
-        parts: one tensor per box, of the box's sizes; views of the live shard unless they were copied.
     """
 
     boxes: tuple[Box, ...]
@@ -135,7 +118,6 @@ class BoxedTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> BoxedTensor:
-        """Create a tensor of full shape ``shape`` of which this rank holds ``parts`` at the boxes ``found``."""
         made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         made.boxes, made.parts = tuple(found), tuple(parts)
         return made
@@ -214,46 +196,39 @@ class BoxCodec(StateDictCodec):
     communicates = False
     kinds = (BoxedTensor,)
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return the boxes of this rank's elements.
-
-        A tensor without any elements is a plain empty one: without a box a checkpoint would not contain it.
-        """
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         found: list[torch.Tensor] = []
         for shard in shards:
             local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
-            shape, own = _boxes_of(shard)
-            if math.prod(shape) == 0:
-                found.append(local.new_empty(shape))
-                continue
-            parts = [local[box.interval.shift(-shard.run.start).to_slice()].view(box.sizes) for box in own]
-            found.append(BoxedTensor(shape, own, parts, local.dtype, local.device))
+            boxed = _boxed(shard, local)
+            # A tensor without any elements is a plain empty one: without a box a checkpoint would not contain it.
+            found.append(boxed if math.prod(boxed.shape) else local.new_empty(boxed.shape))
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan the copies of boxes that are this rank's elements, except of those that are views of it already."""
-        run = target.run
-        shape, expected = _boxes_of(target)
-        if tuple(value.shape) != shape:
-            raise LoadError(f"{target.label}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
-        if value.boxes != expected:
+        own, run = _boxed(target, target.local), target.run
+        if value.shape != own.shape:
+            raise LoadError(f"{target.label}: a tensor of shape {tuple(value.shape)}; expected {tuple(own.shape)}.")
+        if value.boxes != own.boxes:
             raise LoadError(
                 f"{target.label}: {value!r} does not hold what rank {target.param.rank_group.rank} of "
                 f"{target.param.rank_group.size} holds, the elements {run.start} to {run.stop}. Boxes fit the sharding "
                 "that they were made for: load the checkpoint into this model's own state_dict() "
                 "with torch.distributed.checkpoint, which reshards."
             )
-        for box, part in zip(value.boxes, value.parts, strict=True):
-            own = target.local[box.interval.shift(-run.start).to_slice()]
-            if own.data_ptr() != part.data_ptr():
-                plan.copy(own, part.reshape(-1))
+        for part, given in zip(own.parts, value.parts, strict=True):
+            if part.data_ptr() != given.data_ptr():
+                plan.copy(part, given)
 
 
-def _boxes_of(shard: StateShard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Return the shape of the full tensor, and the boxes of it that this rank holds."""
-    param = shard.param
-    start, found = param.adapter.offsets(param.shape), boxes(param.shape, shard.run)
-    return param.full_shape, tuple(box.within(start) for box in found) if any(start) else found
+def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:
+    """Return views of this rank's elements ``local`` as boxes of the full tensor."""
+    param, found = shard.param, boxes(shard.param.shape, shard.run)
+    parts = [local[box.interval.shift(-shard.run.start).to_slice()].view(box.sizes) for box in found]
+    start = param.adapter.offsets(param.shape)
+    if any(start):
+        found = tuple(box.within(start) for box in found)
+    return BoxedTensor(param.full_shape, found, parts, local.dtype, local.device)
 
 
 FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()
@@ -286,7 +261,7 @@ CODECS = MappingProxyType(
 )
 
 
-def codec_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> StateDictCodec:
+def codec_of(kind: StateDictType, config: Config) -> StateDictCodec:
     """Return the codec of a state-dict type for models or optimizers, whichever ``config`` is for."""
     row = CODECS[kind]
     if row.boxed is not None and getattr(config, "boxes", False):
@@ -310,22 +285,20 @@ def settings_for(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Build the settings from the arguments of ``set_state_dict_type``.
-
-    Raises:
-        UsageError: a config does not belong to the type, or there is no such type.
-    """
+    """Build the settings from the arguments of ``set_state_dict_type``."""
     kind = member_of(StateDictType, state_dict_type, "state_dict_type", error=UsageError)
     row = CODECS[kind]
-    for given, expected in ((state_dict_config, row.model_config), (optim_state_dict_config, row.optim_config)):
-        if given is not None and type(given).__name__ != expected.__name__:
-            raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
-    configs = _ours(state_dict_config, row.model_config), _ours(optim_state_dict_config, row.optim_config)
-    return StateDictSettings(kind, *configs)
+    return StateDictSettings(
+        kind,
+        _config(kind, state_dict_config, row.model_config),
+        _config(kind, optim_state_dict_config, row.optim_config),
+    )
 
 
-def _ours(given: Any, expected: type[Any]) -> Any:
+def _config(kind: StateDictType, given: Any, expected: type[Any]) -> Any:
     """Return ``given`` as this library's config, if it is another library's class of that name; defaults for None."""
+    if given is not None and type(given).__name__ != expected.__name__:
+        raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
     if isinstance(given, expected):
         return given
     return expected(**{each.name: getattr(given, each.name) for each in fields(expected) if hasattr(given, each.name)})

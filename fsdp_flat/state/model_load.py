@@ -41,14 +41,9 @@ class ModelLoad:
     It keeps copies of the tensors that torch may overwrite besides flat shards: buffers, and parameters that no wrapper
     manages.
 
-    Attributes:
-        wrapper: the outermost wrapper of the load.
-        missing, errors: the lists from which torch builds its error, once it has begun: missing names, and a line per
-            value that does not fit.
-        plan: the writes to run if everything fits.
-        units: units whose ranks may have to exchange values.
-        has_chunks: some value for ``units`` takes an exchange.
-        has_own: some value for ``units`` can be loaded without another rank.
+    ``missing`` and ``errors`` are the lists from which torch builds its error, once it has begun. The ``plan`` runs if
+    everything fits. Ranks of ``units`` may have to exchange values; ``has_chunks`` if some take an exchange, and
+    ``has_own`` if some can be loaded without another rank.
     """
 
     def __init__(self, wrapper: nn.Module, *, strict: bool, assign: bool) -> None:
@@ -63,27 +58,27 @@ class ModelLoad:
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
         for unit in units_of(wrapper):
-            if not unit.shows_dtensors:
-                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
-            else:
+            if unit.shows_dtensors:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
+            else:
+                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+        self._wrappers: list[nn.Module] = []
         for module in modules_of(wrapper):
+            own = unit_of(module)
+            # Modules of fully_shard load as torch's do.
+            if own is not None and not own.shows_dtensors:
+                self._wrappers.append(module)
             for tensors in (module._buffers, module._parameters):
                 for name, tensor in tensors.items():
-                    if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:
-                        continue
-                    if is_lazy(tensor):
-                        continue
-                    # A DTensor of fully_shard that takes the place of another one takes its memory too.
-                    copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
-                    self._held.append((tensors, name, tensor, copied))
-        units = ((child, unit_of(child)) for child in modules_of(wrapper))
-        # Modules of fully_shard load as torch's do.
-        self._wrappers = [child for child, unit in units if unit is not None and not unit.shows_dtensors]
-        for child in self._wrappers:
-            child._load = self  # type: ignore[assignment]
+                    is_kept = tensor in managed or name in module._non_persistent_buffers_set
+                    if tensor is not None and not is_kept and not is_lazy(tensor):
+                        # A DTensor of fully_shard that takes the place of another one takes its memory too.
+                        copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
+                        self._held.append((tensors, name, tensor, copied))
+        for module in self._wrappers:
+            module._load = self  # type: ignore[assignment]
 
     def begin(self, missing: list[str], errors: list[str]) -> None:
         """Use the lists of torch's call, unless an earlier one has begun."""
@@ -125,15 +120,12 @@ class ModelLoad:
             self._commit()
 
     def write_late(self) -> None:
-        """Write the values that were put off, since torch has not raised.
-
-        Raises:
-            LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
-        """
+        """Write the values that were put off, since torch has not raised."""
         if not self._is_put_off:
             return
         self._is_put_off = False
         if self.exchanging_units:
+            # Ranks had to agree earlier that nothing is written.
             raise LoadError(
                 "; ".join(self.errors)
                 or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the "
@@ -181,11 +173,7 @@ def all_or_nothing(wrapper: nn.Module, *, strict: bool, assign: bool) -> Iterato
 
 
 def end_load(module: nn.Module, keys: Any) -> None:
-    """Clean the names in errors, as a load hook; at the outermost wrapper end the load.
-
-    Raises:
-        LoadError: the wrapper was loaded again by a hook below it, so that the values of the outer load are lost.
-    """
+    """Clean the names in errors, as a load hook; at the outermost wrapper end the load."""
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
     load: ModelLoad | None = module._load  # type: ignore[assignment]
@@ -227,11 +215,10 @@ def load_unit(
     missing: list[str],
     errors: list[str],
 ) -> None:
-    """Remove one unit's entries from ``state_dict``, and plan their loads; the arguments are those of torch's method.
+    """Remove one unit's entries from ``state_dict``, and plan their loads; other names become the wrapped module's.
 
-    If any value takes an exchange, every rank of the shard group must call this, with the same names. Except for FULL
-    and LOCAL, the unit's state-dict type allows values of any type's kind. Other names become those of the wrapped
-    module.
+    The arguments are those of torch's method. If any value takes an exchange, every rank of the shard group must call
+    this, with the same names.
     """
     load: ModelLoad | None = wrapper._load  # type: ignore[assignment]
     if load is not None and load.wrapper is wrapper:
@@ -260,13 +247,20 @@ def load_unit(
             load.has_chunks = load.has_chunks or decoder.exchanges
             load.has_own = load.has_own or not decoder.exchanges
             _decode(decoder, value, target, load)
-    _finish_load(unit, state_dict, prefix + FSDP_PREFIX)
+    # Each visible parameter itself, so that the modules' own load finds every name.
+    inner = prefix + FSDP_PREFIX
+    for handle in unit.handles:
+        sites = [site for entry in handle.views.params for site in entry.sites]
+        found = [(site.fqn, site.module._parameters.get(site.name)) for site in sites]
+        found.append((FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)))
+        state_dict.update((inner + name, param) for name, param in found if param is not None)
 
 
 def _decode(codec: StateDictCodec, value: Any, target: StateShard, load: ModelLoad) -> None:
     shape, expected, is_full = shape_of(value), target.full_shape, isinstance(codec, FullCodec)
     is_one_element = is_full and math.prod(shape) == 1 and math.prod(expected) == 1
-    if shape != expected and not is_one_element and (not is_full or is_tensor_like(value)):
+    fits = codec.is_flat or shape == expected or is_one_element
+    if not fits and (not is_full or is_tensor_like(value)):
         load.errors.append(
             f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape)} from checkpoint, "
             f"the shape in current model is {torch.Size(expected)}."
@@ -290,10 +284,7 @@ def _load_flats(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], p
     for target, flat in flats:
         named = [(each, value) for each, value in values if each.param.handle is target.param.handle]
         if flat is not None:
-            try:
-                codec.decode(flat, target, load.plan)
-            except LoadError as error:
-                load.errors.append(str(error))
+            _decode(codec, flat, target, load)
         elif unit.options.groups.shard.size == 1 and all(value is not None for _, value in named):
             for each, value in named:
                 _decode(FULL, value, each, load)
@@ -349,16 +340,3 @@ def _prepare_load(
         value = next((value for _, value in given if value is not None and id(value) not in own), None)
         found.append((StateShard(param, param.local, param.shape), value))
     return found
-
-
-def _finish_load(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:
-    """Insert each visible parameter itself into ``state_dict``, so that the modules' own load finds every name."""
-    for handle in unit.handles:
-        for entry in handle.views.params:
-            for site in entry.sites:
-                param = site.module._parameters.get(site.name)
-                if param is not None:
-                    state_dict[inner + site.fqn] = param
-        flat = handle.spec.module._parameters.get(FLAT_PARAM)
-        if flat is not None:
-            state_dict[inner + FLAT_PARAM] = flat

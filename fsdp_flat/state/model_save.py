@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -82,11 +83,7 @@ def state_dict_type(
 ) -> Generator[None, None, None]:
     """Set the state-dict type inside the block; restore the previous settings, also after an exception.
 
-    Args:
-        module: a wrapper, or any module that holds wrappers.
-        state_dict_type: the type.
-        state_dict_config: a config of the class that belongs to the type; None is its default.
-        optim_state_dict_config: likewise for optimizer state dicts.
+    Arguments and errors are those of ``set_state_dict_type``.
     """
     previous = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -108,10 +105,6 @@ def state_dict_in(model: nn.Module, settings: StateDictSettings) -> dict[str, An
     """Return a model's state dict in the type of ``settings``, whichever is set on its wrappers.
 
     Nothing is set on the model or passed to ``state_dict``, which its modules may override.
-
-    Args:
-        model: a wrapper, or a module that holds wrappers.
-        settings: the type and its options.
     """
     token = _forced.set({**_forced.get(), **dict.fromkeys(units_of(model), settings)})
     try:
@@ -127,15 +120,8 @@ _saves: ContextVar[Mapping[Unit, dict[Unit, Any]]] = ContextVar("fsdp_flat_saves
 def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return a wrapper's state dict in the type that is set, and run the wrapper's hooks.
 
-    The outermost wrapper all-gathers for all units at once; those below it find their tensors there.
-
-    Every rank must call this if the type all-gathers.
-
-    Args:
-        wrapper: the wrapper.
-        wrapped: the module inside of it.
-        args: ``destination``, ``prefix`` and ``keep_vars`` by position, which torch deprecates.
-        kwargs: the same by keyword.
+    The outermost wrapper all-gathers for all units at once; those below it find their tensors there. Every rank must
+    call this if the type all-gathers. ``args`` and ``kwargs`` are those of ``nn.Module.state_dict``.
     """
     if args:
         warn_user("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=3)
@@ -164,8 +150,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if _settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
-        inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
-        state = _save_unit(unit, settings, prefix, inner, gathered=own)
+        state = _save_unit(unit, settings, prefix, partial(wrapped.state_dict, **kwargs), gathered.pop(unit, None))
     finally:
         _saves.reset(token)
     if outermost:
@@ -237,7 +222,6 @@ def _save_unit(
     settings: StateDictSettings,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
-    *,
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Return the state dict of one unit's subtree. Every rank of the shard group must call this.
@@ -262,7 +246,8 @@ def _save_unit(
             return _save_full(unit, FULL, config, prefix, inner, None)
     # Before names are shown, whose placeholders replace what the user assigned.
     shards = _shards_of(unit, codec, prefix)
-    with _names_shown(() if codec.is_flat else unit.handles):
+    # A placeholder under every original name gives the dict its keys in their order.
+    with nullcontext() if codec.is_flat else _registered(unit, None):
         destination = inner()
     if codec.is_flat:
         for name in [name for param in params_of(unit, prefix) for name in param.fqns]:
@@ -279,18 +264,6 @@ def _save_unit(
     return destination
 
 
-@contextmanager
-def _names_shown(handles: Sequence[FlatParamHandle]) -> Iterator[None]:
-    """Register a placeholder under every original name, so that the dict gets its keys in their order."""
-    try:
-        for handle in handles:
-            handle.views.show_names()
-        yield
-    finally:
-        for handle in handles:
-            handle.views.unregister_full_params()
-
-
 def _save_full(
     unit: Unit,
     codec: FullCodec,
@@ -300,8 +273,10 @@ def _save_full(
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
-    keep = not config.rank0_only or unit.options.groups.primary.rank == 0
-    with _full_params_registered(unit, codec, gathered, config, keep=keep) as is_fresh:
+    keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.whole is not None
+    if gathered is None and not is_summoned:
+        gathered = _gathered(_shards_of(unit, codec, ""), codec, config)
+    with full_params(unit) if is_summoned else _registered(unit, gathered if keep else None):
         destination = inner()
         for param in params_of(unit, prefix):
             present = [name for name in param.fqns if name in destination]
@@ -310,8 +285,8 @@ def _save_full(
                     del destination[name]
             elif present:
                 stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
-                # Inside summon_full_params a value is a view of the summoned parameter, unless a hook replaced it.
-                if not is_fresh and _shares_memory(stored, param.handle.views.shown(param.index)):
+                # A value may be a view of the summoned parameter, unless a hook replaced it.
+                if is_summoned and _shares_memory(stored, param.handle.views.shown(param.index)):
                     stored = stored.clone()
                 destination.update(dict.fromkeys(present, stored))
         if keep:
@@ -327,23 +302,16 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _full_params_registered(
-    unit: Unit, codec: FullCodec, gathered: Sequence[Any] | None, config: StateDictConfig, *, keep: bool
-) -> Iterator[bool]:
-    """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
-    if unit.whole is not None:
-        with full_params(unit):
-            yield False
-        return
-    was_unsharded = unit.shows_unsharded
-    tensors = iter(_gathered(_shards_of(unit, codec, ""), codec, config) if gathered is None else gathered)
+def _registered(unit: Unit, tensors: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """Register full parameters, made from ``tensors``, or without them placeholders under every original name."""
+    was_unsharded, remaining = unit.shows_unsharded, iter(tensors or ())
     try:
         for handle in unit.handles:
-            if keep:
-                handle.views.use_full_tensors([next(tensors) for _ in handle.layout.param_infos])
-            else:
+            if tensors is None:
                 handle.views.show_names()
-        yield True
+            else:
+                handle.views.use_full_tensors([next(remaining) for _ in handle.layout.param_infos])
+        yield
     finally:
         for handle in unit.handles:
             handle.views.unregister_full_params()

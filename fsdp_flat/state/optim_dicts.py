@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType, member_of
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
-from fsdp_flat.state.optim_save import save_optim_state
-from fsdp_flat.state.shards import ParamIndex, StateDictCodec, contents_of
+from fsdp_flat.state.optim_save import StatePart, save_optim_state
+from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of, shape_of
 from fsdp_flat.user_warnings import warn_user
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -87,16 +89,13 @@ def optim_state_dict_to_load(
     codec, config = _codec_for(model)
     if not isinstance(codec, FullCodec):
         _warn_if_empty(optim, optim_state_dict)
-    contents = contents_of(optim)
     loaded = load_optim_state(
         model,
-        contents.params,
+        contents_of(optim),
         optim_state_dict,
-        own_groups=None if is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
         from_rank_zero=config.rank0_only,
         expects_chunks=codec.exchanges,
-        owners=contents.owners,
     )
     if load_directly:
         optim.load_state_dict(loaded)
@@ -132,9 +131,8 @@ def rekey_optim_state_dict(
         OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
         PhaseError: (an AssertionError) no such key type.
     """
-    _warn_optim_input(optim_input, stacklevel=3)
-    params = _ordered_params(model, optim, optim_input)
-    owned = () if optim is None else contents_of(optim).owners
+    _check_form(optim_input, stacklevel=3)
+    contents = _contents(model, optim, optim_input)
     wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
     given = optim_state_dict["state"]
     kinds = {type(key) for key in given}
@@ -143,20 +141,16 @@ def rekey_optim_state_dict(
             f"An optimizer state dict must be keyed by names or by positions, not both; got {list(given)}."
         )
     index = ParamIndex(model)
-    order = [index.fqns_of(param)[0] for param in params]
+    order = [index.fqns_of(param)[0] for param in contents.params]
     to_names = wanted is OptimStateKeyType.PARAM_NAME
-    # States of an owned parameter may have any shape.
-    any_shape = {position for position, param in enumerate(params) if param in owned}
-    _check_shapes({key: row for key, row in given.items() if key not in any_shape}, index, params, order)
+    _check_shapes(given, index, contents, order)
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
     table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
     try:
         state = {table[key]: value for key, value in given.items()}
-        groups = [
-            {**group, "params": sorted(table[key] for key in group["params"])}
-            for group in optim_state_dict["param_groups"]
-        ]
+        given_groups = optim_state_dict["param_groups"]
+        groups = [{**group, "params": sorted(table[key] for key in group["params"])} for group in given_groups]
     except KeyError as error:
         raise OptionError(f"Key {error} of the optimizer state dict belongs to no parameter of this model.") from None
     return {"state": state, "param_groups": groups}
@@ -197,13 +191,11 @@ def load_full_or_sharded(
     _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
     return load_optim_state(
         model,
-        _ordered_params(model, optim, optim_input),
+        _contents(model, optim, optim_input),
         optim_state_dict,
-        own_groups=None if optim is None or is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
         from_rank_zero=rank0_only,
         expects_chunks=not full_state_dict,
-        owners=None if optim is None else contents_of(optim).owners,
     )
 
 
@@ -220,69 +212,103 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
         )
 
 
-def _check_form(optim_input: OptimInput, *, rank0_only: bool, full: bool) -> None:
+def _check_form(optim_input: OptimInput, *, rank0_only: bool = False, full: bool = True, stacklevel: int = 4) -> None:
     if not full and (optim_input is not None or rank0_only):
         raise PhaseError("optim_input and rank0_only need full tensors (full_state_dict=True).")
-    _warn_optim_input(optim_input, stacklevel=5)
-
-
-def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int) -> None:
     if optim_input is not None:
-        warn_user(
-            "optim_input is an older way to say the order of parameters; pass the optimizer as optim.",
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
+        text = "optim_input is an older way to say the order of parameters; pass the optimizer as optim."
+        warn_user(text, FutureWarning, stacklevel=stacklevel)
 
 
-def _ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of ``optim``; without it those of ``optim_input``, the arguments it was built from.
-
-    Raises:
-        OptionTypeError: ``optim_input`` is neither parameters nor groups.
-        OptionError: ``optim_input`` is empty.
-    """
+def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
+    """Return the contents of ``optim``; without it the parameters of ``optim_input``, its constructor's input."""
     if optim is not None:
-        return contents_of(optim).params
+        return contents_of(optim)
     if optim_input is None:
-        return tuple(model.parameters())
+        return OptimContents(tuple(model.parameters()))
     if isinstance(optim_input, (torch.Tensor, dict, str)):
         raise OptionTypeError(f"optim_input must be parameters or parameter groups; got {type(optim_input).__name__}.")
     entries = list(optim_input)
     if not entries:
         raise OptionError("optim_input is empty; pass what the optimizer was built from, or the optimizer.")
     if all(isinstance(entry, dict) for entry in entries):
-        return tuple(param for group in entries for param in group["params"])
+        return OptimContents(tuple(param for group in entries for param in group["params"]))
     if all(isinstance(entry, torch.Tensor) for entry in entries):
-        return tuple(entries)
+        return OptimContents(tuple(entries))
     raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
 
 
-def _check_shapes(
-    state: dict[Any, Any], index: ParamIndex, params: Sequence[nn.Parameter], order: Sequence[str]
-) -> None:
+def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimContents, order: Sequence[str]) -> None:
     """Raise if a state and the parameter at its position differ in shape, so that it belongs to another parameter."""
-    shapes = {_shape_at(index, param) for param in params}
-    # States of other shapes (Adafactor's factors) do not reveal the order.
-    unlike = {
-        name
-        for row in state.values()
-        for name, value in row.items()
-        if (shape := tuple(getattr(value, "shape", ()))) and shape not in shapes
+    params = [(param, index.managed.get(param, ())) for param in contents.params]
+    shapes = [managed[0].shape if managed else tuple(param.shape) for param, managed in params]
+    # States of an owned parameter may have any shape.
+    owned = {at for at, (param, _) in enumerate(params) if param in contents.owners}
+    rows = {
+        key: {name: shape for name, value in row.items() if (shape := shape_of(value))}
+        for key, row in given.items()
+        if key not in owned
     }
-    for key, row in state.items():
-        if not isinstance(key, int) or key >= len(params):
-            continue
-        managed = index.managed.get(params[key], ())
-        expected = _shape_at(index, params[key])
-        for name, value in row.items():
-            shape = tuple(getattr(value, "shape", ()))
-            if shape and shape != expected and name not in unlike and len(managed) <= 1:
-                raise OptionError(
-                    f"State {name!r} at position {key} has shape {shape}, but the parameter there, {order[key]!r}, has "
-                    f"{expected}. The optimizer state was saved with another order of parameters."
-                )
+    # States of other shapes (Adafactor's factors) do not reveal the order.
+    unlike = {name for row in rows.values() for name, shape in row.items() if shape not in shapes}
+    for key, row in rows.items():
+        if isinstance(key, int) and key < len(params) and len(params[key][1]) <= 1:
+            for name, shape in row.items():
+                if shape != shapes[key] and name not in unlike:
+                    raise OptionError(
+                        f"State {name!r} at position {key} has shape {shape}, but the parameter there, "
+                        f"{order[key]!r}, has {shapes[key]}. The optimizer state was saved with another order of "
+                        "parameters."
+                    )
 
 
-def _shape_at(index: ParamIndex, param: nn.Parameter) -> tuple[int, ...]:
-    return index.managed[param][0].shape if param in index.managed else tuple(param.shape)
+@dataclass(frozen=True, slots=True)
+class OptimStateHandler:
+    """Holds the functions that merge and split one state.
+
+    Attributes:
+        merge: ``merge(parts, shape)`` returns the tensor to save, made from every rank's part. ``parts`` are in the
+            order of the slices, without ranks that hold no elements or no such state. ``shape`` is the parameter's.
+        split: ``split(saved, shape, start, stop)`` returns the state of a rank's optimizer for the elements ``start``
+            to ``stop`` of the flattened parameter.
+    """
+
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor]
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor]
+
+
+def register_optim_state_handler(
+    model: nn.Module,
+    name: str,
+    *,
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor],
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor],
+) -> None:
+    """Register how to save and load an optimizer state that is neither a scalar nor shaped like its parameter.
+
+    Without a handler, saving such a state is an error. With one, every optimizer state dict of ``model`` holds the
+    full merged tensor under the state's name. One handler serves all parameters that have a state of this name. Needs
+    ``use_orig_params=True`` or units of one parameter: the state of a flat parameter belongs to no single one.
+
+    Every rank must register the same handlers.
+
+    Args:
+        model: a wrapped model, or a module that holds wrapped ones.
+        name: the state's name in ``optimizer.state[param]``.
+        merge: see :class:`OptimStateHandler`; must be pure, so that every rank gets the same result.
+        split: the inverse of ``merge``.
+
+    Raises:
+        OptionTypeError: (a TypeError) ``merge`` or ``split`` is not callable, or ``name`` is not a string.
+        OptionError: (a ValueError) nothing at or below ``model`` is wrapped.
+    """
+    if not isinstance(name, str) or not callable(merge) or not callable(split):
+        raise OptionTypeError(f"A handler has a name and two functions; got {name!r}, {merge!r} and {split!r}.")
+    units = units_of(model)
+    if not units:
+        raise OptionError(
+            "register_optim_state_handler takes a wrapped model; nothing at or below this one is wrapped."
+        )
+    handler = OptimStateHandler(merge, split)
+    for unit in units:
+        unit.optim_state_handlers[name] = handler

@@ -7,7 +7,7 @@ rank 0's tensors are sent, ranks agree that everything fits.
 from __future__ import annotations
 
 import copy
-import math
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,78 +15,71 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import agree, barrier
-from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.flat import clear_padding
-from fsdp_flat.runtime import units_of
+from fsdp_flat.comm import ErrorTexts, agree, barrier, exchange_bytes
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
+from fsdp_flat.flat import PLAIN, clear_padding
+from fsdp_flat.layout import Partition, ReplicatedPartition
+from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
-from fsdp_flat.state.optim_exchange import FromRankZero, refuse_split, shared_from_rank_zero
-from fsdp_flat.state.shards import IndexedParam, LoadPlan, ParamIndex, StateShard, copied_state, is_scalar, shape_of
+from fsdp_flat.state.shards import (
+    IndexedParam,
+    LoadPlan,
+    OptimContents,
+    ParamIndex,
+    StateShard,
+    TensorTransfer,
+    copied_state,
+    is_scalar,
+    refuse_split,
+    shape_of,
+)
 from fsdp_flat.user_warnings import warn_user
 
-_States = dict[str, dict[str, Any]]
-# Reads a state, given the names of parameter and state, into a tensor for it, and returns that tensor.
-Read = Callable[[str, str, torch.Tensor], torch.Tensor]
-
-_LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+_LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+_SHARING = ErrorTexts("sharing its optimizer state dict")
 
 
 def load_optim_state(
     model: nn.Module,
-    params: Sequence[nn.Parameter],
+    contents: OptimContents,
     given: Mapping[str, Any] | None,
     *,
-    own_groups: Sequence[Mapping[str, Any]] | None,
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
-    owners: Mapping[nn.Parameter, int] | None,
 ) -> dict[str, Any]:
-    """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
+    """Convert ``given``, which is keyed by names, to the state dict that an optimizer loads.
 
     Values may be of any codec's kind. With ``from_rank_zero``, or if decoding any value takes an exchange (DTensors
-    and ShardedTensors do), every rank must call this.
+    and ShardedTensors do), every rank must call this; then an error of any rank stops all.
 
     Args:
         model: the model that the optimizer was built from.
-        params: the optimizer's parameters in order.
+        contents: the optimizer's parameters; its groups, if they are known, must be those of ``given``.
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
-        own_groups: the optimizer's groups, to be compared with those of ``given``; None if they are not known.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
-        owners: by parameter whose states one rank of the shard group has in full, that rank; the result has them only
-            there, as full tensors.
-
-    Raises:
-        OptionError: (a ValueError) ``given`` has no ``state``, is keyed by positions, or has other parameter groups.
-        LoadError: (a RuntimeError) a value does not fit its parameter.
-        PeerFailureError: (a RuntimeError) another rank raised one of these; only where every rank must call this.
-        UsageError: (a RuntimeError) other ranks did not call this; likewise.
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
         # The groups of some units may be smaller: those of experts.
         widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
-        given = shared_from_rank_zero(widest, given)
-    loading = _OptimLoad(index, owners or {})
+        given = _shared_from_rank_zero(widest, given)
+    loading = _OptimLoad(index, contents)
     result: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        result = loading.planned(params, given, keys, named=named)
-        if own_groups and result.get("param_groups"):
-            assert given is not None
-            _check_groups(index, own_groups, given["param_groups"])
+        result = loading.planned(given, named=named)
+        if contents.groups and not named and given and given.get("param_groups"):
+            contents.check_groups(index, given["param_groups"])
     except Exception as found:
         error = found
-    unknown = expects_chunks and not _is_state_dict(given)
-    if index.units and (from_rank_zero or unknown or _takes_exchange(given)):
+    if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
         agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING)
@@ -100,112 +93,92 @@ def _is_state_dict(given: Any) -> bool:
     return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
 
 
-def _takes_exchange(given: Any) -> bool:
-    rows = given["state"].values() if _is_state_dict(given) else ()
-    return any(decoder_of(value).exchanges for row in rows if isinstance(row, Mapping) for value in row.values())
+def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
+    """Return whether decoding any value takes an exchange; ``otherwise`` if ``given`` is no optimizer state dict."""
+    if not _is_state_dict(given):
+        return otherwise
+    rows = [row for row in given["state"].values() if isinstance(row, Mapping)]
+    return any(decoder_of(value).exchanges for row in rows for value in row.values())
 
 
 class _OptimLoad:
-    """Plans the load of one optimizer state dict.
+    """Plans the load of one optimizer state dict; ``plan`` fills the tensors of the result."""
 
-    Attributes:
-        plan: fills the tensors of the result, once everything fits.
-    """
-
-    def __init__(self, index: ParamIndex, owners: Mapping[nn.Parameter, int]) -> None:
+    def __init__(self, index: ParamIndex, contents: OptimContents) -> None:
         self.plan = LoadPlan()
         self._index = index
-        self._owners = owners
+        self._contents = contents
         self._elementwise: set[str] = set()
 
-    def planned(
-        self, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, keys: Sequence[Any], *, named: bool
-    ) -> dict[str, Any]:
-        """Return the state dict of the optimizer over ``params``; the plan will fill its tensors.
+    def planned(self, given: Mapping[str, Any] | None, *, named: bool) -> dict[str, Any]:
+        """Return the state dict that the optimizer loads.
 
-        Args:
-            params: the optimizer's parameters.
-            given: the state dict, keyed by names.
-            keys: for each parameter its key in the result.
-            named: every parameter needs a state, as in torch's named optimizer; others have none for an empty shard.
+        If it is ``named`` every parameter needs a state; others have none for an empty shard.
         """
+        index, params = self._index, self._contents.params
+        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
         by_name = _checked_states(given)
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
-        positions = {fqn: at for at, param in enumerate(params) for fqn in self._index.fqns_of(param)}
+        positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
         # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
-        held = {param.handle for param in self._index.params if param.fqn in positions}
-        devices = {handle: handle.flat_param.device for handle in held}
+        held = {param.handle for param in index.params if param.fqn in positions}
         state: dict[Any, dict[str, Any]] = {}
-        for visible, entries in self._index.managed.items():
+        for visible, entries in index.managed.items():
             first, rows = entries[0], [by_name.get(entry.fqn) for entry in entries]
             if first.handle not in held or not any(row is not None for row in rows):
                 continue
-            device, owner = devices[first.handle], self._owners.get(visible) if self._owners else None
-            if owner is not None:
-                row, is_here = self._owned_row(first, rows[0] or {}, owner, device), owner == first.rank_group.rank
-            else:
-                row = self._planned_row(visible, entries, rows, device)
-                is_here = named or not first.is_on_other_ranks
+            owner = self._contents.owners.get(visible)
+            row = self._managed_row(visible, entries, rows, owner)
+            is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
             if is_here and first.fqn in positions:
                 state[keys[positions[first.fqn]]] = row
-        for param, name in self._index.others.items():
+        for param, name in index.others.items():
             if name in by_name and name in positions:
                 row = {key: self._unmanaged_state(key, value, param) for key, value in by_name[name].items()}
                 state[keys[positions[name]]] = row
-        _warn_left_out(self._index, positions, by_name)
+        _warn_left_out(index, positions, by_name)
         groups = None if given is None else given.get("param_groups")
-        return (
-            {"state": state} if groups is None else {"state": state, "param_groups": _groups(positions, keys, groups)}
-        )
+        return {"state": state, **({} if groups is None else {"param_groups": _groups(positions, keys, groups)})}
 
-    def _planned_row(
+    def _managed_row(
         self,
         visible: nn.Parameter,
         params: Sequence[IndexedParam],
         rows: Sequence[Mapping[str, Any] | None],
-        device: torch.device,
+        owner: int | None,
     ) -> dict[str, Any]:
-        """Return the states of a parameter of the optimizer, put together from those of the parameters in it."""
+        """Return the states of a parameter of the optimizer, put together from those of the parameters in it.
+
+        The states of a parameter that one rank of the shard group owns have any shape; other ranks' are empty.
+        """
         first, found = params[0], dict[str, Any]()
         if not first.is_original:
             _check_uniform(params, rows)
-        shape, handlers = visible.shape, first.unit.optim_state_handlers
+        device, layout = first.handle.flat_param.device, first.handle.layout
+
+        def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(shape, dtype=decoder_of(value).decoded_dtype(value), device=device)
+
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[0] or ()):
             values = [row[key] for row in rows if row is not None]
             value = values[0]
-            if key in handlers:
+            if owner is None and key in first.unit.optim_state_handlers:
                 self._split(first, key, value, found)
-            elif is_scalar(value) and not (first.shape == () and self._is_zero_dim_state(key, value)):
+            elif is_scalar(value) and not (owner is None and first.shape == () and self._is_zero_dim_state(key, value)):
                 found[key] = copied_state(value)
-            elif first.is_original:
-                local = torch.empty(first.local_shard.numel, dtype=_target_dtype(value), device=device)
-                found[key] = local if len(shape) == 1 else local.view(shape)
-                self._fill(StateShard(first, local, first.shape, key), value)
+            elif owner is not None:
+                shape = shape_of(value)
+                found[key] = empty(value, shape if owner == first.rank_group.rank else (0,))
+                self._fill(StateShard(first, found[key].view(-1), shape, key, owner), value)
             else:
-                # The padding is zero; everything else will be written.
-                layout = first.handle.layout
-                found[key] = shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=device)
-                clear_padding(shard, layout, first.rank_group.rank)
+                shard = empty(value, (first.local_shard.numel if first.is_original else layout.shard_numel,))
+                found[key] = shard if visible.dim() == 1 else shard.view(visible.shape)
+                if not first.is_original:
+                    # The padding is zero; everything else will be written.
+                    clear_padding(shard, layout, first.rank_group.rank)
                 for param, each in zip(params, values, strict=True):
-                    local = shard[param.local_shard.in_shard.to_slice()]
-                    self._fill(StateShard(param, local, param.shape, key), each)
-        return found
-
-    def _owned_row(
-        self, param: IndexedParam, row: Mapping[str, Any], owner: int, device: torch.device
-    ) -> dict[str, Any]:
-        """Return the states of a parameter that one rank of the shard group has in full, of any shape."""
-        found: dict[str, Any] = {}
-        for key, value in sorted(row.items()):
-            if is_scalar(value):
-                found[key] = copied_state(value)
-                continue
-            shape, is_here = shape_of(value), owner == param.rank_group.rank
-            local = torch.empty(math.prod(shape) if is_here else 0, dtype=_target_dtype(value), device=device)
-            if is_here:
-                found[key] = local.view(shape)
-            self._fill(StateShard(param, local, shape, key, owner), value)
+                    self._fill(StateShard(param, param.part_of(shard), param.shape, key), each)
         return found
 
     def _is_zero_dim_state(self, key: str, value: Any) -> bool:
@@ -213,7 +186,7 @@ class _OptimLoad:
 
         The states of the other parameters decide, or else the name "step", torch's name of the step count.
         """
-        if not isinstance(value, (torch.Tensor, FromRankZero, *decoder_of(value).kinds)):
+        if not isinstance(value, (torch.Tensor, PendingTensor, *decoder_of(value).kinds)):
             return False
         return key in self._elementwise if self._elementwise else key != "step"
 
@@ -224,11 +197,8 @@ class _OptimLoad:
                 f"{target.label} has shape {shape_of(value)}; expected {target.full_shape}, that of the parameter, on "
                 f"rank {target.param.rank_group.rank} of the shard group. Is it the state dict of another model?"
             )
-        if isinstance(value, FromRankZero):
-            value.plan_scatter(target, self.plan)
-        elif isinstance(value, DeferredState):
-            if not target.run.is_empty:
-                self.plan.call(lambda: target.local.copy_(value.read().reshape(-1)))
+        if isinstance(value, PendingTensor):
+            value.plan_shard(target, self.plan)
         else:
             decoder_of(value).decode(value, target, self.plan)
 
@@ -241,10 +211,8 @@ class _OptimLoad:
         def put(full: torch.Tensor) -> None:
             result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
 
-        if isinstance(value, FromRankZero):
-            value.plan_broadcast(device, self.plan, put)
-        elif isinstance(value, DeferredState):
-            self.plan.call(lambda: put(value.read()))
+        if isinstance(value, PendingTensor):
+            value.plan_full(device, self.plan, put)
         elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
             put(value)
         else:
@@ -255,33 +223,160 @@ class _OptimLoad:
 
     def _unmanaged_state(self, key: str, value: Any, param: nn.Parameter) -> Any:
         """Return a state of a parameter that no unit manages."""
-        shown = self._index.dtensors.get(param)
-        if shown is not None and not is_scalar(value):
-            return self._dtensor_state(shown, value, f"State {key!r} of {shown.fqn!r}")
-        if not isinstance(value, FromRankZero):
-            return copied_state(value)
-        found: torch.Tensor = value.plan_broadcast(param.device, self.plan)
-        return found
-
-    def _dtensor_state(self, param: IndexedParam, value: Any, label: str) -> DTensor:
-        if not isinstance(value, FromRankZero):
-            return dtensor_from(param, value, label)
-        found = empty_dtensor(param, value.dtype, param.handle.flat_param.device)
-        if value.shape != found.shape:
-            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(found.shape)}.")
-        device = param.unit.options.device
-        value.plan_broadcast(device, self.plan, lambda full: found.to_local().copy_(local_from(param, full)))
-        return found
+        shown = None if is_scalar(value) else self._index.dtensors.get(param)
+        label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
+        if not isinstance(value, PendingTensor):
+            return copied_state(value) if shown is None else dtensor_from(shown, value, label)
+        if shown is None:
+            found = torch.empty(value.shape, dtype=value.dtype, device=param.device)
+            value.plan_full(param.device, self.plan, found.copy_)
+            return found
+        sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
+        if value.shape != sharded.shape:
+            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(sharded.shape)}.")
+        device, local = shown.unit.options.device, sharded.to_local()
+        value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
+        return sharded
 
 
-def _checked_states(given: Mapping[str, Any] | None) -> _States:
+@dataclass(frozen=True, slots=True)
+class PendingTensor:
+    """Describes a full tensor that this rank gets when a load is committed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        """Plan a call of ``then`` with the full tensor."""
+        raise NotImplementedError
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState(PendingTensor):
+    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
+
+    read: Callable[[], torch.Tensor]
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        plan.call(lambda: then(self.read()))
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        if not target.run.is_empty:
+            plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
+
+
+@dataclass(frozen=True, slots=True)
+class FromRankZero(PendingTensor):
+    """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
+
+    tensor: torch.Tensor | None
+    unit: Unit
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        full = torch.empty(self.shape, dtype=self.dtype, device=device)
+        wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
+        self._plan_transfer(wanted, full.view(-1), plan)
+        plan.call(lambda: then(full), last=True)
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
+        if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
+            self._plan_transfer(target.held, local, plan)
+        else:
+            self.plan_full(local.device, plan, lambda full: local.copy_(adapter.local_slice(full).reshape(-1)[run]))
+
+    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
+        groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
+        shard, replicate, first, second = groups.shard, groups.replicate, None, None
+        if replicate.rank == 0:
+            source = None if self.tensor is None else self.tensor.detach().reshape(-1)
+            held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
+            first = TensorTransfer(shard, held, wanted, source, target, device, nbytes)
+        if replicate.size > 1:
+            # Each rank of the first shard group has its part now; send them to the other replicas.
+            held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
+            source, received = (None, target) if replicate.rank else (target, None)
+            second = TensorTransfer(replicate, held, wanted, source, received, device, target.nbytes)
+        plan.transfer(first, second)
+
+
+def _shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
+
+    Every rank must call this; an error of rank 0 is raised on all.
+    """
+    groups, device = unit.options.groups, unit.options.device
+    if groups.num_ranks == 1:
+        return dict(given or {})
+    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
+    error: Exception | None = None
+    payload = b""
+    try:
+        payload = _described(given) if is_first else b""
+    except Exception as raised:
+        error = raised
+    agree([], error, groups.rank_groups, device, _SHARING)
+    for rank_group in groups.rank_groups:
+        if rank_group.group is not None:
+            payload = exchange_bytes(payload, rank_group.group, device)[0]
+    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+    own = given["state"] if given and is_first else None
+    for name, row in described["state"].items():
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
+    return dict(described)
+
+
+def _described(given: Mapping[str, Any] | None) -> bytes:
+    """Serialize a state dict with a tensor on the meta device in place of each state that has dims."""
+    if not given or "state" not in given:
+        has = "nothing" if not given else sorted(map(str, given))
+        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
+    state: dict[str, dict[str, Any]] = {}
+    for name, row in given["state"].items():
+        state[name] = {}
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            else:
+                state[name][key] = _checked(value, f"State {key!r} of {name!r}")
+    described: dict[str, Any] = {"state": state}
+    if given.get("param_groups") is not None:
+        described["param_groups"] = [
+            {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+            for group in given["param_groups"]
+        ]
+    buffer = io.BytesIO()
+    torch.save(described, buffer)
+    return buffer.getvalue()
+
+
+def _checked(value: Any, what: str) -> Any:
+    """Return a plain value; raise for others."""
+    if isinstance(value, (list, tuple)):
+        entries = [_checked(entry, what) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    if isinstance(value, (int, float, str, type(None))) or (isinstance(value, torch.Tensor) and not value.dim()):
+        return value
+    raise UnsupportedError(
+        f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
+        "rank0_only=False."
+    )
+
+
+def _checked_states(given: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
     if not _is_state_dict(given):
         raise OptionError(
             "An optimizer state dict has 'state' and mostly 'param_groups'; got "
             f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
         )
     assert given is not None
-    by_name: _States = given["state"]
+    by_name: dict[str, dict[str, Any]] = given["state"]
     positions = [key for key in by_name if not isinstance(key, str)]
     if positions:
         raise OptionError(
@@ -299,20 +394,15 @@ def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Map
         for param in index.params
         if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
     ]
-    if found:
-        warn_user(
-            f"The optimizer state dict has states of {len(found)} parameter(s) that this optimizer does not hold, "
-            f"{found[0]!r} the first; they are left out.",
-            stacklevel=5,
-        )
     known = {*(param.fqn for param in index.params), *index.others.values()}
     unknown = [name for name in by_name if name not in known]
-    if unknown:
-        warn_user(
-            f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
-            "the first; they are left out.",
-            stacklevel=5,
-        )
+    for names, told in (
+        (found, f"states of {len(found)} parameter(s) that this optimizer does not hold"),
+        (unknown, f"{len(unknown)} name(s) that this model does not have"),
+    ):
+        if names:
+            text = f"The optimizer state dict has {told}, {names[0]!r} the first; they are left out."
+            warn_user(text, stacklevel=5)
 
 
 def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -323,39 +413,6 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
         known = {positions[fqn] for fqn in group.get("params", []) if fqn in positions}
         groups.append({**settings, "params": [keys[position] for position in sorted(known)]})
     return groups
-
-
-def _check_groups(index: ParamIndex, own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
-    """Check that every parameter of an optimizer is in the group of a state dict that belongs to its own group.
-
-    ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
-    parameters that have changed groups would go to other parameters.
-    """
-    places: dict[str, int] = {}
-    for at, group in enumerate(given):
-        places.update(dict.fromkeys(group.get("params", ()), at))
-    lacking, moved = [], []
-    for at, group in enumerate(own):
-        for param in group["params"]:
-            fqns = index.fqns_of(param)
-            saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
-            if not saved:
-                lacking.append(f"{fqns[0]!r} (group {at})")
-            moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
-    if lacking or moved or len(own) != len(given):
-        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
-        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
-        raise OptionError(
-            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
-            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
-            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the state "
-            "dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
-        )
-
-
-def _target_dtype(value: Any) -> torch.dtype:
-    return decoder_of(value).decoded_dtype(value)
 
 
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
@@ -370,59 +427,33 @@ def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, A
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeferredState:
-    """Describes a merged state that is read only when it is split, so that no rank holds all of them at once.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        read: reads and returns the tensor.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-
 def template_states(
     model: nn.Module,
     wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
-    read: Read,
+    read: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor],
     *,
     owners: Mapping[nn.Parameter, int],
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
     """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
 
-    Args:
-        model: the model that has the parameters.
-        wanted: by parameter name and state name, the full shape and the dtype.
-        read: reads one state into a tensor for it, and returns that tensor.
-        owners: by parameter whose states one rank of the shard group has in full, that rank.
-
-    Returns:
-        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
-
-    Raises:
-        LoadError: a name or shape does not fit the model.
+    ``wanted`` has shapes and dtypes by the names of parameter and state, and ``owners`` is that of the optimizer's
+    contents. States that have a handler or an owner, which are full tensors, are returned apart, to be read later.
     """
     index = ParamIndex(model)
-    sharded = {param.fqn: (param, visible in owners) for visible, entries in index.managed.items() for param in entries}
     others = {name: tuple(param.shape) for param, name in index.others.items()}
-    dtensors = {param.fqn: param for param in index.dtensors.values()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():
-        param, is_owned = sharded.get(fqn, (None, False))
+        param = index.by_name.get(fqn)
         if param is None and fqn not in others:
             raise LoadError(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if param is not None and (is_owned or name in param.unit.optim_state_handlers):
+            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
                 # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
-                read_it = partial(_read_full, read, fqn, name, shape, dtype)
-                deferred.setdefault(fqn, {})[name] = DeferredState(torch.Size(shape), dtype, read_it)
+                size = torch.Size(shape)
+                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
                 continue
             expected = others[fqn] if param is None else param.full_shape
             if shape != expected:
@@ -432,16 +463,12 @@ def template_states(
                     "merge=..., split=...). Nothing was loaded."
                 )
             value: torch.Tensor
-            if fqn in dtensors and shape:
-                value = empty_dtensor(dtensors[fqn], dtype, torch.device("cpu"))
-            elif param is None:
-                value = torch.zeros(shape, dtype=dtype)
-            else:
+            if param is not None:
                 local = torch.zeros(param.local_shard.numel, dtype=dtype)
-                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE)
+                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
+            elif fqn in index.dtensors_by_name and shape:
+                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
+            else:
+                value = torch.zeros(shape, dtype=dtype)
             found.setdefault(fqn, {})[name] = value
     return found, deferred
-
-
-def _read_full(read: Read, fqn: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return read(fqn, name, torch.zeros(shape, dtype=dtype))

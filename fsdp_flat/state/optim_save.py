@@ -1,11 +1,9 @@
 """Implements ``optim_state_dict``: saves an optimizer's states under parameter names, with any codec.
 
-Each rank reads its states as shards and other values, by parameter. Ranks compare these, complete those of empty local
-shards, for which an optimizer may keep none, and encode the shards.
-
-An optimizer that computes with unsharded parameters (``fsdp_flat.MatrixOptimizer``) lists their owners in
-``state_owners``: one rank of the shard group has the full states of such a parameter, of any shape, and the others
-have none. To a codec that is one more partition.
+Ranks read their states as shards and other values, compare these, complete those of empty local shards, for which an
+optimizer may keep none, and encode the shards. An optimizer that computes with unsharded parameters
+(``fsdp_flat.MatrixOptimizer``) lists their owners in ``state_owners``: one rank of the shard group has the full states
+of such a parameter, of any shape, and the others have none. To a codec that is one more partition.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,35 +22,73 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import (
     ErrorTexts,
+    RankGroup,
     agree,
     barrier,
     digest_of,
     dtype_from_name,
+    exchange_bytes,
     exchange_if_different,
-    exchange_ints,
     global_ranks,
 )
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
+from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec
-from fsdp_flat.state.optim_exchange import Peers, merged_states, plain_from_json, plain_to_json, refuse_split
 from fsdp_flat.state.shards import (
+    Config,
     IndexedParam,
     OptimContents,
     ParamIndex,
     StateDictCodec,
     StateShard,
+    TensorTransfer,
     copied_state,
     is_scalar,
+    plain_from_json,
+    plain_to_json,
     rank_groups_of,
+    redistribute,
+    refuse_split,
 )
 from fsdp_flat.user_warnings import warn_user
 
+_MERGING = ErrorTexts("merging optimizer states")
 _SAVING = ErrorTexts(
     "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
 )
 
-Groups = list[dict[str, Any]]
+# A parameter and the name of one of its states.
+Place = tuple[IndexedParam, str]
+# By name of a parameter, its states by name.
+Rows = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Holds one rank's part of a state.
+
+    Attributes:
+        tensor: the state as the rank's optimizer keeps it, of any shape.
+        start: first element of the rank's slice of the flattened parameter.
+        stop: the element after its last; the slices of all ranks are contiguous.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+class Peers(Protocol):
+    """Exchanges values with all ``ranks`` of a model, which are global."""
+
+    ranks: list[int]
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
 
 
 def save_optim_state(
@@ -63,48 +99,34 @@ def save_optim_state(
     *,
     peers: Peers | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer, keyed by names.
+    """Return the state dict of an optimizer, keyed by names. Every rank must call this.
 
-    Every rank must call this.
+    If the codec does not communicate, nothing is communicated except with registered handlers, owned parameters or
+    ``peers``. With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
 
-    Args:
-        index: the parameters of the model that the optimizer's belong to.
-        contents: the optimizer's contents.
-        codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
-            communicated except with registered handlers, owned parameters or ``peers``.
-        config: the options. With ``rank0_only`` ranks other than the first of all send their shards and return an
-            empty dict.
-        peers: for a checkpoint, with a codec that does not communicate: ranks compare their states through it, and each
-            state of another shape (which has a handler, or whose parameter has an owner) is returned on one rank only,
-            as a full tensor, ranks in turn.
-
-    Raises:
-        OptionError: the optimizer holds a parameter that is not the model's.
-        UnsupportedError: a state that is neither shaped like the rank's local shard nor a scalar, and has no handler.
-        UsageError: a rank lacks a state of elements that it holds, while other ranks have it; or other ranks did not
-            call this.
-        PeerFailureError: another rank raised one of these.
+    A checkpoint passes ``peers``, through which ranks compare their states, and such a codec; each state of another
+    shape (which has a handler, or whose parameter has an owner) is returned on one rank only, as a full tensor.
     """
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
     alone = not codec.communicates and (peers is not None or not shared)
     for rank_group in () if alone or peers else dict.fromkeys(unit.options.groups.shard for unit in index.units):
         barrier("optim_state_dict", rank_group)
-    groups: Groups | None = None
+    names: list[list[str]] = []
     states: list[_ParamState] = []
-    values: dict[StateShard, Any] = {}
+    values: dict[Place, Any] = {}
     error: Exception | None = None
     try:
-        groups, states = _named_groups(index, contents), _read_states(index, contents)
+        names, states = _names(index, contents), _read_states(index, contents)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)
     except Exception as raised:
         error = raised
     if peers is not None:
-        _compare(index, states, groups or [], error, peers)
+        _compare(index, states, names, error, peers)
     elif not alone:
-        error = _complete_over_groups(index, states, error)
+        error = _complete_over_groups(index, states, names, error)
         if index.units:
             lines = [
                 f"state {key!r} of {param.fqn!r}"
@@ -117,40 +139,30 @@ def save_optim_state(
         raise error
     if alone and peers is None and contents.state:
         _warn_of_gaps(states)
-    order = _complete_groups(index, contents, groups or [], alone=alone)
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
-        merged = _merged(states, config, in_turn=peers is not None)
-    others = _others(index, contents, codec, config)
-    if config.rank0_only and any(
-        rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
-    ):
+        values |= _merged_states(states, config, in_turn=peers is not None)
+    rows = {**_rows(states, values), **_others(index, contents, codec, config)}
+    if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}
-    by_name = {**_by_name(states, values, merged), **others}
-    placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
-    state = {"state": {name: by_name[name] for name in placed}}
-    return state if groups is None else {**state, "param_groups": groups}
-
-
-def _merged(
-    states: Sequence[_ParamState], config: OptimStateDictConfig, *, in_turn: bool
-) -> dict[tuple[IndexedParam, str], torch.Tensor]:
-    """Merge the states that have handlers: for rank 0, each for one rank ``in_turn``, or for all ranks."""
-    handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
-    if not handled:
-        return {}
-
-    def destination(position: int, size: int) -> int | None:
-        if config.rank0_only:
-            return 0
-        return position % size if in_turn else None
-
-    return merged_states(handled, destination, offload=config.offload_to_cpu)
+    order, *held = names
+    placed = dict.fromkeys([*(fqn for fqn in order if fqn in rows), *sorted(rows)])
+    state: dict[str, Any] = {"state": {name: rows[name] for name in placed}}
+    if contents.groups is not None:
+        state["param_groups"] = [
+            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": params}
+            for group, params in zip(contents.groups, held, strict=True)
+        ]
+        for group in state["param_groups"]:
+            if "param_names" in group:
+                # The optimizer was built from named parameters, whose names contain wrapper prefixes.
+                group["param_names"] = list(group["params"])
+    return state
 
 
 def _encoded(
-    states: Sequence[_ParamState], codec: StateDictCodec, config: OptimStateDictConfig, *, on_owner: bool
-) -> dict[StateShard, Any]:
+    states: Sequence[_ParamState], codec: StateDictCodec, config: Config, *, on_owner: bool
+) -> dict[Place, Any]:
     """Return the value of each tensor; those of another shape than their parameter's are full tensors.
 
     With ``on_owner`` only the owner has these, so that nothing is communicated.
@@ -159,112 +171,70 @@ def _encoded(
     shards = [state.tensors[name] for state in states for name in sorted(state.tensors)]
     alike = [shard for shard in shards if shard.shape == shard.param.shape]
     others = [shard for shard in shards if shard.shape != shard.param.shape]
-    found = dict(zip(alike, codec.encode(alike, config), strict=True))
+    found = list(zip(alike, codec.encode(alike, config), strict=True))
     if not on_owner:
-        return {**found, **dict(zip(others, FULL.encode(others, config), strict=True))}
-    for shard in others:
+        found += zip(others, FULL.encode(others, config), strict=True)
+    for shard in others if on_owner else ():
         if shard.owner == shard.param.rank_group.rank:
             value = shard.local.view(shard.shape)
-            found[shard] = value.to("cpu", copy=True) if config.offload_to_cpu else value
-    return found
+            found.append((shard, value.to("cpu", copy=True) if config.offload_to_cpu else value))
+    return {(shard.param, shard.state or ""): value for shard, value in found}
 
 
-def _by_name(
-    states: Sequence[_ParamState],
-    values: Mapping[StateShard, Any],
-    merged: Mapping[tuple[IndexedParam, str], torch.Tensor],
-) -> dict[str, dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = {}
+def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> Rows:
+    """Return by name of a parameter its states, without those that this rank has no value of."""
+    rows: Rows = {}
     for state in states:
         if state.names:
-            tensors = {name: values[shard] for name, shard in state.tensors.items() if values.get(shard) is not None}
-            handled = {name: merged[state.param, name] for name in state.handled if (state.param, name) in merged}
-            row = {**state.plain, **tensors, **handled}
-            by_name[state.param.fqn] = {key: row[key] for key in sorted(row)}
-    return by_name
+            tensors = {name: values.get((state.param, name)) for name in (*state.tensors, *state.handled)}
+            row = {**state.plain, **{name: value for name, value in tensors.items() if value is not None}}
+            rows[state.param.fqn] = {key: row[key] for key in sorted(row)}
+    return rows
 
 
-def _others(
-    index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: OptimStateDictConfig
-) -> dict[str, dict[str, Any]]:
+def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config) -> Rows:
     """Return by name the states of parameters that no unit manages; full tensors for DTensors if the codec has such."""
     held, offload = set(contents.params), config.offload_to_cpu
-    found: dict[str, dict[str, Any]] = {}
+    found: Rows = {}
     for param, name in index.others.items():
         if param in held and param in contents.state:
             row = dict(contents.state[param])
             if isinstance(codec, FullCodec) and param in index.dtensors:
                 row = {key: without_dtensors(row[key], to_cpu=offload) for key in sorted(row)}
-            found[name] = {
-                key: copied_state(value, "cpu" if offload or is_scalar(value) else None) for key, value in row.items()
-            }
+            found[name] = {k: copied_state(v, "cpu" if offload or is_scalar(v) else None) for k, v in row.items()}
     return found
 
 
-def _named_groups(index: ParamIndex, contents: OptimContents) -> Groups | None:
-    """Return copies of an optimizer's groups, with the names of their parameters; None if it has none."""
-    if contents.groups is None:
-        return None
-    return [
-        {
-            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": [fqn for param in group["params"] for fqn in index.fqns_of(param)],
-        }
-        for group in contents.groups
-    ]
+def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
+    """Return the names of an optimizer's parameters in its order, then those in each of its groups.
 
-
-def _complete_groups(index: ParamIndex, contents: OptimContents, groups: Groups, *, alone: bool) -> list[str]:
-    """Add to ``groups`` the parameters of every rank's optimizer, and set names without wrapper prefixes.
-
-    An optimizer may be built from only the parameters that its rank has elements of. These depend on the wrapping and
-    the number of ranks, so a saved group must name the parameters of all ranks. Every rank must call this, except with
-    ``alone``: then groups keep this rank's parameters. Normally one integer is exchanged per process group.
-
-    Returns names in the order of rank 0's optimizer, in which FSDP1 saves flat parameters; empty if there are none,
-    since original parameters are sorted.
+    FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
     """
-    are_original = [unit.options.use_orig_params for unit in index.units]
-    held = [group["params"] for group in groups]
-    order = [] if all(are_original) else [fqn for param in contents.params for fqn in index.fqns_of(param)]
-    for rank_group in () if alone else index.rank_groups:
-        payloads = exchange_if_different(json.dumps([order, held]).encode(), rank_group, index.device)
-        if payloads is not None:
-            everyone = [json.loads(payload) for payload in payloads]
-            order = everyone[0][0]
-            if any(are_original):
-                held = _merged_params(index, held, [theirs for _, theirs in everyone])
-    for group, params in zip(groups, held, strict=True):
-        group["params"] = params
-        if "param_names" in group:
-            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
-            group["param_names"] = list(params)
-    return order
+    names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
+    if all(unit.options.use_orig_params for unit in index.units):
+        return [[], *names]
+    return [[fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
 
 
-def _merged_params(index: ParamIndex, held: list[list[str]], everyone: Sequence[list[list[str]]]) -> list[list[str]]:
-    """Return by group the names that any rank holds: rank 0's in its order, then others in the order of the model."""
-    if any(len(theirs) != len(held) for theirs in everyone):
-        return held
+def _merge_names(index: ParamIndex, names: list[list[str]], everyone: Sequence[list[list[str]]]) -> None:
+    """Add the names that other ranks hold: rank 0's in its order, then others in the order of the model.
+
+    An optimizer may be built from only the parameters that its rank has elements of; a saved group names those of all.
+    """
+    if any(len(theirs) != len(names) for theirs in everyone):
+        return
     places = {param.fqn: place for place, param in enumerate(index.params)}
-    merged = []
-    for of_ranks in zip(*everyone, strict=True):
-        lacking = {fqn for names in of_ranks for fqn in names}.difference(of_ranks[0])
-        merged.append([*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))])
-    return merged
+    for at, of_ranks in enumerate(zip(*everyone, strict=True)):
+        lacking = {fqn for each in of_ranks for fqn in each}.difference(of_ranks[0])
+        names[at] = [*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
 
 
 @dataclass(slots=True)
 class _ParamState:
-    """Holds the optimizer states of one parameter.
+    """Holds the optimizer states of one parameter, by name: tensors of several elements, those with handlers, others.
 
-    Attributes:
-        param: the parameter.
-        owner: the rank of the shard group that has all its states; None if every rank has its own part.
-        is_held: this rank's optimizer holds the parameter.
-        tensors: by name, the states that are tensors of several elements.
-        handled: by name, the states that have a handler; None for a state that only other ranks have.
-        plain: by name, the states that are scalars or not tensors.
+    ``owner`` is the rank of the shard group that has them all; ``is_held``: this rank's optimizer holds the parameter.
+    A state with a handler is None if only other ranks have it.
     """
 
     param: IndexedParam
@@ -278,45 +248,23 @@ class _ParamState:
     def names(self) -> set[str]:
         return {*self.tensors, *self.handled, *self.plain}
 
-    @property
-    def own_numel(self) -> int:
-        """Number of elements for which this rank must have states; 0 if one rank owns the parameter."""
-        # Of an owned parameter the owner has all states: no other rank lacks any.
-        return 0 if self.owner is not None else self.param.local_shard.numel
-
-    def put(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Set a tensor state (1-D); without ``tensor`` this rank's elements, if it has any, are zeros.
-
-        ``shape`` is that of the state of an owned parameter; others have the parameter's.
-        """
-        if tensor is None:
-            numel = self.param.local_shard.numel if self.owner is None else 0
-            tensor = torch.zeros(numel, dtype=dtype, device=self.param.handle.flat_param.device)
-        shape = self.param.shape if self.owner is None else tuple(shape)
-        self.tensors[name] = StateShard(self.param, tensor, shape, name, self.owner)
-
-    def digest(self) -> int:
-        """Return a digest of the names and dtypes of the states; 0 if this rank has no elements of the parameter."""
-        if not self.own_numel:
-            return 0
-        dtypes = {name: str(shard.local.dtype) for name, shard in self.tensors.items()}
-        text = json.dumps([dtypes, sorted(self.handled), sorted(self.plain), self.is_held], sort_keys=True)
-        return digest_of(text.encode())
-
-    def describe(self) -> list[Any]:
-        """Describe the states as JSON, equal on every rank that has the same states."""
+    def describe(self, *, with_values: bool = True) -> list[Any]:
+        """Describe the states as JSON, equal on every rank that has the same ones; without values by name and dtype."""
         tensors = {
             name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
             for name, shard in sorted(self.tensors.items())
         }
-        plain = {name: plain_to_json(value) for name, value in sorted(self.plain.items())}
+        plain = {name: plain_to_json(value) if with_values else [] for name, value in sorted(self.plain.items())}
         return [tensors, sorted(self.handled), plain, self.is_held]
 
     def complete(self, tensors: dict[str, Any], handled: list[str], plain: dict[str, Any], _is_held: bool) -> None:
         """Add the states that another rank has described."""
         for name, (dtype_name, shape) in tensors.items():
             if name not in self.tensors:
-                self.put(name, None, dtype_from_name(dtype_name), shape)
+                shape, numel = (self.param.shape, self.param.local_shard.numel) if self.owner is None else (shape, 0)
+                device = self.param.handle.flat_param.device
+                local = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=device)
+                self.tensors[name] = StateShard(self.param, local, tuple(shape), name, self.owner)
             elif str(self.tensors[name].local.dtype) != dtype_name:
                 raise OptionError(
                     f"State {name!r} of {self.param.fqn!r} (unit {self.param.unit.name!r}) is "
@@ -338,28 +286,14 @@ def _read_states(index: ParamIndex, contents: OptimContents) -> list[_ParamState
         owner = contents.owners.get(visible)
         states = [_ParamState(param, owner, visible in held) for param in params]
         found.update(zip(params, states, strict=True))
-        if owner is not None:
-            if owner == params[0].rank_group.rank and visible in contents.state:
-                _read_owned(states[0], contents.state[visible])
         # States of empty local shards are never updated (a step count, for one): use those of other ranks.
-        elif visible in held and visible in contents.state and not params[0].is_on_other_ranks:
+        if owner is None:
+            is_here = visible in held and not params[0].is_on_other_ranks
+        else:
+            is_here = owner == params[0].rank_group.rank
+        if is_here and visible in contents.state:
             _read(states, visible, contents.state[visible])
     return [found[param] for param in index.params]
-
-
-def _read_owned(state: _ParamState, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and not is_scalar(value):
-            state.put(name, value.detach().reshape(-1), value.dtype, value.shape)
-        elif _holds_tensors(value):
-            raise UnsupportedError(
-                f"State {name!r} of {state.param.fqn!r} (unit {state.param.unit.name!r}) is a {type(value).__name__} "
-                "of tensors; state dicts hold tensors, numbers and other plain values. Save the optimizer's own "
-                "state_dict() rank by rank, which fits the same number of ranks only, or use an optimizer that keeps "
-                "each tensor under a name."
-            )
-        else:
-            state.plain[name] = copied_state(value, "cpu")
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -369,10 +303,10 @@ def _holds_tensors(value: Any) -> bool:
 
 def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
     """Read the states of a parameter of the optimizer, which may hold several parameters of the model."""
-    first = states[0].param
+    first, is_owned = states[0].param, states[0].owner is not None
     where = f"{first.fqn!r} (unit {first.unit.name!r})"
     for name, value in values.items():
-        if name in first.unit.optim_state_handlers:
+        if name in first.unit.optim_state_handlers and not is_owned:
             if len(states) > 1:
                 raise UnsupportedError(
                     f"State {name!r} of unit {first.unit.name!r} has a handler, but belongs to a flat parameter of "
@@ -385,10 +319,16 @@ def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[
                 )
             refuse_split(first, name)
             states[0].handled[name] = value
+        elif is_owned and _holds_tensors(value):
+            raise UnsupportedError(
+                f"State {name!r} of {where} is a {type(value).__name__} of tensors; state dicts hold tensors, numbers "
+                "and other plain values. Save the optimizer's own state_dict() rank by rank, which fits the same "
+                "number of ranks only, or use an optimizer that keeps each tensor under a name."
+            )
         elif is_scalar(value):
             for state in states:
                 state.plain[name] = copied_state(value, "cpu")
-        elif value.shape != visible.shape:
+        elif value.shape != visible.shape and not is_owned:
             raise UnsupportedError(
                 f"State {name!r} of {where} has shape {tuple(value.shape)} on rank {first.rank_group.rank} of the "
                 "shard group; it is neither a scalar nor shaped like the rank's part of the parameter, "
@@ -396,11 +336,10 @@ def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[
                 f"(model, {name!r}, merge=..., split=...)."
             )
         else:
-            flat = value.detach().reshape(-1)
             for state in states:
-                param = state.param
-                own = flat if param.is_original else flat[param.local_shard.in_shard.to_slice()]
-                state.put(name, own, value.dtype, ())
+                shape = tuple(value.shape) if is_owned else state.param.shape
+                local = state.param.part_of(value.detach().reshape(-1))
+                state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
 
 
 def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
@@ -418,63 +357,61 @@ def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
 
 
 def _complete_over_groups(
-    index: ParamIndex, states: Sequence[_ParamState], error: Exception | None
+    index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None
 ) -> Exception | None:
-    """Complete the states of this rank from those of the others, group by group.
+    """Complete the states and names of this rank from those of the others, group by group.
 
     Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
-    one integer is exchanged per group. Returns the exception that stopped this rank before or now; ranks of different
-    groups may return different ones: agree on them next.
+    one integer is exchanged per group. Returns the exception that stopped this rank before or now, to agree on next.
     """
     groups = {unit: rank_groups_of([unit]) for unit in index.units}
     for rank_group in index.rank_groups:
         own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        payload = b"" if error else json.dumps([state.describe() for state in own]).encode()
-        payloads = exchange_if_different(payload, rank_group, index.device)
-        if payloads is None or not all(payloads):
-            continue
-        try:
+        said = [names, [state.describe() for state in own]]
+        payload, compared = (b"" if error else json.dumps(each).encode() for each in ([*said, _numels(own)], said))
+        payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
+        if payloads is not None and all(payloads):
             assert rank_group.group is not None
-            numels = exchange_ints([state.own_numel for state in own], rank_group.group, index.device)
-            _complete(own, global_ranks(rank_group.group), list(map(json.loads, payloads)), numels)
-        except FsdpFlatError as found:
-            error = found
+            try:
+                _complete(index, own, names, global_ranks(rank_group.group), payloads)
+            except FsdpFlatError as found:
+                error = found
     return error
 
 
+def _numels(states: Sequence[_ParamState]) -> list[int]:
+    """Return how many elements this rank must have states of; owners have all states of their parameters."""
+    return [0 if state.owner is not None else state.param.local_shard.numel for state in states]
+
+
 def _compare(
-    index: ParamIndex, states: Sequence[_ParamState], groups: Groups, error: Exception | None, peers: Peers
+    index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None, peers: Peers
 ) -> None:
-    """Compare the states of all ranks in one collective of an integer a parameter, and merge the names of ``groups``.
+    """Compare the states of all ranks in one collective of an integer a parameter.
 
     A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
-    parameters, for which every rank needs to know all states, a second exchange names the difference or completes the
-    states.
+    parameters, for which every rank needs to know all states, a second exchange names the difference or completes them.
     """
-    held = [group["params"] for group in groups]
-    digests = [0] * len(index.params) if error is not None else [state.digest() for state in states]
-    rows = peers.integers([digest_of(json.dumps(held).encode()), *digests], error)
+    digests, numels = [0] * len(index.params), _numels(states)
+    for at, (state, numel) in enumerate(zip(states, numels, strict=True) if error is None else ()):
+        digests[at] = digest_of(json.dumps(state.describe(with_values=False)).encode()) if numel else 0
+    rows = peers.integers([digest_of(json.dumps(names).encode()), *digests], error)
     needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
     alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
-    everyone = [held] * len(rows)
     if needs_all or not alike:
-        own = [[state.describe() for state in states], [state.own_numel for state in states], held]
-        found = [json.loads(text) for text in peers.texts(json.dumps(own))]
-        _complete(states, peers.ranks, [each[0] for each in found], [each[1] for each in found])
-        everyone = [each[2] for each in found]
-    for group, params in zip(groups, _merged_params(index, held, everyone), strict=True):
-        group["params"] = params
+        own = [names, [state.describe() for state in states], numels]
+        _complete(index, states, names, peers.ranks, peers.texts(json.dumps(own)))
 
 
 def _complete(
-    states: Sequence[_ParamState], ranks: Sequence[int], everyone: Sequence[Any], numels: Sequence[Sequence[int]]
+    index: ParamIndex,
+    states: Sequence[_ParamState],
+    names: list[list[str]],
+    ranks: Sequence[int],
+    payloads: Sequence[str | bytes],
 ) -> None:
-    """Complete the states from the descriptions of all ranks, which have ``numels`` elements of each parameter.
-
-    Raises:
-        UsageError: a rank lacks a state of elements that it holds; the text lists the parameters by rank and states.
-        OptionError: a state has several dtypes.
-    """
+    """Complete states and names from the payloads of ``ranks``; raise if one lacks a state of elements that it has."""
+    each_names, everyone, numels = zip(*map(json.loads, payloads), strict=True)
     lacking: dict[tuple[int, str], list[str]] = {}
     for at, state in enumerate(states):
         kept = [
@@ -486,9 +423,7 @@ def _complete(
             if anywhere - here and row[at]:
                 lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
     if lacking:
-        told = "; ".join(
-            f"rank {rank} lacks {names} of {some_of(params, 12)}" for (rank, names), params in lacking.items()
-        )
+        told = "; ".join(f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items())
         raise UsageError(
             f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the "
             "states of parameters that it has no elements of, and no others: build the optimizer from the same "
@@ -497,3 +432,65 @@ def _complete(
     for at, state in enumerate(states):
         for described in everyone:
             state.complete(*described[at])
+    _merge_names(index, names, each_names)
+
+
+def _merged_states(states: Sequence[_ParamState], config: Config, *, in_turn: bool) -> dict[Place, torch.Tensor]:
+    """Merge every state that has a handler: each for rank 0 of its shard group, for one rank in turn, or for all ranks.
+
+    Every rank must call this with the same states in the same order.
+    """
+    own: dict[Place, torch.Tensor | None] = {}
+    by_rank_group: dict[RankGroup, list[Place]] = {}
+    for state in states:
+        for name, tensor in sorted(state.handled.items()):
+            part = None if tensor is None or state.param.local_shard.is_empty else tensor.detach()
+            own[state.param, name] = None if part is None else part.to(state.param.unit.options.device).contiguous()
+            by_rank_group.setdefault(state.param.rank_group, []).append((state.param, name))
+    if not own:
+        return {}
+    found: dict[Place, torch.Tensor] = {}
+    error: Exception | None = None
+    units = list(dict.fromkeys(param.unit for param, _ in own))
+    for rank_group, places in by_rank_group.items():
+        kinds = [None if (part := own[place]) is None else (str(part.dtype), list(part.shape)) for place in places]
+        text, device = json.dumps(kinds).encode(), units[0].options.device
+        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
+        for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
+            dst = 0 if config.rank0_only else position % rank_group.size if in_turn else None
+            parts = _gathered(param, own.pop((param, name)), each_kind, dst)
+            handler = param.unit.optim_state_handlers.get(name)
+            # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
+            if handler is not None and error is None and dst in (None, rank_group.rank):
+                try:
+                    merged = handler.merge(parts, torch.Size(param.shape)).detach()
+                    to = "cpu" if config.offload_to_cpu else merged.device
+                    found[param, name] = merged.to(to, copy=True).contiguous()
+                except Exception as raised:
+                    error = raised
+    agree([], error, rank_groups_of(units), units[0].options.device, _MERGING)
+    return found
+
+
+def _gathered(
+    param: IndexedParam, own: torch.Tensor | None, kinds: Sequence[tuple[str, list[int]] | None], dst: int | None
+) -> list[StatePart]:
+    """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
+    rank_group, runs, device = param.rank_group, param.partition, param.unit.options.device
+    is_wanted = dst in (None, rank_group.rank)
+    found, transfers = [], []
+    for rank, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        dtype, numel = dtype_from_name(kind[0]), torch.Size(kind[1]).numel()
+        is_own = rank == rank_group.rank
+        part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype, device=device)
+        assert part is not None
+        held, wanted = (ReplicatedPartition(numel, each, rank_group.size) for each in (rank, dst))
+        # This rank's own part is not copied to itself.
+        source, target = part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
+        transfers.append(TensorTransfer(rank_group, held, wanted, source, target, device, numel * dtype.itemsize))
+        if is_wanted:
+            found.append(StatePart(part, runs[rank].start, runs[rank].stop))
+    redistribute(transfers)
+    return found

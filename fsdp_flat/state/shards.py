@@ -6,11 +6,13 @@ the values of one state-dict type, and back.
 
 from __future__ import annotations
 
+import base64
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
-from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import PLAIN, FlatParamHandle, TensorAdapter
+from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
+from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -31,6 +33,8 @@ from fsdp_flat.layout import (
     plan_transfer,
 )
 from fsdp_flat.runtime import Unit, unit_of
+
+Config = StateDictConfig | OptimStateDictConfig
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -54,13 +58,9 @@ def dtype_of(value: Any) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedParam:
-    """Locates one parameter that a unit manages.
+    """Locates one parameter that a unit manages: the parameter ``index`` of a handle.
 
-    Attributes:
-        unit: its unit.
-        handle: the handle that holds it.
-        index: its index in the handle.
-        fqns: its names, relative to a model and without wrapper components; several for a tied parameter.
+    Its names ``fqns`` are relative to a model and without wrapper components; a tied parameter has several.
     """
 
     unit: Unit
@@ -103,6 +103,10 @@ class IndexedParam:
         """This rank's local shard (1-D), a view of the flat shard; see ``Views.local``."""
         return self.handle.views.local(self.index)
 
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
+        return shard if self.is_original else shard[self.local_shard.in_shard.to_slice()]
+
     @property
     def partition(self) -> EvenPartition:
         """Partition of the flattened parameter over the shard group."""
@@ -127,6 +131,16 @@ class IndexedParam:
 
     def __str__(self) -> str:
         return f"{self.fqn!r} of unit {self.unit.name!r}"
+
+
+def refuse_split(param: IndexedParam, name: str) -> None:
+    """Raise an UnsupportedError if tensor parallelism has split the parameter of a state that has a handler."""
+    if param.adapter.groups:
+        raise UnsupportedError(
+            f"State {name!r} of {param.fqn!r} (unit {param.unit.name!r}) has a handler, which is given local shards of "
+            "a full parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
+            "parallelism, or out of the optimizer that keeps such states."
+        )
 
 
 def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
@@ -159,23 +173,21 @@ class ParamIndex:
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
         for path, module in model.named_modules():
             unit = unit_of(module)
-            if unit is None:
-                continue
-            if unit.shows_dtensors:
+            if unit is not None and unit.shows_dtensors:
                 shown = [param for each in unit.with_inner for param in params_of(each, "")]
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
-                continue
-            prefix = clean_fqn(path)
-            found = params_of(unit, prefix + "." if prefix else "")
-            self.params += found
-            for handle in unit.handles:
-                own = [(param,) for param in found if param.handle is handle]
-                unsharded.update(dict.fromkeys(handle.views.unsharded_params))
-                if handle.spec.use_orig_params:
-                    self.managed.update(zip(handle.views.visible_params(), own, strict=True))
-                else:
-                    self.managed[handle.flat_param] = tuple(param for (param,) in own)
+            elif unit is not None:
+                prefix = clean_fqn(path)
+                found = params_of(unit, prefix + "." if prefix else "")
+                self.params += found
+                for handle in unit.handles:
+                    own = tuple(param for param in found if param.handle is handle)
+                    unsharded.update(dict.fromkeys(handle.views.unsharded_params))
+                    if handle.spec.use_orig_params:
+                        self.managed.update(zip(handle.views.visible_params(), zip(own), strict=True))
+                    else:
+                        self.managed[handle.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             kept = unsharded.get(param)
@@ -214,14 +226,9 @@ class ParamIndex:
         return rank_groups_of(self.units)
 
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
-        """Return the first names of the parameters that a parameter of an optimizer holds.
-
-        Raises:
-            OptionError: it is no parameter of this model.
-        """
-        found = self.managed.get(param)
-        if found is not None:
-            return tuple([each.fqn for each in found])
+        """Return the first names of the parameters that a parameter of an optimizer holds."""
+        if param in self.managed:
+            return tuple([each.fqn for each in self.managed[param]])
         if param in self.others:
             return (self.others[param],)
         raise OptionError(
@@ -243,19 +250,44 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
 
 @dataclass(frozen=True, slots=True)
 class OptimContents:
-    """Holds the parameters, states and parameter groups of an optimizer.
+    """Holds the parameters, states and parameter groups of an optimizer, or None for groups that are not known.
 
-    Attributes:
-        params: its parameters, in the order in which its state dict numbers them.
-        state: by parameter, its states.
-        groups: its groups, with parameters; None for a state dict without ``param_groups``.
-        owners: by parameter whose states one rank of the shard group has in full, that rank.
+    ``owners`` has the rank of the shard group that has the full states of a parameter, if one rank has them all.
     """
 
     params: tuple[nn.Parameter, ...]
-    state: Mapping[nn.Parameter, Mapping[str, Any]]
-    groups: tuple[dict[str, Any], ...] | None
+    state: Mapping[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] | None = None
     owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+    def check_groups(self, index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
+        """Check that every parameter is in the group of a state dict that belongs to its own group.
+
+        ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
+        parameters that have changed groups would go to other parameters.
+        """
+        own = self.groups or ()
+        places: dict[str, int] = {}
+        for at, group in enumerate(given):
+            places.update(dict.fromkeys(group.get("params", ()), at))
+        lacking, moved = [], []
+        for at, group in enumerate(own):
+            for param in group["params"]:
+                fqns = index.fqns_of(param)
+                saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
+                if not saved:
+                    lacking.append(f"{fqns[0]!r} (group {at})")
+                moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
+        if lacking or moved or len(own) != len(given):
+            found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
+            found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+            found += [f"other groups for {some_of(moved, 6)}"] if moved else []
+            raise OptionError(
+                f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
+                f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+                "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
+                "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
+            )
 
 
 def contents_of(
@@ -263,14 +295,8 @@ def contents_of(
 ) -> OptimContents:
     """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
 
-    Args:
-        optim: the optimizer.
-        state_dict: replaces the optimizer's own state and settings; keyed by position, or by the names of
-            ``model.named_parameters()``, as in torch's named optimizer.
-        index: the parameters of the model that these names belong to.
-
-    Raises:
-        OptionError: a key is neither a position nor such a name.
+    A ``state_dict`` replaces its own state and settings. Keys are positions, or as in torch's named optimizer the names
+    of ``model.named_parameters()``, which ``index`` has.
     """
     params = tuple(param for group in optim.param_groups for param in group["params"])
     owners = getattr(optim, "state_owners", {})
@@ -299,16 +325,29 @@ def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
     return value.clone() if device is None else value.to(device, copy=True)
 
 
+def plain_to_json(value: Any) -> list[Any]:
+    """Encode a non-tensor state, equal on every rank for equal values; pickled if JSON lacks the type."""
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        return [str(value.dtype), value.item()]
+    if type(value) in (int, float, str, bool, type(None)):
+        return ["", value]
+    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+
+
+def plain_from_json(kind: str, value: Any) -> Any:
+    """Decode a value that :func:`plain_to_json` encoded on a rank of the same job."""
+    if kind == "pickle":
+        return pickle.loads(base64.b64decode(value))
+    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateShard:
     """Holds this rank's part of one tensor: of a parameter, of an optimizer state of one, or of a flat parameter.
 
-    Attributes:
-        param: the parameter.
-        local: this rank's elements (1-D), the source of a save or the target of a load.
-        shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
-        state: name of the optimizer state; None for a parameter.
-        owner: the rank of the shard group that has all elements; None if they are sharded as the parameter is.
+    ``local`` has its elements (1-D), the source of a save or the target of a load; ``shape`` is the tensor's, under
+    tensor parallelism that of this rank's part. If ``owner`` is given, that rank of the shard group has all elements;
+    else they are sharded as the parameter is.
     """
 
     param: IndexedParam
@@ -337,49 +376,41 @@ class StateShard:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the full tensor in a state dict."""
-        adapter = self.param.adapter
-        return self.shape if adapter is PLAIN else adapter.full_shape(self.shape)
+        return self.param.adapter.full_shape(self.shape)
 
     def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
         """Describe the transfer of the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
-        rank_group, numel = self.param.rank_group, math.prod(self.shape)
-        return TensorTransfer(
-            rank_group,
-            self.param.unit.options.device,
-            held=self.held,
-            wanted=ReplicatedPartition(numel, dst, rank_group.size),
-            source=self.local,
-            target=None if target is None else target.view(-1),
-            nbytes=numel * self.local.itemsize,
-        )
+        rank_group, device = self.param.rank_group, self.param.unit.options.device
+        numel, target = math.prod(self.shape), None if target is None else target.view(-1)
+        wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * self.local.itemsize
+        return TensorTransfer(rank_group, self.held, wanted, self.local, target, device, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfer:
-    """Describes the transfer of one tensor between two partitions over the ranks of a group.
+    """Describes the transfer of one tensor between two partitions, ``held`` and ``wanted``, over the ranks of a group.
 
-    Attributes:
-        rank_group: the ranks.
-        device: the compute device.
-        held, wanted: the partitions.
-        source, target: this rank's elements before and after (1-D); None if it has none.
-        nbytes: bytes of the full tensor, equal on every rank.
+    ``source`` and ``target`` are this rank's elements before and after (1-D), None if it has none. ``nbytes``, of the
+    full tensor, is equal on every rank.
     """
 
     rank_group: RankGroup
-    device: torch.device
     held: Partition
     wanted: Partition
     source: torch.Tensor | None
     target: torch.Tensor | None
+    device: torch.device
     nbytes: int
+
+    def reversed(self) -> TensorTransfer:
+        """Return the transfer from the target to the source."""
+        return replace(self, held=self.wanted, wanted=self.held, source=self.target, target=self.source)
 
 
 def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
-    Every rank of the groups must call this with the same tensors in the same order; ``channels`` serve any number of
-    calls.
+    Every rank of the groups must call this with the same tensors in the same order.
     """
     channels = channels or P2PChannels()
     for each in transfers:
@@ -389,7 +420,7 @@ def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | No
 
 
 class LoadPlan:
-    """Collects the copies and transfers of one load, to run once every value fits.
+    """Collects the calls, copies and transfers of one load, to run once every value fits.
 
     Attributes:
         lines: one line per tensor that ranks exchange, the same on every rank.
@@ -397,36 +428,32 @@ class LoadPlan:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: tuple[list[Callable[[], object]], ...] = ([], [])
         self._stages: tuple[list[TensorTransfer], ...] = ([], [])
 
     def call(self, function: Callable[[], object], *, last: bool = False) -> None:
-        """Plan a call, before all copies and transfers or after them (``last``)."""
+        """Plan a call, before all transfers or after them (``last``)."""
         self._calls[last].append(function)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Plan the copy of a tensor on this rank."""
-        self._copies.append((target, source))
+        self.call(partial(target.copy_, source))
 
-    def transfer(self, first: TensorTransfer | None, second: TensorTransfer | None) -> None:
-        """Plan a transfer in up to two groups; the second begins when all first ones have ended."""
-        for stage, each in zip(self._stages, (first, second), strict=True):
+    def transfer(self, *transfers: TensorTransfer | None) -> None:
+        """Plan transfers in up to two groups; the second begins when all first ones have ended."""
+        for stage, each in zip(self._stages, transfers, strict=False):
             if each is not None:
                 stage.append(each)
 
+    @torch.no_grad()
     def commit(self) -> None:
-        """Run all copies and transfers; every rank that has planned transfers must call this."""
-        with torch.no_grad():
-            first, last = self._calls
-            for function in first:
-                function()
-            for target, source in self._copies:
-                target.copy_(source)
-            for stage in self._stages:
-                redistribute(stage)
-            for function in last:
-                function()
+        """Run all of them; every rank that has planned transfers must call this."""
+        for function in self._calls[False]:
+            function()
+        for stage in self._stages:
+            redistribute(stage)
+        for function in self._calls[True]:
+            function()
 
 
 class StateDictCodec:
@@ -445,15 +472,11 @@ class StateDictCodec:
     is_flat = False
     kinds: tuple[type, ...] = ()
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
         Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
         every rank of the shard groups must call this with the same tensors.
-
-        Args:
-            shards: this rank's parts.
-            config: the options.
         """
         raise NotImplementedError
 
@@ -465,9 +488,7 @@ class StateDictCodec:
         """Plan how ``target`` gets its elements of ``value``.
 
         If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype
-        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state.
-
-        Raises:
-            LoadError: the value does not fit.
+        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state. A value that does not fit raises a
+        LoadError.
         """
         raise NotImplementedError

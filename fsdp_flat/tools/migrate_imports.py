@@ -9,46 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 from libcst import metadata as meta
 
+from fsdp_flat.compat.torch_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
-from fsdp_flat.tools.migrate_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 
 Statement = cst.Import | cst.ImportFrom
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """Describes one line of the report.
-
-    Attributes:
-        line: line number in the original file.
-        kind: ``"changed"``, ``"differs"`` (behaves differently), ``"check"`` (cannot be judged) or ``"error"``.
-        text: the message.
-    """
+    """Describes one line of the report, which is about a line of the original file."""
 
     line: int
-    kind: str
+    kind: str  # "changed", "differs" (behaves differently), "check" (cannot be judged) or "error"
     text: str
 
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """Describes an expression that refers to an object in ``torch.distributed.fsdp`` through a module.
-
-    Attributes:
-        node: the expression.
-        name: the dotted name of the object.
-        line: its line number.
-        is_sure: no other import may give the same expression another meaning.
-    """
+    """Describes an expression that refers to an object in ``torch.distributed.fsdp`` through a module."""
 
     node: cst.BaseExpression
-    name: str
+    name: str  # the object's, dotted
     line: int
-    is_sure: bool
+    is_sure: bool  # no other import may give the same expression another meaning
 
     @property
     def ours(self) -> str | None:
@@ -58,26 +46,14 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """Describes one name of an import statement.
-
-    Attributes:
-        statement: the statement.
-        alias: its part for this name.
-        full: the dotted name of the imported object.
-        local: the name that it binds.
-        line: line number of the statement.
-        is_plain: ``import a.b``, which binds ``a``.
-        uses: expressions that refer to FSDP1 through the name.
-        num_loads: number of times the name is read.
-        scope: the scope that it is bound in.
-    """
+    """Describes one name of an import statement."""
 
     statement: Statement
-    alias: cst.ImportAlias
-    full: str
-    local: str
+    alias: cst.ImportAlias  # the part of the statement for this name
+    full: str  # the imported object's name, dotted
+    local: str  # the name that it binds
     line: int
-    is_plain: bool
+    is_plain: bool  # ``import a.b``, which binds ``a``
     uses: list[Use] = field(default_factory=list)
     num_loads: int = 0
     scope: meta.Scope | None = None
@@ -187,21 +163,14 @@ def root_of(node: cst.BaseExpression) -> cst.Name | None:
 
 @dataclass(slots=True)
 class Plan:
-    """Holds the changes planned for a module.
+    """Holds the changes planned for a module."""
 
-    Attributes:
-        targets: the replacement of each part of an import that changes.
-        added: imports to add after a statement.
-        rewritten: the new dotted name of each expression that changes.
-        moved: by ``(line, old module, new module)``, the names that move between these modules.
-        findings: other findings to report.
-    """
-
-    targets: dict[cst.ImportAlias, Target] = field(default_factory=dict)
-    added: dict[Statement, list[str]] = field(default_factory=dict)
-    rewritten: dict[cst.BaseExpression, str] = field(default_factory=dict)
+    targets: dict[cst.ImportAlias, Target] = field(default_factory=dict)  # replacements of parts of imports
+    added: dict[Statement, list[str]] = field(default_factory=dict)  # imports to add after a statement
+    rewritten: dict[cst.BaseExpression, str] = field(default_factory=dict)  # new dotted names
+    # By ``(line, old module, new module)``, the names that move between these modules.
     moved: dict[tuple[int, str, str], list[str]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # other ones
 
     def move(self, line: int, old: str, new: str) -> None:
         """Record that a name moved; both names are dotted."""
@@ -225,14 +194,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Describes the replacement of one part of an import.
+    """Describes the replacement of one part of an import: one of these."""
 
-    Attributes:
-        module: the module to import the same name from (for ``from`` imports).
-        imports: alternatively ``import`` statements, each a dotted name and the name of its ``as`` clause or None.
-    """
-
-    module: str | None = None
+    module: str | None = None  # the module to import the same name from
+    # ``import`` statements, each a dotted name and the name of its ``as`` clause or None.
     imports: tuple[tuple[str, str | None], ...] = ()
 
 
@@ -249,8 +214,10 @@ def plan_imports(reached: Reached) -> Plan:
                 _plan_symbol(plan, binding)
         else:
             _rewrite_uses(plan, binding, reached.bindings)
+    replaced = [binding for binding in reached.bindings if binding.alias in plan.targets and not binding.is_plain]
+    moved = {id(use) for binding in replaced for use in binding.uses}
     for use in {id(use): use for binding in reached.bindings for use in binding.uses}.values():
-        if use.node not in plan.rewritten and not _in_whole(use, plan, reached.bindings):
+        if use.node not in plan.rewritten and id(use) not in moved:
             _report_left(plan, use.line, use.name, is_sure=use.is_sure)
     _report_mixture(plan, reached)
     return plan
@@ -267,7 +234,12 @@ def _plan_symbol(plan: Plan, binding: Binding) -> None:
 
 def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
     ours = counterpart(binding.full)
-    if not binding.is_plain and ours is not None and _can_move_whole(binding, ours):
+    # All uses of its name may stay as they are.
+    fits = ours is not None and all(
+        counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
+        for use in binding.uses
+    )
+    if not binding.is_plain and ours is not None and fits:
         module = ours.rpartition(".")[0]
         if isinstance(binding.statement, cst.ImportFrom) and module:
             plan.targets[binding.alias] = Target(module=module)
@@ -283,22 +255,14 @@ def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> N
         return
     imports: list[tuple[str, str | None]] = []
     if binding.is_plain:
-        siblings = _siblings(binding, bindings)
-        stands_in = not any(not is_inside(other.full) for other in siblings)
-        is_first = not any(is_inside(other.full) and other.line < binding.line for other in siblings)
-        if stands_in and is_first and binding.num_loads > len(binding.uses):
+        # The first of the imports that bind the name in its scope keeps it bound, if it is still read.
+        others = [b for b in bindings if b is not binding and (b.local, b.scope) == (binding.local, binding.scope)]
+        is_first = all(is_inside(other.full) and other.line >= binding.line for other in others)
+        if is_first and binding.num_loads > len(binding.uses):
             imports.append(("torch.distributed", None))
         if ours is not None:
             imports.append((ours, None))
     plan.targets[binding.alias] = Target(imports=tuple(imports))
-
-
-def _can_move_whole(binding: Binding, ours: str) -> bool:
-    """Return whether an import of a module may be replaced with all uses of its name unchanged."""
-    return all(
-        counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
-        for use in binding.uses
-    )
 
 
 def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
@@ -317,17 +281,6 @@ def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> 
             module = ours.rpartition(".")[0]
             if module not in needed:
                 needed.append(module)
-
-
-def _siblings(binding: Binding, bindings: Iterable[Binding]) -> list[Binding]:
-    """Return the other imports that bind the same name in the same scope."""
-    return [b for b in bindings if b is not binding and b.local == binding.local and b.scope is binding.scope]
-
-
-def _in_whole(use: Use, plan: Plan, bindings: Iterable[Binding]) -> bool:
-    """Return whether the import that binds a use's name is replaced entirely."""
-    through = [binding for binding in bindings if use in binding.uses]
-    return any(binding.alias in plan.targets and not binding.is_plain for binding in through)
 
 
 def _report_left(plan: Plan, line: int, name: str, *, is_sure: bool = True) -> None:
@@ -360,23 +313,18 @@ class Rewriter(cst.CSTTransformer):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def visit_Import(self, node: cst.Import) -> bool:
+    def visit_Import(self, node: Any) -> bool:
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
+    visit_ImportFrom = visit_Import
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        return self._expression(original_node, updated_node)
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._expression(original_node, updated_node)
-
-    def _expression(self, original: cst.Attribute | cst.Name, updated: cst.Attribute | cst.Name) -> cst.BaseExpression:
-        ours = self.plan.rewritten.get(original)
+    def leave_Name(self, original_node: Any, updated_node: Any) -> cst.BaseExpression:
+        ours = self.plan.rewritten.get(original_node)
         if ours is None:
-            return updated
-        return cst.parse_expression(ours).with_changes(lpar=updated.lpar, rpar=updated.rpar)
+            return updated_node
+        return cst.parse_expression(ours).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+
+    leave_Attribute = leave_Name
 
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import

@@ -10,8 +10,8 @@ import re
 import libcst as cst
 from libcst import metadata as meta
 
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_fsdp2, is_inside
 from fsdp_flat.tools.migrate_imports import Finding, imported_names, root_of
-from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_fsdp2, is_inside
 
 WRAPPER = "FullyShardedDataParallel"
 
@@ -54,7 +54,7 @@ class Notes(cst.CSTVisitor):
 
     def report(self) -> list[Finding]:
         """Return one finding for each rule that applies, at the first line where it applies."""
-        is_fsdp2_alone = bool(self._used) and self._used <= FSDP2_NAMES
+        is_fsdp2_alone = bool(self._used) and self._used.issubset(FSDP2_NAMES)
         found = []
         for (kind, text), lines in self._lines.items():
             if kind == _NEEDS_INSTALL:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import libcst as cst
 from libcst import metadata as meta
 
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES
 from fsdp_flat.tools.migrate_imports import Finding, Reached, Rewriter, plan_imports
-from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES
 from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
 
 # Parsing is far slower than reading, so a text search skips most files.
@@ -28,12 +28,7 @@ _NAMES_FSDP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """Holds the migrated source of one module.
-
-    Attributes:
-        data: the source; the given object if nothing changes.
-        findings: the findings in the order of lines.
-    """
+    """Holds the migrated source of one module, and the findings in the order of lines."""
 
     data: bytes
     findings: list[Finding]

@@ -6,20 +6,31 @@ names equal those of ``torch.distributed.fsdp.wrap``; a wrapper's constructor ca
 
 from __future__ import annotations
 
-from fsdp_flat.wrap.plan import WrapPlan, _recursive_wrap, apply_plan, plan_units, warn_no_forward
+from fsdp_flat.wrap.plan import (
+    WrapPlan,
+    _construct_wrap_fn,
+    _post_order_apply,
+    _recursive_wrap,
+    apply_plan,
+    plan_units,
+    warn_no_forward,
+)
 from fsdp_flat.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
+    _ConfigAutoWrap,
     _module_wrap_policy,
     _or_policy,
     _Policy,
+    _wrap,
     _wrap_module_cls_individually,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
-from fsdp_flat.wrap.tree import _ConfigAutoWrap, _construct_wrap_fn, _post_order_apply, _wrap, enable_wrap, wrap
 
 __all__ = [
     "CustomPolicy",

@@ -14,33 +14,25 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError, some_of
-from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap.policies import (
-    PolicyObject,
     _or_policy,
+    _wrap,
     _wrap_module_cls_individually,
     check_policy,
-    explain_unbound,
-    named_classes,
-)
-from fsdp_flat.wrap.tree import (
-    _post_order_apply,
-    _wrap,
     describe_module,
-    find_places,
-    named_children,
-    post_order,
-    replace_module,
-    require_module,
+    explain_unbound,
+    is_policy_object,
+    named_classes,
     wrap_overrides,
 )
 
 _MAX_LISTED = 8
-_Targets = dict[nn.Module, dict[str, Any]]
+# Each module of a tree, with every (parent, name) that it is registered at.
+_Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +46,10 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrapPlan:
-    """Holds the units that a policy chose in a tree.
+    """Holds the units that a policy chose in a tree: children before parents, without the root.
 
-    Attributes:
-        units: children before parents; the root is never among them.
-        full_precision: modules of the classes that the root's mixed precision excludes, including the root and ignored
-            modules. As in FSDP1, their inputs must be cast to float32 and their outputs back.
+    ``full_precision`` are the modules of the classes that the root's mixed precision excludes, including the root and
+    ignored modules. As in FSDP1, their inputs must be cast to float32 and their outputs back.
     """
 
     units: tuple[UnitPlan, ...]
@@ -68,7 +58,7 @@ class WrapPlan:
 
 def plan_units(
     root: nn.Module,
-    policy: PolicyObject | Callable[..., bool],
+    policy: Any,
     *,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
@@ -78,6 +68,8 @@ def plan_units(
 ) -> WrapPlan:
     """Decide which submodules of ``root`` become units, and change nothing.
 
+    If ``torch.compile(module)`` holds a module, the compiled form becomes the unit.
+
     Args:
         root: the module being wrapped.
         policy: a function policy or a policy object, ours or FSDP1's.
@@ -86,20 +78,10 @@ def plan_units(
         root_kwargs: the wrapper's keyword arguments that units inherit.
         is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
         stacklevel: of warnings, see ``warn_user``; by default that of the code that calls the wrapper's constructor.
-
-    Returns:
-        The plan. If ``torch.compile(module)`` holds a module, the compiled form becomes the unit. Units of a
-        policy object have ``auto_wrap_policy=None`` among their keyword arguments.
-
-    Raises:
-        OptionError: a submodule is wrapped already; a unit without original parameters mixes frozen and trainable ones;
-            a CustomPolicy function returned an invalid value.
-        OptionTypeError: the policy is not a policy, or names an object that is not a module class.
-        PhaseError: the policy is None.
     """
     check_policy(policy)
     classes = named_classes(policy)
-    ordered = post_order(root)
+    ordered = _post_order(root)
     if is_wrapped is not None and any(is_wrapped(module) for _, module in ordered):
         path, module = next((path, module) for path, module in root.named_modules() if is_wrapped(module))
         raise OptionError(
@@ -108,19 +90,19 @@ def plan_units(
         )
     mixed_precision = root_kwargs.get("mixed_precision")
     exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
-
-    if isinstance(policy, PolicyObject):
-        targets = _ask_object(policy, root, ignored_modules, root_kwargs, exempt)
+    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
+    if is_policy_object(policy):
+        inherited = {**root_kwargs, "auto_wrap_policy": None}
+        chosen = policy._run_policy(root, ignored_modules, dict(inherited))
+        chosen = {**{module: inherited for module in full_precision if module not in ignored_modules}, **chosen}
     else:
-        targets = _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
-    for module, kwargs in targets.items():
-        if isinstance(module, exempt):
-            kwargs["mixed_precision"] = None
+        chosen = _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
     # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
-    compiled = {
-        module._modules.get("_orig_mod"): module for _, module in ordered if isinstance(module, OptimizedModule)
+    compiled = {module._modules[COMPILED_MODULE]: module for _, module in ordered if COMPILED_MODULE in module._modules}
+    targets = {
+        compiled.get(module, module): {**kwargs, **({"mixed_precision": None} if isinstance(module, exempt) else {})}
+        for module, kwargs in chosen.items()
     }
-    targets = {compiled.get(module, module): kwargs for module, kwargs in targets.items()}
 
     units = tuple(
         UnitPlan(clean_fqn(path), module, targets[module])
@@ -129,7 +111,6 @@ def plan_units(
     )
     _check_uniform_requires_grad([*units, UnitPlan("", root, root_kwargs)], ignored_params)
 
-    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
     if full_precision:
         counts = Counter(type(module).__name__ for module in full_precision)
         warn_user(
@@ -148,13 +129,8 @@ def plan_units(
 
 
 def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
-    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered; children first.
-
-    Raises:
-        UsageError: if a planned module is no longer in the tree; nothing has been wrapped then.
-        PhaseError: if ``wrapper`` does not return a module.
-    """
-    places = find_places(root)
+    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered; children first."""
+    places = _find_places(root)
     for unit in plan.units:
         if unit.module not in places:
             raise UsageError(
@@ -162,8 +138,8 @@ def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, di
                 "after plan_units. Apply a plan right after making it, and once."
             )
     for unit in plan.units:
-        wrapped = wrapper(unit.module, dict(unit.kwargs))
-        replace_module(places, unit.module, wrapped, describe_module(unit.module, unit.fqn))
+        wrapped = wrapper(unit.module, unit.kwargs)
+        _replace_module(places, unit.module, unit.fqn, wrapped)
 
 
 def _chosen_modules(
@@ -191,8 +167,8 @@ def _chosen_modules(
         below = 0
         if policy(module=module, recurse=True, nonwrapped_numel=numel):
             # A loop: a generator would double the depth of the recursion.
-            for _, child in named_children(module):
-                if child not in ignored_modules:
+            for _, child in module.named_children():
+                if child is not None and child not in ignored_modules:
                     below += visit(child)
             may_choose = module is not root or not only_children
             if may_choose and policy(module=module, recurse=False, nonwrapped_numel=numel - below):
@@ -204,23 +180,6 @@ def _chosen_modules(
     return chosen, visit(root)
 
 
-def _ask_object(
-    policy: PolicyObject,
-    root: nn.Module,
-    ignored_modules: set[nn.Module],
-    root_kwargs: dict[str, Any],
-    exempt: tuple[type[nn.Module], ...],
-) -> _Targets:
-    """Return the modules that a policy object chose, each with a separate dict of keyword arguments."""
-    inherited = {**root_kwargs, "auto_wrap_policy": None}
-    chosen = policy._run_policy(root, ignored_modules, dict(inherited))
-    targets = {module: dict(kwargs) for module, kwargs in chosen.items()}
-    for module in root.modules() if exempt else ():
-        if module not in ignored_modules and isinstance(module, exempt):
-            targets.setdefault(module, dict(inherited))
-    return targets
-
-
 def _ask_function(
     policy: Callable[..., bool],
     root: nn.Module,
@@ -228,8 +187,8 @@ def _ask_function(
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
     exempt: tuple[type[nn.Module], ...],
-) -> _Targets:
-    """Return the modules that a function policy chose, each with a separate dict of keyword arguments."""
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that a function policy chose, with their keyword arguments."""
     asked = policy
     if root_kwargs.get("mixed_precision") is not None:
         # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
@@ -243,11 +202,7 @@ def _ask_function(
 
 
 def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[nn.Parameter]) -> None:
-    """Check that each unit without original parameters is entirely frozen or entirely trainable.
-
-    Raises:
-        OptionError: naming the first mixed unit, and its parameters of both kinds.
-    """
+    """Raise if a unit without original parameters has frozen and trainable ones; name the first, and its parameters."""
     visited: set[nn.Module] = set()
     for unit in units:
         by_kind: dict[bool, list[str]] = {True: [], False: []}
@@ -257,8 +212,8 @@ def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[
             for name, param in module._parameters.items():
                 if param is not None and param not in ignored_params:
                     by_kind[param.requires_grad].append(join_fqn(prefix, name))
-            for name, child in named_children(module):
-                if child not in visited:
+            for name, child in module.named_children():
+                if child is not None and child not in visited:
                     visited.add(child)
                     queue.append((join_fqn(prefix, name), child))
         if by_kind[True] and by_kind[False] and not unit.kwargs.get("use_orig_params", False):
@@ -273,11 +228,7 @@ def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[
 def _unmatched_text(
     root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter], *, has_units: bool
 ) -> str | None:
-    """Return the text of a warning if a policy by class was likely meant to match more modules, else None.
-
-    This is likely if some of the classes match nothing, or if all matched modules of a model that could be split are
-    ignored, so that the policy selected no units.
-    """
+    """Return a warning if some classes match nothing, or only ignored modules of a model that could be split."""
     kind = type(root).__name__
     unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in root.modules())]
     if unmatched and (has_units or len(unmatched) == len(classes)):
@@ -331,6 +282,78 @@ def warn_no_forward(module: nn.Module, name: str) -> None:
         )
 
 
+def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, module) of each module once, children before parents, ``root`` last.
+
+    A module that is registered at several places has the first of its paths, and precedes every module that holds it.
+    """
+    ordered: list[tuple[str, nn.Module]] = []
+    visited = {root}
+
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if child is not None and child not in visited:
+                visited.add(child)
+                visit(join_fqn(path, name), child)
+        ordered.append((path, module))
+
+    visit("", root)
+    return ordered
+
+
+def _find_places(root: nn.Module) -> _Places:
+    places: _Places = {}
+    for parent in root.modules():
+        # named_children() hides a second name of the same child, so the dictionary itself is read.
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    return places
+
+
+def _replace_module(places: _Places, module: nn.Module, path: str, wrapped: object) -> None:
+    """Register ``wrapped`` wherever ``module`` was registered when its places were found."""
+    _require_module(wrapped, module, path)
+    for parent, name in places[module]:
+        setattr(parent, name, wrapped)
+
+
+def _require_module(wrapped: object, module: nn.Module, path: str) -> None:
+    if not isinstance(wrapped, nn.Module):
+        where = describe_module(module, path)
+        raise PhaseError(f"Wrapping {where} gave {wrapped!r}; the wrapper has to return an nn.Module.")
+
+
+def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Call ``fn`` on every module, children first; unless None, its result replaces the module at all its places."""
+    places = _find_places(root_module)
+    for path, module in _post_order(root_module):
+        replacement = fn(module)
+        if replacement is None:
+            continue
+        if module is root_module:
+            raise PhaseError(
+                f"The function returned {type(replacement).__name__} for {describe_module(module, path)}, which has no "
+                "parent to register it with. Return None for the root and wrap it yourself."
+            )
+        _replace_module(places, module, path, replacement)
+
+
+def _construct_wrap_fn(
+    root_module: nn.Module,
+    target_module_to_kwargs: dict[nn.Module, dict[str, Any]],
+    fsdp_fn: Callable[..., nn.Module],
+) -> Callable[[nn.Module], nn.Module | None]:
+    """Return a function for ``_post_order_apply`` that wraps the given modules, except the root."""
+
+    def wrap_target(module: nn.Module) -> nn.Module | None:
+        if module is root_module or module not in target_module_to_kwargs:
+            return None
+        return fsdp_fn(module, **target_module_to_kwargs[module])
+
+    return wrap_target
+
+
 def _recursive_wrap(
     module: nn.Module,
     auto_wrap_policy: Callable[..., bool],
@@ -342,11 +365,7 @@ def _recursive_wrap(
 ) -> tuple[nn.Module, int]:
     """Wrap the modules that a function policy chooses, in place, as ``wrapper_cls(submodule, **kwargs)``.
 
-    Returns:
-        ``module``, wrapped if it was chosen and not ``only_wrap_children``, and the number of elements now in units.
-
-    Raises:
-        PhaseError: if policy or wrapper are None, or a submodule is already a ``wrapper_cls``.
+    Return ``module``, wrapped if it was chosen and not ``only_wrap_children``, and the number of elements in units.
     """
     if auto_wrap_policy is None:
         raise PhaseError("auto_wrap_policy is None. Pass a function policy, for example always_wrap_policy.")
@@ -363,8 +382,10 @@ def _recursive_wrap(
     chosen, numel = _chosen_modules(
         module, auto_wrap_policy, ignored_modules, ignored_params, only_children=only_wrap_children
     )
-    below = chosen - {module}
-    _post_order_apply(module, lambda child: _wrap(child, wrapper_cls, **kwargs) if child in below else None)
+    wrap_child = partial(_wrap, wrapper_cls=wrapper_cls)
+    _post_order_apply(module, _construct_wrap_fn(module, dict.fromkeys(chosen, kwargs), wrap_child))
     if module not in chosen:
         return module, numel
-    return require_module(_wrap(module, wrapper_cls, **kwargs), describe_module(module, "")), numel
+    wrapped = _wrap(module, wrapper_cls, **kwargs)
+    _require_module(wrapped, module, "")
+    return wrapped, numel

@@ -1,4 +1,4 @@
-"""Defines policies, functions and objects that select the submodules that become units, and checks given ones.
+"""Selects the submodules that become units: by policies, functions and objects, or by ``wrap`` as a model is built.
 
 A function policy is called with keywords ``module``, ``recurse`` and ``nonwrapped_numel`` while a tree is walked
 bottom up. With ``recurse=True`` it returns whether to descend below ``module``; with ``recurse=False`` it returns
@@ -11,13 +11,16 @@ import functools
 import inspect
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Union, get_args, get_origin, runtime_checkable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any, Union, get_args, get_origin
 
 from torch import nn
 
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
-from fsdp_flat.wrap.tree import describe_module
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError
+from fsdp_flat.layout import clean_fqn
 
 # Function policies that decide by class, and the argument that holds the classes. Policies are matched by name, so that
 # FSDP1's own functions count too.
@@ -27,13 +30,10 @@ _CLASS_ARGUMENT = {
 }
 
 
-@runtime_checkable
-class PolicyObject(Protocol):
-    """Matches policy objects: ours, and instances of FSDP1's own classes."""
-
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]: ...
+def describe_module(module: nn.Module, path: str) -> str:
+    """Return the path and the class of a module, for messages."""
+    kind = type(module).__name__
+    return f"'{clean_fqn(path)}' ({kind})" if path else f"the root module ({kind})"
 
 
 class _Policy(ABC):
@@ -43,13 +43,7 @@ class _Policy(ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """Return the modules to wrap, each with the keyword arguments of its wrapper.
-
-        Args:
-            root_module: the tree; the root may be in the result and is not wrapped again.
-            ignored_modules: modules that must not be wrapped.
-            root_kwargs: the root's own keyword arguments.
-        """
+        """Return the modules to wrap, each with its keyword arguments; the root is never wrapped again."""
 
 
 class ModuleWrapPolicy(_Policy):
@@ -135,9 +129,7 @@ def lambda_auto_wrap_policy(
     """Wrap the modules for which ``lambda_fn(module)`` is true; bind it with ``functools.partial``.
 
     Args:
-        module: the module to decide about.
-        recurse: True asks whether to descend below ``module``; the answer is always True.
-        nonwrapped_numel: not used.
+        module, recurse, nonwrapped_numel: those of every function policy, see :mod:`fsdp_flat.wrap.policies`.
         lambda_fn: decides about one module.
 
     Returns:
@@ -161,9 +153,7 @@ def transformer_auto_wrap_policy(
     Embeddings that share a weight stay together in the root's unit, unless their classes are named.
 
     Args:
-        module: the module to decide about.
-        recurse: True asks whether to descend below ``module``; the answer is always True.
-        nonwrapped_numel: not used.
+        module, recurse, nonwrapped_numel: those of every function policy, see :mod:`fsdp_flat.wrap.policies`.
         transformer_layer_cls: the classes.
 
     Returns:
@@ -197,9 +187,7 @@ def size_based_auto_wrap_policy(
     """Wrap a module once enough elements below it are in no unit yet.
 
     Args:
-        module: the module to decide about.
-        recurse: True asks whether to descend below ``module``, False whether to wrap it.
-        nonwrapped_numel: elements of ``module`` that are in no unit yet.
+        module, recurse, nonwrapped_numel: those of every function policy, see :mod:`fsdp_flat.wrap.policies`.
         min_num_params: minimum number of elements for a unit.
         force_leaf_modules: classes below which nothing is wrapped; None stands for
             ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
@@ -221,20 +209,20 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
-def check_policy(policy: Any) -> None:
-    """Check that ``policy`` is a function policy or a policy object.
+def is_policy_object(policy: Any) -> bool:
+    """Return whether a policy gets the whole tree: ours, or an instance of FSDP1's own classes."""
+    return hasattr(policy, "_run_policy")
 
-    Raises:
-        PhaseError: if it is None.
-        OptionTypeError: if it is a class, or neither callable nor a policy object.
-    """
+
+def check_policy(policy: Any) -> None:
+    """Raise if ``policy`` is neither a function policy nor a policy object."""
     if policy is None:
         raise PhaseError("auto_wrap_policy is None. Pass a policy, or do not plan units.")
     if isinstance(policy, type):
         raise OptionTypeError(
             f"auto_wrap_policy is the class {policy.__name__}. Pass a policy, for example ModuleWrapPolicy({{Block}})."
         )
-    if not callable(policy) and not isinstance(policy, PolicyObject):
+    if not callable(policy) and not is_policy_object(policy):
         raise OptionTypeError(
             f"auto_wrap_policy is {policy!r} ({type(policy).__name__}); expected a function of module, recurse and "
             "nonwrapped_numel, or a policy object. To wrap by class, use ModuleWrapPolicy(classes)."
@@ -242,11 +230,7 @@ def check_policy(policy: Any) -> None:
 
 
 def explain_unbound(policy: Callable[..., bool], error: TypeError) -> None:
-    """Raise a better error if ``error`` arose because ``policy`` does not accept the arguments of a policy.
-
-    Raises:
-        OptionTypeError: in that case; otherwise nothing is raised.
-    """
+    """Raise a better error if ``error`` arose because ``policy`` does not accept the arguments of a policy."""
     try:
         signature = inspect.signature(policy)
     except (TypeError, ValueError):
@@ -270,15 +254,17 @@ def named_classes(policy: Any) -> tuple[type, ...] | None:
     """
     if isinstance(policy, functools.partial):
         name = getattr(policy.func, "__name__", "")
-        if name == "_or_policy":
-            return _classes_of_all(policy.keywords.get("policies"))
+        policies = policy.keywords.get("policies")
+        if name == "_or_policy" and isinstance(policies, (list, tuple, set, frozenset)):
+            found = [named_classes(each) for each in policies]
+            return None if None in found else tuple(dict.fromkeys(chain.from_iterable(filter(None, found))))
         argument = _CLASS_ARGUMENT.get(name, "")
         if argument not in policy.keywords:
             return None
         classes, where = policy.keywords[argument], f"{name}({argument})"
     else:
         # The attribute of ModuleWrapPolicy, FSDP1's included.
-        classes = getattr(policy, "_module_classes", None) if isinstance(policy, PolicyObject) else None
+        classes = getattr(policy, "_module_classes", None) if is_policy_object(policy) else None
         if classes is None:
             return None
         where = f"{type(policy).__name__}(module_classes)"
@@ -286,25 +272,8 @@ def named_classes(policy: Any) -> tuple[type, ...] | None:
     return None if isinstance(classes, Iterator) else _flatten_classes(classes, where)
 
 
-def _classes_of_all(policies: Any) -> tuple[type, ...] | None:
-    """Return the classes of all policies; None if one of them has other criteria."""
-    if not isinstance(policies, (list, tuple, set, frozenset)):
-        return None
-    found: list[type] = []
-    for policy in policies:
-        classes = named_classes(policy)
-        if classes is None:
-            return None
-        found += classes
-    return tuple(dict.fromkeys(found))
-
-
 def _flatten_classes(entries: Any, where: str) -> tuple[type, ...]:
-    """Return the classes among ``entries``, with tuples and unions of classes (as isinstance takes) expanded.
-
-    Args:
-        entries: the argument of a policy.
-        where: the argument's name, for the message.
+    """Return the classes in the argument ``where``, with tuples and unions of classes (as isinstance takes) expanded.
 
     Raises:
         OptionTypeError: if it is no collection, or an entry is not a class that a module can be an instance of.
@@ -328,7 +297,8 @@ def _flatten_classes(entries: Any, where: str) -> tuple[type, ...]:
                 f"{where} holds {entry!r}, which is {kind}; expected nn.Module subclasses. "
                 "Name classes by the class object, imported from the module that the model uses."
             )
-        elif not _may_have_module_instances(entry):
+        # A class with its own isinstance may match anything.
+        elif type(entry).__instancecheck__ is type.__instancecheck__ and not _is_base_of_modules(entry):
             raise OptionTypeError(
                 f"{where} holds the class {entry.__module__}.{entry.__qualname__}, which is no subclass of nn.Module "
                 "and no base class of one, so it can match nothing. Name the class of the modules to wrap."
@@ -338,11 +308,106 @@ def _flatten_classes(entries: Any, where: str) -> tuple[type, ...]:
     return tuple(classes)
 
 
-def _may_have_module_instances(cls: type) -> bool:
-    """Return whether a module can be an instance: of a module class, a mixin, or a class with its own isinstance."""
-    return type(cls).__instancecheck__ is not type.__instancecheck__ or _is_base_of_modules(cls)
-
-
 def _is_base_of_modules(cls: type) -> bool:
     """Return whether ``cls`` or one of its subclasses is a module class."""
     return issubclass(cls, nn.Module) or any(_is_base_of_modules(below) for below in type.__subclasses__(cls))
+
+
+# -- while a model is built -------------------------------------------------------------------------------------------
+
+
+def wrap_overrides(module: nn.Module) -> dict[str, Any]:
+    """Return the keyword arguments in the ``_wrap_overrides`` of ``module``, if any."""
+    return dict(getattr(module, "_wrap_overrides", None) or {})
+
+
+def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+    """Return ``wrapper_cls(module, **kwargs)``; a ``_wrap_overrides`` dict on the module takes priority."""
+    if wrapper_cls is None:
+        raise PhaseError(f"No wrapper for {type(module).__name__}: wrapper_cls is None. Pass the class to wrap with.")
+    return wrapper_cls(module, **{**kwargs, **wrap_overrides(module)})
+
+
+# The arguments of the active enable_wrap. Per thread and per task, so that two models may be built at once.
+_active: ContextVar[dict[str, Any] | None] = ContextVar("fsdp_flat_enable_wrap", default=None)
+
+
+class _Readable(type):
+    """Gives :class:`_ConfigAutoWrap` the class attributes that code written for FSDP1 reads."""
+
+    in_autowrap_context = property(lambda _: _active.get() is not None)
+    wrapper_cls = property(lambda _: (_active.get() or {}).get("wrapper_cls"))
+    kwargs = property(lambda _: {key: value for key, value in (_active.get() or {}).items() if key != "wrapper_cls"})
+
+
+class _ConfigAutoWrap(metaclass=_Readable):
+    """Implements the context of :func:`enable_wrap`; its class attributes, which are read-only, show the state."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+
+    @staticmethod
+    def enable_autowrap_context(kwargs: Any) -> None:
+        """Begin wrapping with ``kwargs["wrapper_cls"]`` and the other entries."""
+        if _ConfigAutoWrap.in_autowrap_context:
+            wrapper_cls = _ConfigAutoWrap.wrapper_cls
+            raise UnsupportedError(
+                "enable_wrap is already active in this thread (wrapper_cls="
+                f"{getattr(wrapper_cls, '__name__', repr(wrapper_cls))}) and cannot be nested. "
+                "Leave the outer context first, or pass other arguments to wrap(module, ...)."
+            )
+        if "wrapper_cls" not in kwargs:
+            raise PhaseError(f"enable_wrap needs wrapper_cls, the class to wrap with; got {sorted(kwargs)}.")
+        _active.set(dict(kwargs))
+
+    @staticmethod
+    def disable_autowrap_context() -> None:
+        """Stop wrapping."""
+        _active.set(None)
+
+    def __enter__(self) -> None:
+        self.enable_autowrap_context(self.kwargs)
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self.disable_autowrap_context()
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
+    """Make :func:`wrap` wrap inside this context; outside, ``wrap`` returns its argument.
+
+    ::
+
+        with enable_wrap(wrapper_cls=FSDP, device_id=torch.device("cpu")):
+            self.block = wrap(Block())
+
+    The context holds for the current thread (or asyncio task) and ends with an exception too.
+
+    Args:
+        wrapper_cls: class (or function) to wrap with, called as ``wrapper_cls(module, **kwargs)``.
+        **wrapper_kwargs: keyword arguments of every wrapper made inside.
+
+    Raises:
+        UnsupportedError: inside another ``enable_wrap``.
+    """
+    with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
+        yield
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap ``module`` if an :func:`enable_wrap` context is active, else return it as it is.
+
+    Args:
+        module: the module.
+        **wrap_overrides: keyword arguments that override those of the context.
+
+    Returns:
+        The wrapped module, or ``module``.
+
+    Raises:
+        PhaseError: if the context was given no wrapper (None).
+    """
+    arguments = _active.get()
+    if arguments is None:
+        return module
+    return _wrap(module, **{**arguments, **wrap_overrides})

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
+from fsdp_flat.checkpoint.file_formats import FileWriter, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
@@ -279,10 +279,9 @@ def broken(path: Path, how: str) -> str:
     elif how == "wrong shape":
         state["last.bias"] = torch.ones(3)
         text = r"'last.bias' has shape \(3,\) in the file, \(2,\) in the model"
-    writer = FileWriter(path, {k: TensorInfo(v.dtype, tuple(v.shape)) for k, v in state.items()}, {"format": "pt"})
+    writer = FileWriter(path, state, {"format": "pt"})
     for name, value in state.items():
         writer.write(name, value)
-    writer.close()
     writer.commit()
     if how == "truncated":
         with open(path, "r+b") as file:
@@ -371,3 +370,34 @@ def test_bad_arguments_of_a_full_save_are_named(tmp_path: Path) -> None:
         save_full(model, tmp_path, keep=lambda name: False)
     with pytest.raises(OptionError, match="holds no FullyShardedDataParallel"):
         load_full(nn.Linear(2, 2), tmp_path)
+
+
+@on_ranks(2)
+def test_a_dtype_that_the_format_lacks_is_refused_on_every_rank_before_anything_is_written(tmp_path: Path) -> None:
+    inner = nn.Linear(2, 2)
+    inner.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(
+        UnsupportedError, match=r"'phases' is of torch\.complex128, which safetensors files cannot hold"
+    ):
+        save_full(FSDP(inner), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "index, text",
+    [
+        (None, "holds neither model.safetensors nor"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors does not exist, although the index names it"),
+        ('{"weight_map": 3}', "is no index of a model's files"),
+    ],
+)
+@on_ranks(2)
+def test_a_directory_without_the_files_of_a_model_is_refused(
+    index: str | None, text: str, tmp_path: Path, rank: int
+) -> None:
+    if rank == 0 and index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    dist.barrier()
+    for path, message in ((tmp_path, text), (tmp_path / "nowhere", "nowhere does not exist.")):
+        with pytest.raises(LoadError, match=re.escape(message)):
+            load_full(FSDP(nn.Linear(2, 2)), path)

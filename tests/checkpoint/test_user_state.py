@@ -111,9 +111,7 @@ class WithIgnored(nn.Module):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize(
-    "where", ["fsdp_flat.state.optim_save._others", "fsdp_flat.checkpoint.checkpoint_save.zlib.crc32"]
-)
+@pytest.mark.parametrize("where", ["fsdp_flat.state.optim_save._others", "fsdp_flat.checkpoint.checkpoints.zlib.crc32"])
 @on_ranks(2)
 def test_a_rank_that_fails_alone_after_the_comparison_fails_the_save_on_all(
     where: str, failing: int, background: bool, tmp_path: Path, rank: int

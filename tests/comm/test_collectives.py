@@ -18,15 +18,20 @@ from fsdp_flat.comm import (
     exchange_bytes,
     exchange_ints,
 )
-from fsdp_flat.comm.flat_collectives import (
-    BackendCollectives,
-    CpuCollectives,
-    GlooAcceleratorCollectives,
-    GlooCollectives,
-)
+from fsdp_flat.comm.flat_collectives import Collectives, CpuCollectives, GlooCollectives
+from tests.runtime.kit import shared_memory
 from tests.support import assert_equal, on_ranks
 
-KINDS = [BackendCollectives, GlooAcceleratorCollectives, GlooCollectives, CpuCollectives]
+
+def without_shared_memory(rank_group: RankGroup) -> CpuCollectives:
+    """Return those of CPU tensors on several hosts."""
+    collectives = CpuCollectives(rank_group)
+    with shared_memory(False):
+        assert collectives._choose() is None
+    return collectives
+
+
+KINDS = [Collectives, GlooCollectives, without_shared_memory, CpuCollectives]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 # Members by global rank: not contiguous and not starting at 0, so that a mix-up of ranks shows.
 MEMBERS = {2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
@@ -93,7 +98,7 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", [GlooCollectives, CpuCollectives])
+@pytest.mark.parametrize("kind", [without_shared_memory, CpuCollectives])
 def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks(kind: Any) -> None:
     """256 + 1 + 1 + 1 in bf16 steps would stay 256."""
     rank_group = axis_of(4)
@@ -112,11 +117,11 @@ def test_sums_have_the_same_bits_by_shared_memory_and_by_gloo_whoever_comes_firs
 ) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
     full = torch.randn(1000 * num_ranks, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    expected = GlooCollectives(rank_group).begin_reduce_scatter(full.clone()).wait()
+    expected = without_shared_memory(rank_group).begin_reduce_scatter(full.clone()).wait()
     for timeout_error in range(num_ranks):
         if rank == timeout_error:
             time.sleep(0.01)
-        for kind in (GlooCollectives, CpuCollectives):
+        for kind in (without_shared_memory, CpuCollectives):
             assert_equal(kind(rank_group).begin_reduce_scatter(full.clone()).wait(), expected)
 
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import RankGroup
-from fsdp_flat.comm.transfers import Transfers, TransportQueue
+from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
 from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
+
+CPU = torch.device("cpu")
 
 
 def even(numel: int, size: int) -> list[Interval]:
@@ -21,8 +23,7 @@ def even(numel: int, size: int) -> list[Interval]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, rank: int, num_ranks: int) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
-    with shared_memory(shared):
-        transfers = Transfers(rank_group, torch.device("cpu"), TransportQueue())
+    channels = P2PChannels()
     found = []
     for numel, dtype in (
         (5, torch.float32),
@@ -38,26 +39,29 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
         transfer_plan = plan_transfer(
             IrregularPartition(tuple(held)), ReplicatedPartition(numel, None, num_ranks), rank
         )
-        transfers.add(transfer_plan, whole[held[rank].to_slice()].clone(), target)
+        with shared_memory(shared):
+            own = whole[held[rank].to_slice()].clone()
+            channels.add(rank_group, CPU, transfer_plan, own, target, nbytes=0)
         found.append((target, whole))
-    transfers.wait()
+    channels.wait()
     for target, whole in found:
         assert_equal(target, whole)
-    transfers.wait()
+    channels.wait()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("shared", [False, True])
 def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
-    with shared_memory(shared):
-        transfers = Transfers(rank_group, torch.device("cpu"), TransportQueue())
-    with recorded() as record:
+    channels = P2PChannels()
+    transport_of(rank_group)  # connects the ranks
+    with shared_memory(shared), recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):
             transfer_plan = plan_transfer(IrregularPartition(tuple(even(8, 2))), ReplicatedPartition(8, None, 2), rank)
-            transfers.add(transfer_plan, torch.full((4,), 10.0 * index + rank), target)
-        transfers.wait()
+            own = torch.full((4,), 10.0 * index + rank)
+            channels.add(rank_group, CPU, transfer_plan, own, target, nbytes=0)
+        channels.wait()
     assert record.counts() == ({"transfer": 1} if shared else {"irecv": 1, "isend": 1})
     for index, target in enumerate(targets):
         assert target.tolist() == [10.0 * index] * 4 + [10.0 * index + 1] * 4

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_functions
 
 import fsdp_flat
-from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
+from fsdp_flat.compat.torch_names import FSDP2_NAMES
 from fsdp_flat.errors import UnsupportedError, UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.streams import AcceleratorStreams
+from fsdp_flat.comm.streams import Streams
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.runtime import units_of
 from tests.composable.beside import Beside, grads_of
@@ -127,15 +127,15 @@ def test_an_event_after_the_optimizer_is_accepted_on_the_cpu(rank: int) -> None:
 
 
 @pytest.fixture
-def fake_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, AcceleratorStreams]:
+def fake_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, Streams]:
     machine = Machine(torch.device("meta"))
     monkeypatch.setattr(torch.accelerator, "current_stream", machine.current_stream)
-    return machine, AcceleratorStreams(torch.device("meta"), new_stream=machine.new_stream)
+    return machine, Streams(torch.device("meta"), new_stream=machine.new_stream)
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_the_next_all_gather_waits_for_the_event_instead_of_all_compute(
-    given: bool, fake_streams: tuple[Machine, AcceleratorStreams]
+    given: bool, fake_streams: tuple[Machine, Streams]
 ) -> None:
     machine, streams = fake_streams
     optimizer = machine.launch(machine.compute)
@@ -155,7 +155,7 @@ def test_the_next_all_gather_waits_for_the_event_instead_of_all_compute(
 
 
 def test_a_hooks_stream_comes_between_the_reduction_and_what_follows(
-    fake_streams: tuple[Machine, AcceleratorStreams],
+    fake_streams: tuple[Machine, Streams],
 ) -> None:
     machine, streams = fake_streams
     hook_stream = machine.new_stream(name="hook")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.composable import FSDPModule, fully_shard
+from fsdp_flat.composable import DataParallelMeshDims, FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
 from tests.composable.sides import average_gradients
 from tests.support import OWN_PARAMETERS, on_ranks
@@ -284,3 +284,30 @@ def test_a_list_of_modules_is_one_unit(rank: int) -> None:
         dist.all_reduce(other.grad)
         torch.testing.assert_close(param.grad.full_tensor(), other.grad / 2, msg=name)
     assert own == {name: value.to_local().data_ptr() for name, value in model.state_dict().items()}
+
+
+@on_ranks(2)
+def test_arguments_that_cannot_be_used_are_refused_and_change_nothing() -> None:
+    sharded = fully_shard(seeded())
+    mesh = init_device_mesh("cpu", (1, 2, 1))
+    for module, arguments, error, text in (
+        ("model", {}, TypeError, r"must be an nn\.Module or a list of them; got str"),
+        ([], {}, ValueError, "an empty list of modules"),
+        (nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "ModuleList, which has no forward"),
+        (sharded, {}, ValueError, "Stack is sharded already"),
+        (seeded(), {"mesh": "all"}, TypeError, "must be a DeviceMesh; got str"),
+        (seeded(), {"mesh": mesh}, ValueError, "one dim .* or two .*got 3"),
+        (seeded(), {"shard_placement_fn": lambda param: 1}, ValueError, "must return a Shard or None; got 1"),
+    ):
+        children = list(module.modules()) if isinstance(module, nn.Module) else []
+        classes = [type(child) for child in children]
+        with pytest.raises(error, match=text):
+            fully_shard(module, **arguments)
+        assert [type(child) for child in children] == classes
+
+
+def test_without_a_process_group_or_a_dim_it_says_so() -> None:
+    with pytest.raises(RuntimeError, match="fully_shard needs a process group"):
+        fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="needs a dim to shard over"):
+        DataParallelMeshDims()

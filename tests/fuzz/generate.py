@@ -66,9 +66,17 @@ def case_from(seed: int, num_ranks: int, front: str = "") -> Case:
 
 
 def _limits_ranks(case: Case) -> bool:
-    """Return whether ranks must use the same parts: README's limits for re-entrant checkpoints and frozen units."""
+    """Return whether ranks must use the same parts: README's limits for checkpoints and frozen units."""
     frozen = any(action.kind == "toggle" for action in case.actions)
-    return frozen or any(node.reentrant or node.frozen for node in nodes_of(case.model))
+    return frozen or any(node.reentrant or node.frozen or _may_recompute_units(node) for node in nodes_of(case.model))
+
+
+def _may_recompute_units(node: Node) -> bool:
+    """Return whether a part is a checkpoint around what may be several units."""
+    if node.kind != "recompute":
+        return False
+    inside = node.children[0]
+    return bool(inside.children) or inside.kind in ("mlp", "alias", "unused")
 
 
 def pick(rng: random.Random, weights: dict[str, float]) -> str:

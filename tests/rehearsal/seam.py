@@ -1,7 +1,7 @@
 """Patches the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.reduction.streams_for`` creates the streams of a tree. Here it creates
-  :class:`AcceleratorStreams` over recording streams, in the order in which a step first uses them.
+* ``fsdp_flat.runtime.reduction.Streams`` manages the streams of a tree. Here they are recording streams, created in
+  the order in which a step first uses them.
 * ``fsdp_flat.runtime.construction.compute_device_from`` returns the accelerator.
 * ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
 * :func:`names_of_storages` asks units for their handles, shards, unsharded buffers and flat gradients.
@@ -23,16 +23,11 @@ import fsdp_flat.runtime.construction
 import fsdp_flat.runtime.reduction
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
-from fsdp_flat.comm.streams import AcceleratorStreams
+from fsdp_flat.comm.streams import Streams
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine
-
-
-def _recorded_streams(machine: Machine, device: torch.device) -> AcceleratorStreams:
-    """Makes the library's streams of recording ones."""
-    return AcceleratorStreams(device, new_stream=machine.new_stream)
 
 
 @contextmanager
@@ -44,7 +39,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
         def replace(owner: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        replace(fsdp_flat.runtime.reduction, "streams_for", functools.partial(_recorded_streams, machine))
+        replace(fsdp_flat.runtime.reduction, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
         replace(fsdp_flat.runtime.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
         for owner in (dist, comm_torch):
             for name, function in functions.items():
@@ -79,7 +74,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
 USED_PARAMETERS = "fsdp_flat/runtime/exchange.py"
 
 
-def _nothing(_streams: AcceleratorStreams) -> None:
+def _nothing(_streams: Streams) -> None:
     pass
 
 
@@ -87,13 +82,13 @@ def _no_wait(pending: Pending) -> torch.Tensor:
     return pending.result
 
 
-def _reduce_at_once(streams: AcceleratorStreams) -> Any:
+def _reduce_at_once(streams: Streams) -> Any:
     if streams._reduce_scatter is None:
         streams._reduce_scatter = streams._new_stream(streams._device)
     return streams._reduce_scatter
 
 
-def _gather_at_once(streams: AcceleratorStreams) -> Any:
+def _gather_at_once(streams: Streams) -> Any:
     if streams._all_gather is None:
         streams._all_gather = streams._new_stream(streams._device)
     return streams._all_gather
@@ -101,12 +96,12 @@ def _gather_at_once(streams: AcceleratorStreams) -> Any:
 
 # By name, a defect and how it is planted: class, method, and replacement.
 PLANTED: dict[str, tuple[type, str, Any]] = {
-    "compute does not wait for all-gathers": (AcceleratorStreams, "wait_for_all_gathers", _nothing),
-    "compute does not wait for reduce-scatters": (AcceleratorStreams, "wait_for_reduce_scatters", _nothing),
-    "a freed buffer is not announced": (AcceleratorStreams, "buffers_freed", _nothing),
-    "the optimizer is not announced": (AcceleratorStreams, "shards_written", _nothing),
-    "reduce-scatters do not wait for compute": (AcceleratorStreams, "_enter_reduce_scatters", _reduce_at_once),
-    "all-gathers do not wait for events": (AcceleratorStreams, "_enter_all_gathers", _gather_at_once),
+    "compute does not wait for all-gathers": (Streams, "wait_for_all_gathers", _nothing),
+    "compute does not wait for reduce-scatters": (Streams, "wait_for_reduce_scatters", _nothing),
+    "a freed buffer is not announced": (Streams, "buffers_freed", _nothing),
+    "the optimizer is not announced": (Streams, "shards_written", _nothing),
+    "reduce-scatters do not wait for compute": (Streams, "_enter_reduce_scatters", _reduce_at_once),
+    "all-gathers do not wait for events": (Streams, "_enter_all_gathers", _gather_at_once),
     "collectives are not waited for": (Pending, "wait", _no_wait),
 }
 

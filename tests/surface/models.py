@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -139,23 +139,6 @@ def assert_near(actual: Any, expected: Any, relative: float, what: str) -> None:
         assert_near(actual[key], value, relative, f"{what}[{key!r}]")
 
 
-@contextmanager
-def traced(model: FSDP) -> Iterator[list[tuple[str, str]]]:
-    """The events of the units below ``model`` while the block runs."""
-    model.check_is_root()
-    tree = model._unit.context
-    assert tree is not None
-    tree.trace = []
-    try:
-        yield tree.trace
-    finally:
-        tree.trace = None
-
-
-def count_events(trace: list[tuple[str, str]], event: str) -> dict[str, int]:
+def count_events(events: list[tuple[str, str]], event: str) -> dict[str, int]:
     """How often ``event`` happened, by unit."""
-    counts: dict[str, int] = {}
-    for name, unit in trace:
-        if name == event:
-            counts[unit] = counts.get(unit, 0) + 1
-    return counts
+    return dict(Counter(unit for name, unit in events if name == event))

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
+from fsdp_flat.composable import trace
 from tests.support import on_ranks
 from tests.surface.models import (
     Block,
@@ -27,7 +28,6 @@ from tests.surface.models import (
     plain_mean_grads,
     sharded,
     small_model,
-    traced,
 )
 
 pytestmark = [
@@ -131,12 +131,12 @@ def run(build: Build, wrap: Wrap, options: dict[str, Any], rank: int, num_ranks:
     model = build(plain, wrap, options)
     torch.manual_seed(rank)
     losses = []
-    with traced(model) as trace:
+    with trace(model) as events:
         for step in range(2):
             loss = mean_loss(model, batches(num_ranks, step=step)[rank])
             loss.backward()
             losses.append(loss.detach())
-        gathers = sorted(count_events(trace, "unshard").values())
+        gathers = sorted(count_events(events, "unshard").values())
         assert not any(unit.handles[0].buffer.nbytes for unit in model._unit.context.units if unit.needs_all_gather)
     grads = {i: param.grad for i, param in enumerate(model.parameters()) if param.grad is not None and param.numel()}
     return {"losses": dict(enumerate(losses)), "gradients": grads}, gathers
@@ -190,10 +190,10 @@ def test_full_sharding_with_checkpoints_gathers_each_block_but_the_last_twice_a_
         small_model(), partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl]), {"use_orig_params": True}
     )
     for _ in range(2):
-        with traced(model) as trace:
+        with trace(model) as events:
             mean_loss(model, batches(num_ranks)[rank]).backward()
         # Forward, and recompute with backward; the outermost unit and the last stay after forward.
-        assert count_events(trace, "unshard") == {"Sequential": 1, "1": 2, "2": 1}
+        assert count_events(events, "unshard") == {"Sequential": 1, "1": 2, "2": 1}
 
 
 @pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp_flat import MixedPrecision
+from fsdp_flat.composable import trace
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.runtime import units_of
 from tests.support import on_ranks
@@ -29,7 +30,6 @@ from tests.surface.models import (
     sharded,
     sharded_by_peer,
     small_model,
-    traced,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
@@ -56,14 +56,14 @@ def test_accumulation_under_no_sync_equals_one_large_batch(
     strategy: str, use_orig_params: bool, rank: int, num_ranks: int
 ) -> None:
     model = sharded(small_model(), strategy, use_orig_params=use_orig_params)
-    with traced(model) as trace:
+    with trace(model) as events:
         with model.no_sync():
             for step in range(2):
                 mean_loss(model, batches(num_ranks, step=step)[rank]).backward()
-        assert count_events(trace, "reduce_scatter") == {}
-        reshards = count_events(trace, "reshard")
+        assert count_events(events, "reduce_scatter") == {}
+        reshards = count_events(events, "reshard")
         mean_loss(model, batches(num_ranks, step=2)[rank]).backward()
-        assert set(count_events(trace, "reduce_scatter").values()) == {1}
+        assert set(count_events(events, "reduce_scatter").values()) == {1}
     if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
         assert reshards == {}, "parameters stay gathered between the micro batches"
     elif strategy != "NO_SHARD":

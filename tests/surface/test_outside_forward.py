@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedEMA, ShardingStrategy, debug, register_forward_method, unshard_for
+from fsdp_flat.composable import trace
 from tests.support import on_ranks
 from tests.support.kit import full_params
 from tests.surface.models import (
@@ -30,7 +31,6 @@ from tests.surface.models import (
     plain_grads,
     sharded,
     small_model,
-    traced,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
@@ -506,10 +506,10 @@ def outside_loss(module: nn.Module) -> torch.Tensor:
 @on_ranks(2)
 def test_unshard_for_without_gradients_frees_at_its_end(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), use_orig_params=use_orig_params)
-    with torch.no_grad(), traced(model) as trace:
+    with torch.no_grad(), trace(model) as events:
         with unshard_for(model):
             total = sum(block.up.weight.sum() for block in model[1:3])
-        assert set(count_events(trace, "reshard")) == {"Sequential", "1", "2"}
+        assert set(count_events(events, "reshard")) == {"Sequential", "1", "2"}
     assert_near(total, sum(block.up.weight.sum() for block in small_model()[1:3]).detach(), 1e-5, "sum")
     assert not any(unit.handles[0].buffer.nbytes for unit in model._unit.context.units)
 

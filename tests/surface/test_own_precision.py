@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
+from fsdp_flat.composable import trace
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import full_params
@@ -22,7 +23,6 @@ from tests.surface.models import (
     grads_or_zeros,
     sharded,
     small_model,
-    traced,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -143,9 +143,9 @@ def test_norms_stay_in_fp32_and_are_gathered_with_their_unit(strategy: str, rank
     model = sharded(plain, strategy, use_orig_params=True, mixed_precision=precision)
     model[1].norm.register_forward_pre_hook(lambda _m, args: seen.setdefault("norm input", set()).add(args[0].dtype))
     x = batches(num_ranks)[rank]
-    with traced(model) as trace:
+    with trace(model) as events:
         output = model(x)
-        needs_all_gather = count_events(trace, "unshard")
+        needs_all_gather = count_events(events, "unshard")
     output.float().pow(2).mean().backward()
     assert seen["norm weight"] == seen["norm output"] == {FP32}  # the hook ran before the outputs were cast back
     assert seen["norm input"] == {FP32}

@@ -12,7 +12,7 @@ import torch.distributed.fsdp
 import fsdp_flat
 from fsdp_flat import flat
 from fsdp_flat.compat import semi_private
-from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, counterpart
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, counterpart
 from fsdp_flat.tools.migrate_source import migrate_source
 
 CASES = {
@@ -280,7 +280,7 @@ def test_every_public_name_of_fsdp1_has_a_counterpart_that_can_be_imported(modul
         assert ours is not None, name
         found = getattr(import_module(ours.rpartition(".")[0]), ours.rpartition(".")[2])
         assert found is not getattr(peer, name)
-    assert set(torch.distributed.fsdp.__all__) - set(fsdp_flat.__all__) <= FSDP2_NAMES
+    assert set(torch.distributed.fsdp.__all__) - set(fsdp_flat.__all__) <= set(FSDP2_NAMES)
 
 
 def test_attributes_called_absent_are_absent_here_and_known_to_fsdp1() -> None:

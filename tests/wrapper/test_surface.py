@@ -25,9 +25,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import fsdp_flat
 from fsdp_flat import CPUOffload, MixedPrecision, clean_named_modules, clean_named_parameters, clean_tensor_name
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.compat.torch_names import FSDP2_NAMES
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
-from fsdp_flat.tools.migrate_names import FSDP2_NAMES
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.wrapper.models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer
@@ -40,7 +40,7 @@ FSDP2 = "FSDP2's interface, which lives in the same namespace; tests/composable/
 NOISE = "not FSDP1's own: what its source file happens to import"
 NO_COUNTERPART = {
     # The list is that of torch's newest release.
-    **dict.fromkeys(FSDP2_NAMES - {"GradientReductionHandle"}, FSDP2),
+    **dict.fromkeys(set(FSDP2_NAMES) - {"GradientReductionHandle"}, FSDP2),
     **dict.fromkeys(
         [
             *("ABC", "ActivationWrapper", "Any", "Callable", "DeviceMesh", "Enum", "Generator", "Iterable", "Iterator"),

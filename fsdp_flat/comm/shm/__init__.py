@@ -3,5 +3,5 @@
 The rest of the package uses only the names of this file.
 """
 
-from fsdp_flat.comm.shm.connect import known_transport, sent_nbytes, shared_nbytes, transport_of
+from fsdp_flat.comm.shm.connect import known_transport, transport_of, transports
 from fsdp_flat.comm.shm.transport import Message, SharedMemoryTransport, wait_for

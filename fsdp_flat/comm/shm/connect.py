@@ -10,6 +10,7 @@ import socket
 import struct
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
 # Each rank has a socket to every other rank, and a few open files of each.
 _MOST_RANKS = 16
-_HANDSHAKE = struct.Struct("<q")  # rank
-_CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
 _SETUP_S = 10.0
 
 # Process-wide like torch's groups, so that all units of a group share one transport.
@@ -37,12 +36,13 @@ def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
     variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group is a collective: every
     rank of the group must make it at the same point.
     """
-    assert rank_group.group is not None
-    if rank_group.group not in _transports:
-        _transports[rank_group.group] = _connect(rank_group, rank_group.group)
-        way = "gloo" if _transports[rank_group.group] is None else "shared memory"
+    group = rank_group.group
+    assert group is not None
+    if group not in _transports:
+        _transports[group] = _connect(rank_group, group)
+        way = "gloo" if _transports[group] is None else "shared memory"
         _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
-    return _transports[rank_group.group]
+    return _transports[group]
 
 
 def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
@@ -50,14 +50,18 @@ def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
     return None if rank_group.group is None else _transports.get(rank_group.group)
 
 
-def shared_nbytes() -> int:
-    """Return the bytes of shared memory that this process's transports use or keep for later messages."""
-    return sum(transport.nbytes for transport in _transports.values() if transport is not None)
+def transports() -> list[SharedMemoryTransport]:
+    """Return the transports of this process."""
+    return [transport for transport in _transports.values() if transport is not None]
 
 
-def sent_nbytes() -> int:
-    """Return the bytes that this process has sent by its transports, counted once per destination rank."""
-    return sum(transport.sent_nbytes for transport in _transports.values() if transport is not None)
+def _leave_parents_groups() -> None:
+    """Close the parent's connections in a forked child, so that peers can detect that the parent has ended."""
+    for transport in transports():
+        transport.leave()
+
+
+os.register_at_fork(after_in_child=_leave_parents_groups)
 
 
 def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
@@ -68,24 +72,22 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
     try:
-        everyone = exchange_bytes(said, group, _CPU)
-        if listener is not None and len({said.split(b" ")[0] for said in everyone}) == 1:
-            with suppress(OSError, struct.error):
-                _connect_peers(rank_group, listener, [said.split(b" ")[1] for said in everyone], peers)
+        everyone = [each.split(b" ") for each in exchange_bytes(said, group, _CPU)]
+        if listener is not None and len({host for host, *_ in everyone}) == 1:
+            with suppress(OSError, ValueError):
+                _connect_peers(rank_group, listener, [address for _, address in everyone], peers)
     finally:
         if listener is not None:
             listener.close()
-    connected = exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)
-    if not all(row[0] for row in connected):
-        close_all(peers.values())
-        return None
-    return SharedMemoryTransport(rank_group, peers, timeout_s)
+    if all(ok for (ok,) in exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)):
+        return SharedMemoryTransport(rank_group, peers, timeout_s)
+    close_all(peers.values())
+    return None
 
 
 def _host() -> bytes:
     """Return an id of the running kernel, its network namespace and the user, equal on ranks that can share memory."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        boot = file.read().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     return b"%s-%d-%d" % (boot, os.stat("/proc/self/ns/net").st_ino, os.getuid())
 
 
@@ -111,18 +113,19 @@ def _listen(timeout_s: float) -> socket.socket | None:
 def _connect_peers(
     rank_group: RankGroup, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]
 ) -> None:
-    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones."""
+    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones, and sends its rank."""
     for rank in range(rank_group.rank):
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[rank].settimeout(listener.gettimeout())
         peers[rank].connect(addresses[rank])
-        peers[rank].send(_HANDSHAKE.pack(rank_group.rank))
+        peers[rank].send(b"%d" % rank_group.rank)
     while len(peers) < rank_group.size - 1:
         peer, _ = listener.accept()
         peer.settimeout(listener.gettimeout())
-        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        # struct ucred: process, user, group.
+        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if user == os.getuid():
-            peers[_HANDSHAKE.unpack(peer.recv(_HANDSHAKE.size))[0]] = peer
+            peers[int(peer.recv(16))] = peer
         else:
             peer.close()
     for peer in peers.values():

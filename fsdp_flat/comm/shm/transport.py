@@ -36,10 +36,9 @@ _SEGMENT_NBYTES = 1 << 22
 # Sends after which an unused segment's memory is returned to the system: several steps of a large model.
 _IDLE_SENDS = 1024
 
-# Collectives in error texts, by purpose; headers hold the index of the purpose.
-_OPERATIONS = {"gather": "all-gather", "reduction": "reduce-scatter", "transfer": "transfer"}
-_PURPOSES = tuple(_OPERATIONS)
-_PURPOSE_IDS = {purpose: index for index, purpose in enumerate(_PURPOSES)}
+# Collectives in error texts, by purpose; headers have the position of the purpose.
+_OPERATIONS = {"gather": "an all-gather", "reduction": "a reduce-scatter", "transfer": "a transfer"}
+_PURPOSES = list(_OPERATIONS)
 _POST, _READ = 0, 1
 _HEADER = struct.Struct("<qqqqqq")
 
@@ -51,61 +50,52 @@ class _Header(NamedTuple):
     segment: int  # index of the sender's segment that holds the message
     start: int  # first byte in it
     nbytes: int
-    purpose: int  # index of the purpose
+    purpose: int
     unit: int  # id of the unit, 0 for none
 
 
 class Message:
     """Represents a message that a rank expects, as a ``Work`` that is complete when the message has arrived."""
 
-    __slots__ = ("__weakref__", "_header", "_purpose", "_source", "_transport", "_unit")
+    __slots__ = ("__weakref__", "_purpose", "_source", "_transport", "_unit", "header")
 
     def __init__(self, transport: SharedMemoryTransport, source: int, purpose: str, unit: int) -> None:
         self._transport = transport
         self._source = source
         self._purpose = purpose
         self._unit = unit
-        self._header: _Header | None = None
+        self.header: _Header | None = None
 
     def is_completed(self) -> bool:
-        """Return whether the message has arrived."""
-        if self._header is None:
+        if self.header is None:
             self._transport.receive_ready(self._source)
-        return self._header is not None
+        return self.header is not None
 
     def wait(self) -> None:
-        """Block until the message has arrived.
-
-        Raises:
-            PeerFailureError: if the sender has ended, or sent nothing within the group's timeout.
-            RankMismatchError: if the sender sent a different message.
-        """
-        while self._header is None:
+        """Block until the message has arrived; errors are those of :func:`wait_for`."""
+        while self.header is None:
             wait_for([(self._transport, self._source)], self._purpose, unit=self._unit)
-
-    def arrive(self, header: _Header) -> None:
-        """Set the location of the message."""
-        self._header = header
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of the message (1-D, of ``dtype``) in the sender's memory.
 
         Do not write to it, nor use it after :meth:`close`.
         """
-        assert self._header is not None
-        return self._transport.view(self._source, self._header).view(dtype)
+        assert self.header is not None
+        _, segment, start, nbytes, *_ = self.header
+        return self._transport._theirs[self._source, segment][start : start + nbytes].view(dtype)
 
     def close(self) -> None:
         """Release the message, read or not, so that the sender may reuse its memory."""
-        if self._header is not None:
-            header, self._header = self._header, None
+        if self.header is not None:
+            header, self.header = self.header, None
             self._transport.confirm(self._source, header)
 
     __del__ = close
 
 
 class _Expected(NamedTuple):
-    """Records an expected message, also after its :class:`Message` is deleted."""
+    """Describes an expected message, also after its :class:`Message` is deleted."""
 
     message: weakref.ref[Message]
     nbytes: int
@@ -121,18 +111,15 @@ class _Segment:
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
         self.fd = os.memfd_create("fsdp_flat")
-        # Ranks that have the file descriptor.
-        self.known_to: set[int] = set()
-        # Unread messages, counted once per reader.
-        self.num_unread = 0
-        # Count of the send that last used it, and whether its pages were released after long disuse.
-        self.last_send = 0
-        self.is_empty = False
+        self.known_to: set[int] = set()  # ranks that have the file descriptor
+        self.num_unread = 0  # counted once per reader
+        self.last_send = 0  # count of the send that last used it
+        self.is_empty = False  # its pages were released after long disuse
         self._used = 0
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Grow the memory to ``nbytes``; others must map it again when they next receive the file descriptor."""
+        """Grow the memory; others must map it again when they next receive the file descriptor."""
         os.ftruncate(self.fd, nbytes)
         self._map, self.memory = _mapped(self.fd, nbytes)
         self.known_to.clear()
@@ -158,25 +145,19 @@ class _Segment:
 class SharedMemoryTransport:
     """Sends and receives the messages of this rank in one group, for one thread; created by ``transport_of``.
 
-    Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers. The
-    purpose of a message is "gather", "reduction" or "transfer".
-
-    Args:
-        rank_group: the ranks.
-        peers: a connected, non-blocking socket to every other rank.
-        timeout_s: seconds after which waiting for a silent rank fails.
+    Between two ranks, messages arrive in the order in which they were sent. ``peers`` are connected, non-blocking
+    sockets; waiting for a rank that is silent for ``timeout_s`` fails. The purpose of a message is "gather",
+    "reduction" or "transfer".
     """
 
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
+        assert rank_group.group is not None
         # Not the group itself, which keeps its transport alive.
         self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
-        assert rank_group.group is not None
-        # For error texts.
         self.names = exchanges.unit_names(rank_group.group)
-        # Counted once per destination rank.
-        self.sent_nbytes = 0
+        self.sent_nbytes = 0  # counted once per destination rank
         self._num_sends = 0
         self._segments: list[_Segment] = []
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
@@ -184,13 +165,11 @@ class SharedMemoryTransport:
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._unexpected: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
-        # Ranks that have ended and will send nothing more.
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
         self._files: list[int] = []
         self._close = weakref.finalize(self, close_all, list(peers.values()), self._files)
-        _open.add(self)
 
     def leave(self) -> None:
         """Close every connection; later headers of this process, such as for released messages, are not sent."""
@@ -204,17 +183,15 @@ class SharedMemoryTransport:
 
     def unread(self, purpose: str) -> dict[int, int]:
         """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
-        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSE_IDS[purpose]].items() if nbytes}
+        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSES.index(purpose)].items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
         """Send tensors (1-D, contiguous, on the CPU) to their ranks; they are copied before this returns.
 
-        ``unit`` is the id of the tensors' unit, 0 for none; a rank that expects another unit raises.
-
-        Raises:
-            PeerFailureError: if one of the ranks has ended.
+        ``unit`` is the id of the tensors' unit, 0 for none; a rank that expects another unit raises, as this does if
+        one of the ranks has ended.
         """
         self._check()
         for rank in self._peers:
@@ -224,58 +201,49 @@ class SharedMemoryTransport:
             nbytes = tensor.nbytes
             segment, start = self._allocate(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
-            header = _Header(_POST, segment.index, start, nbytes, _PURPOSE_IDS[purpose], unit)
+            segment.last_send, segment.is_empty = self._num_sends, False
+            header = _Header(_POST, segment.index, start, nbytes, _PURPOSES.index(purpose), unit)
             for rank in ranks:
-                self._post(rank, segment, header)
+                self.sent_nbytes += nbytes
+                segment.num_unread += 1
+                self._unread[header.purpose][rank] += nbytes
+                fds = [] if rank in segment.known_to else [segment.fd]
+                segment.known_to.add(rank)
+                self._send_header(rank, header, fds)
         for segment in self._segments:
-            idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
-            if idle and not segment.is_empty:
+            is_idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
+            if is_idle and not segment.is_empty:
                 segment.release()
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int]:
         # Try small segments first, to keep large ones for messages that need them.
-        for segment in sorted(self._segments, key=lambda segment: segment.memory.numel()):
+        by_size = sorted(self._segments, key=lambda segment: segment.memory.numel())
+        for segment in by_size:
             start = segment.take(nbytes)
             if start is not None:
-                break
-        else:
-            segment, start = self._new_segment(max(_SEGMENT_NBYTES, nbytes)), 0
-            segment.take(nbytes)
-        segment.last_send = self._num_sends
-        segment.is_empty = False
-        return segment, start
-
-    def _new_segment(self, nbytes: int) -> _Segment:
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        free = [segment for segment in self._segments if segment.num_unread == 0]
+                return segment, start
+        whole_pages = -(-max(_SEGMENT_NBYTES, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = [segment for segment in by_size if segment.num_unread == 0]
         if free:
-            largest = max(free, key=lambda segment: segment.memory.numel())
-            largest.grow(nbytes)
-            return largest
-        made = _Segment(len(self._segments), nbytes)
-        self._segments.append(made)
-        self._files.append(made.fd)
-        return made
-
-    def _post(self, rank: int, segment: _Segment, header: _Header) -> None:
-        self.sent_nbytes += header.nbytes
-        segment.num_unread += 1
-        self._unread[header.purpose][rank] += header.nbytes
-        fds = () if rank in segment.known_to else (segment.fd,)
-        segment.known_to.add(rank)
-        self._send_header(rank, header, fds)
+            free[-1].grow(whole_pages)
+        else:
+            free = [_Segment(len(self._segments), whole_pages)]
+            self._segments += free
+            self._files.append(free[0].fd)
+        free[-1].take(nbytes)
+        return free[-1], 0
 
     def confirm(self, source: int, header: _Header) -> None:
         """Confirm to ``source`` that its message was read, or is not needed."""
-        self._send_header(source, _Header(_READ, header.segment, header.start, header.nbytes, header.purpose, 0))
+        self._send_header(source, header._replace(kind=_READ, unit=0), [])
 
-    def _send_header(self, rank: int, header: _Header, fds: Sequence[int] = ()) -> None:
+    def _send_header(self, rank: int, header: _Header, fds: list[int]) -> None:
         if rank not in self._peers:
             return
         while True:
             try:
                 if fds:
-                    socket.send_fds(self._peers[rank], [_HEADER.pack(*header)], list(fds))
+                    socket.send_fds(self._peers[rank], [_HEADER.pack(*header)], fds)
                 else:
                     self._peers[rank].send(_HEADER.pack(*header))
                 return
@@ -295,7 +263,7 @@ class SharedMemoryTransport:
         """Expect a message from ``source``, the next after those expected before."""
         self._check()
         message = Message(self, source, purpose, unit)
-        expected = _Expected(weakref.ref(message), nbytes, _PURPOSE_IDS[purpose], unit)
+        expected = _Expected(weakref.ref(message), nbytes, _PURPOSES.index(purpose), unit)
         early = self._unexpected[source]
         if early:
             self._deliver(expected, source, early.popleft())
@@ -317,16 +285,18 @@ class SharedMemoryTransport:
         if message is None:
             self.confirm(source, header)  # the Message was deleted
         else:
-            message.arrive(header)
+            message.header = header
 
     def describe(self, purpose: int, unit: int) -> str:
         """Describe a collective for error texts."""
         operation = _OPERATIONS[_PURPOSES[purpose]]
         if not unit:
-            return f"{'an' if operation[0] == 'a' else 'a'} {operation}"
-        return f"the {operation} of {f'unit {self.names[unit]!r}' if unit in self.names else 'another unit'}"
+            return operation
+        name = f"unit {self.names[unit]!r}" if unit in self.names else "another unit"
+        return f"the {operation.partition(' ')[2]} of {name}"
 
-    def _check(self) -> None:
+    def _check(self, rank: int | None = None) -> None:
+        """Raise if ranks have issued different collectives, if this is a forked child, or if ``rank`` has ended."""
         if self._mismatch is not None:
             raise self._mismatch
         if not self._peers:
@@ -334,6 +304,8 @@ class SharedMemoryTransport:
                 "A forked child of a rank used a process group of its parent. Start processes that communicate by "
                 "spawn, and let each make its own groups."
             )
+        if rank in self._ended_ranks:
+            raise self._ended_error(rank)
 
     def receive_ready(self, source: int) -> None:
         """Process all headers that have arrived from ``source``, without waiting."""
@@ -373,25 +345,7 @@ class SharedMemoryTransport:
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
         return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
-    def view(self, source: int, header: _Header) -> torch.Tensor:
-        """Return a view of a message in the memory of the rank that has sent it."""
-        return self._theirs[source, header.segment][header.start : header.start + header.nbytes]
-
-    # -- waiting -------------------------------------------------------------------------------------------------
-
-    def socket_to(self, rank: int) -> socket.socket:
-        """Return the socket to a rank.
-
-        Raises:
-            PeerFailureError: if the rank has ended.
-            RankMismatchError: if ranks have issued different collectives.
-        """
-        self._check()
-        if rank in self._ended_ranks:
-            raise self._ended_error(rank)
-        return self._peers[rank]
-
-    def _ended_error(self, rank: int) -> PeerFailureError:
+    def _ended_error(self, rank: int | None) -> PeerFailureError:
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} exchanges tensors "
             f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
@@ -408,21 +362,20 @@ def wait_for(
 ) -> None:
     """Wait until a header arrives from one of several ranks, and process all that have arrived.
 
-    With a ``writable_rank``, one of them, the wait also ends once a header can be sent to it.
-
-    Raises:
-        PeerFailureError: if a rank has ended, or all are silent for the group's timeout.
-        RankMismatchError: if ranks have issued different collectives.
+    With a ``writable_rank``, one of them, the wait also ends once a header can be sent to it. Raises a PeerFailureError
+    if a rank has ended, or all are silent for the group's timeout, and a RankMismatchError if ranks have issued
+    different collectives.
     """
     poll = select.poll()
     for transport, rank in sources:
-        poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
+        transport._check(rank)
+        poll.register(transport._peers[rank], select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     first, _ = next(iter(sources))
     ranks = sorted(rank for transport, rank in sources if transport is first)
     timeout_s = min(transport.timeout_s for transport, _ in sources)
     patience_s = min(exchanges.WARN_AFTER_S, timeout_s)
     if not poll.poll(patience_s * 1000):
-        collective = first.describe(_PURPOSE_IDS[purpose], unit)
+        collective = first.describe(_PURPOSES.index(purpose), unit)
         if patience_s < timeout_s:
             exchanges.log_wait(first.rank, ranks, collective)
         if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
@@ -446,15 +399,3 @@ def close_all(sockets: Iterable[socket.socket], files: Iterable[int] = ()) -> No
         peer.close()
     for fd in files:
         os.close(fd)
-
-
-_open: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Close the parent's connections in a forked child, so that peers can detect that the parent has ended."""
-    for transport in list(_open):
-        transport.leave()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from fsdp_flat.compat.fsdp1_names import HOMES, MIRRORED_MODULES, PEER, PRIVATE_MODULES, home_of
+from fsdp_flat.compat.torch_names import HOMES, MIRRORED_MODULES, PEER, PRIVATE_MODULES, home_of
 
 
 @pytest.mark.parametrize("name", HOMES)

@@ -1,4 +1,4 @@
-"""Saves checkpoints of a training run that survive a crash at any moment."""
+"""Saves checkpoints of a training run that survive a crash at any moment, and loads them at any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
-from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.checkpoint.directory import (
+from fsdp_flat.checkpoint import file_formats as disk
+from fsdp_flat.checkpoint.consensus import (
+    LOADING,
     SAVING,
     Consensus,
     ProgressBar,
@@ -28,13 +29,13 @@ from fsdp_flat.checkpoint.directory import (
     progress_bar,
     serialized,
     unpacked,
-    wait_for_background,
 )
 from fsdp_flat.comm import digest_of
-from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
@@ -50,7 +51,7 @@ class CheckpointSave:
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
-        self._work: Future[None] | None = None
+        self._work: Future[None] = Future()
         self._is_reported = False
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -62,7 +63,7 @@ class CheckpointSave:
     @property
     def done(self) -> bool:
         """True once the save has succeeded or failed."""
-        return self._work is None or self._work.done()
+        return self._work.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete and return its directory.
@@ -71,13 +72,12 @@ class CheckpointSave:
             Exception: the error of the save, on this rank or on another one (PeerFailureError).
         """
         self._is_reported = True
-        if self._work is not None:
-            self._work.result()
+        self._work.result()
         return self.path
 
     def _finish(self) -> str:
         """Wait until the save is over; return its error if it has one that :meth:`wait` has not raised."""
-        error = None if self._work is None else self._work.exception()
+        error = self._work.exception()
         if error is None or self._is_reported:
             return ""
         self._is_reported = True
@@ -126,13 +126,14 @@ def save_checkpoint(
         PhaseError: called in the middle of a step.
     """
     directory, together = Path(directory), Consensus.of(model, SAVING)
-    wait_for_background(model)
+    _wait_for_background(model)
     together.barrier("save_checkpoint")
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
     save = CheckpointSave(values.step, disk.path_of(directory, values.step))
     if not background:
         _write(values, directory, keep_last, together)
+        save._work.set_result(None)
         return save
     unit = units_of(model)[0]
     if unit.background is None:
@@ -146,19 +147,24 @@ def save_checkpoint(
     return save
 
 
+def _wait_for_background(model: nn.Module) -> None:
+    """Wait for the last background save of ``model``; warn if it failed and ``wait()`` has not raised its error."""
+    units = units_of(model)
+    background = units[0].background if units else None
+    if background is not None and (text := background.finish()):
+        warn_user(text, stacklevel=3)
+
+
 class CheckpointValues:
     """Collects this rank's values, and compares all ranks in one collective before anything is written.
 
     It is the ``Peers`` of optimizer states.
 
     Attributes:
-        bar: shows the progress of a number of bytes.
-        ranks: the global ranks.
         step: the checkpoint's number, as rank 0 has chosen it.
-        error: the exception that stopped this rank. One from after the comparison is raised like those of the writing,
-            at which ranks meet again.
-        file_error: the exception of rank 0 that the file system raised; it is raised like those of the writing.
-        is_prepared: rank 0 has no such exception.
+        error: an exception that is raised like those of the writing: one of the file system on rank 0, or one of this
+            rank alone after the comparison.
+        is_prepared: rank 0 has removed the files of an earlier attempt.
         tensors: nested dicts of this rank's tensors.
         rows_text: the optimizer states that are no tensors and that this rank sends, as a text for :meth:`plain_of`;
             empty if there are none.
@@ -168,10 +174,9 @@ class CheckpointValues:
     bar: ProgressBar
 
     def __init__(self, model: nn.Module, together: Consensus) -> None:
-        self.ranks = together.ranks
+        self.ranks, self.texts = together.ranks, together.texts
         self.step = 0
         self.error: Exception | None = None
-        self.file_error: Exception | None = None
         self.is_prepared = False
         self.tensors: dict[str, Any] = {}
         self.rows_text = ""
@@ -181,8 +186,8 @@ class CheckpointValues:
         self._index = ParamIndex(model)
         self._together = together
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
-        self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
-        self._unmanaged: list[str] = []
+        self._refusal: Exception | None = None
+        self._same: list[str] = []
         self._is_alike = True
         self._is_compared = False
 
@@ -197,12 +202,10 @@ class CheckpointValues:
         copy: bool,
         progress: bool,
     ) -> None:
-        """Collect the values that this rank writes; raise on every rank if any cannot save.
-
-        An exception on one rank alone after the comparison is kept in ``error``.
-        """
-        self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
+        """Collect the values that this rank writes; raise on every rank if any cannot save."""
         rank, contents = self._together.rank, None
+        self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
+        self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
         try:
             if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
                 raise OptionError(f"step must be a number of at least 0, or None; got {step!r}.")
@@ -216,11 +219,9 @@ class CheckpointValues:
                 _check_readable(contents)
             if rank == 0:
                 self._prepare(directory, step)
-            # Names of the model's tensors that no unit manages.
-            self._unmanaged = [name for name in self.tensors["model"] if name not in self._index.by_name]
         except Exception as error:
-            self.error = error
-        if contents is None or self.error is not None:
+            self._refusal = error
+        if contents is None or self._refusal is not None:
             # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
             self.integers([0] * (1 + len(self._index.params)), None)
         else:
@@ -238,7 +239,7 @@ class CheckpointValues:
             disk.remove_attempt(directory, self.step)
             self.is_prepared = True
         except OSError as error:
-            self.file_error = error
+            self.error = error
 
     def _add_model(self, *, copy: bool) -> None:
         """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
@@ -267,33 +268,30 @@ class CheckpointValues:
         elif error is not None and (not self._is_compared or isinstance(error, FsdpFlatError)):
             # The comparison raises on every rank.
             raise error
-        self.error = error
+        self.error = self.error or error
         tensors: dict[str, dict[str, Any]] = {}
         for fqn, row in found["state"].items():
-            tensors[fqn] = {name: value for name, value in row.items() if self._is_tensor(name, value)}
+            # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
+            tensors[fqn] = {
+                name: value
+                for name, value in row.items()
+                if isinstance(value, torch.Tensor)
+                and (name in self._handled or value.dim() > 0 or isinstance(value, BoxedTensor))
+            }
             self._rows[fqn] = {name: value for name, value in row.items() if name not in tensors[fqn]}
         self.tensors["optim"] = {"state": tensors}
         self.plain["optim"] = {"param_groups": found.get("param_groups")}
 
-    def _is_tensor(self, name: str, value: Any) -> bool:
-        """Return whether an optimizer state is saved as a tensor, and not with the other values of its parameter."""
-        # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
-        return isinstance(value, torch.Tensor) and (
-            name in self._handled or value.dim() > 0 or isinstance(value, BoxedTensor)
-        )
-
     def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
-        own = [self.step, int(self.is_prepared), digest_of(json.dumps(self._unmanaged).encode()), *values]
-        rows = self._together.integers(own, self.error or error, self._same)
+        # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
+        unmanaged = [name for name in self.tensors.get("model", ()) if name not in self._index.by_name]
+        own = [self.step, int(self.is_prepared), digest_of(json.dumps(unmanaged).encode()), *values]
+        rows = self._together.integers(own, self._refusal or error, self._same)
         self._is_compared = True
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
         self._is_alike = len({row[2] for row in rows}) == 1
         return [row[3:] for row in rows]
-
-    def texts(self, text: str) -> list[str]:
-        """All-gather texts."""
-        return self._together.texts(text)
 
     def _keep_share(self) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
@@ -302,6 +300,9 @@ class CheckpointValues:
         """
         index, rank = self._index, self._together.rank
         by_name = {**index.by_name, **index.dtensors_by_name}
+
+        def mine(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if is_mine(name, value)}
 
         def is_mine(name: str, value: Any) -> bool:
             param = by_name.get(name)
@@ -317,13 +318,10 @@ class CheckpointValues:
             param = by_name.get(name)
             if param is None:
                 return True
-            if name in index.dtensors_by_name:
+            if name in index.dtensors_by_name or math.prod(param.shape) == 0:
                 return param.rank_group.rank == 0
             run = param.local_shard.in_param
-            return param.rank_group.rank == 0 if math.prod(param.shape) == 0 else run.start == 0 and not run.is_empty
-
-        def mine(values: dict[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in values.items() if is_mine(name, value)}
+            return run.start == 0 and not run.is_empty
 
         self.tensors["model"] = mine(self.tensors["model"])
         if "optim" in self.tensors:
@@ -336,7 +334,7 @@ class CheckpointValues:
         """Size of this rank's tensors in bytes."""
         states = self.tensors.get("optim", {"state": {}})["state"]
         tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
-        return sum(part.nbytes for each in tensors for part in _parts(each))
+        return sum(_nbytes_of(each) for each in tensors)
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
@@ -348,11 +346,11 @@ class CheckpointValues:
         return serialized(self.plain)
 
 
-def _parts(value: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return this rank's tensors of a value."""
+def _nbytes_of(value: torch.Tensor) -> int:
+    """Return the bytes of this rank's part of a value."""
     if isinstance(value, BoxedTensor):
-        return value.parts
-    return (value.to_local() if isinstance(value, DTensor) else value,)
+        return sum(part.nbytes for part in value.parts)
+    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
 
 
 def _packed(value: Any, source: str) -> bytes:
@@ -380,29 +378,102 @@ def _write(values: CheckpointValues, directory: Path, keep_last: int, together: 
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
     writing = disk.writing_path(directory, values.step)
-    text, error = "", values.error or values.file_error
+    text, error = "", values.error
     with values.bar(values.nbytes) as update:
         try:
             if error is None and values.is_prepared:
                 written = write_files(values.tensors, writing, together.rank, update)
-                text = json.dumps([written, _records(writing, together.rank), values.rows_text])
+                records = disk.records_of(writing, f"__{together.rank}_*.distcp")
+                text = json.dumps([written, records, values.rows_text])
         except Exception as raised:
             error = raised
-        texts = together.gather_texts(text)
+        texts = together.texts(text, only_on_rank0=True)
         try:
             if texts and all(texts):
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
                 # One more file, as if of a further rank.
                 last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
                 write_metadata([*each_written, last], writing)
-                records = [record for records in each_records for record in records] + _records(writing, together.size)
-                metadata = disk.record_of(writing / ".metadata")
-                disk.commit(directory, values.step, [*(disk.FileRecord(*record) for record in records), metadata])
+                own = [disk.records_of(writing, name) for name in (f"__{together.size}_*.distcp", ".metadata")]
+                disk.commit(directory, values.step, {k: v for each in (*each_records, *own) for k, v in each.items()})
                 disk.prune(directory, keep_last)
         except Exception as raised:
             error = raised
         together.fail(error)
 
 
-def _records(writing: Path, rank: int) -> list[tuple[str, int, int]]:
-    return [astuple(disk.record_of(path)) for path in sorted(writing.glob(f"__{rank}_*.distcp"))]
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """Describes the checkpoint that :func:`load_checkpoint` loaded.
+
+    Attributes:
+        step: the checkpoint's number.
+        path: its directory.
+        extra: the ``extra`` that this rank saved; rank 0's if the number of ranks has changed.
+        skipped: the saves skipped in the directory (incomplete later ones, interrupted ones), each with the reason.
+    """
+
+    step: int
+    path: Path
+    extra: Any
+    skipped: tuple[str, ...]
+
+
+def load_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+) -> LoadedCheckpoint | None:
+    """Load the newest complete checkpoint of :func:`save_checkpoint`, at any number of ranks, wrapping and strategy.
+
+    Sizes and checksums of all files are compared first; an incomplete checkpoint is skipped with a warning that names
+    the file. Model and optimizer are unchanged unless everything fits.
+
+    Every rank must call this, between steps.
+
+    Args:
+        directory: the directory given to :func:`save_checkpoint`.
+        model: a wrapped model, or a module that holds wrappers.
+        optim: its optimizer; None ignores the saved optimizer state.
+        step: load this checkpoint, and raise if it is incomplete.
+
+    Returns:
+        The loaded checkpoint; None if there is none at all.
+
+    Raises:
+        LoadError: (a RuntimeError) no checkpoint is complete, or names or shapes do not fit the model; on every rank.
+        PhaseError: called in the middle of a step.
+    """
+    from fsdp_flat.checkpoint.dcp_files import load_files
+
+    directory = Path(directory)
+    _wait_for_background(model)
+    together = Consensus.of(model, LOADING)
+    together.barrier("load_checkpoint")
+    steps: list[int] = [] if step is None else [step]
+    cut_off: list[str] = []
+    with together.propagate_errors():
+        for unit in units_of(model):
+            unit.check_idle("load_checkpoint")
+        if together.rank == 0 and step is None:
+            disk.recover(directory)
+            steps, cut_off = disk.list_steps(directory), disk.unfinished(directory)
+    steps, cut_off = json.loads(together.texts(json.dumps([steps, cut_off]))[0])
+    skipped = [f"{name}: it was never finished" for name in cut_off]
+    for candidate in steps:
+        path = disk.path_of(directory, candidate)
+        # Each rank reads some files; the first rank's problem counts.
+        problems = together.texts(disk.find_problem(path, together.rank, together.size))
+        if not any(problems):
+            break
+        skipped.append(next(filter(None, problems)))
+    else:
+        if not steps and not skipped:
+            return None
+        raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
+    if skipped and together.rank == 0:
+        warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
+    extra = load_files(path, model, optim, together)
+    return LoadedCheckpoint(candidate, path, extra, tuple(skipped))

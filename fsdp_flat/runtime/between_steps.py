@@ -1,0 +1,474 @@
+"""Acts on units between steps: full parameters, conversions (``.to``, ``.float``), copies, and unwrapping."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import Pending, true_on_any_rank, unrecorded
+from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
+from fsdp_flat.flat import (
+    PLAIN,
+    FlatParamHandle,
+    ShardedPlaceholder,
+    clear_padding,
+    copy_flat_parameter,
+    have_grads,
+    local_part,
+    modules_of,
+    restore_sharded_grad,
+    shard_of,
+    sharded_grad_of,
+    show_full_grads,
+    unsharded_of,
+    views_of,
+)
+from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
+from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
+from fsdp_flat.runtime.options import Ignored
+from fsdp_flat.runtime.other_forwards import register_forward_method
+from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.tensors import drop_full_precision
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+from fsdp_flat.user_warnings import warn_user
+
+# The name component that torch.compile adds.
+_WORD = COMPILED_MODULE + "."
+_COPYING = "fsdp_flat is copying an outer unit"
+_COPIED = "units that fsdp_flat has copied"
+
+
+# -- full parameters ---------------------------------------------------------------------------------------------------
+
+
+def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
+    """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
+
+    The result is separate memory, except if nothing is sharded: then it is the given tensor.
+    Every rank of the shard group must call this.
+    """
+    streams = unit.context.streams
+    with unrecorded():
+        streams.shards_written()
+        with streams.all_gathers:
+            pendings = [_begin_gather(unit, handle, of(handle)) for handle in unit.handles]
+            gathered = [pending.wait() for pending in pendings]
+            wholes = [unsharded_of(h.layout, each) for h, each in zip(unit.handles, gathered, strict=True)]
+    streams.wait_for_all_gathers()
+    return wholes
+
+
+def _begin_gather(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
+    if unit.collectives is None:
+        return Pending((), shard)
+    whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
+    whole[handle.layout.shard(unit.options.groups.shard.rank).to_slice()].copy_(shard)
+    return unit.collectives.begin_all_gather(whole)
+
+
+@contextmanager
+def full_params(
+    unit: Unit, *, device: torch.device | None = None, show: bool = True
+) -> Iterator[dict[FlatParamHandle, torch.Tensor]]:
+    """All-gather a unit in its original dtype into separate memory; with ``show`` set views of it as Parameters.
+
+    Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
+    ``summon_full_params``) it does not all-gather again, so that changes not yet written back are visible.
+    """
+    outer, was_shown, was_unsharded = unit.whole, unit.shows_whole, unit.shows_unsharded
+    if outer is None:
+        unit.adopt_changes()
+        wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
+        whole = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
+    else:
+        whole = outer
+    unit.whole, unit.shows_whole = whole, show or was_shown
+    try:
+        if show and not was_shown:
+            for handle, tensor in whole.items():
+                handle.views.use_full_tensors(views_of(tensor, handle.layout))
+        yield whole
+    finally:
+        unit.whole, unit.shows_whole = outer, was_shown
+        for handle in () if was_shown else unit.handles:
+            handle.views.unregister_full_params()
+        if outer is None and was_unsharded:
+            unit.use_unsharded_views()
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Generator[None, None, None]:
+    """Unshard the full parameters of every unit at and below ``module`` inside the block.
+
+    Every rank must enter it. Do not run forward or backward inside.
+
+    Args:
+        module: a wrapper or any module that holds wrappers.
+        recurse: include nested wrappers.
+        writeback: keep changes; each rank keeps those to its own shard.
+        rank0_only: only rank 0 of each shard group gets full parameters.
+        offload_to_cpu: full parameters are on the CPU.
+        with_grads: full gradients too.
+
+    Raises:
+        UnsupportedError: ``writeback`` with ``rank0_only``, ``with_grads`` with ``offload_to_cpu``.
+        PhaseError: inside forward, backward or another summon of the same unit.
+    """
+    if with_grads and offload_to_cpu:
+        raise UnsupportedError("summon_full_params(with_grads=True) does not go with offload_to_cpu=True.")
+    if writeback and rank0_only:
+        raise UnsupportedError(
+            "summon_full_params(writeback=True, rank0_only=True) could write rank 0's changes to rank 0's own shard "
+            "only. Pass writeback=False, or rank0_only=False."
+        )
+    if offload_to_cpu and not rank0_only:
+        warn_user(
+            "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a full copy on its CPU. "
+            "Pass rank0_only=True unless every rank needs it.",
+            stacklevel=3,
+        )
+    units = []
+    for child in modules_of(module) if recurse else (module,):
+        for unit in units_of(child, recurse=False):
+            if not unit.is_nested:
+                # This is a first use: from here on the wrapper is a root.
+                schedule_of(child, unit)
+            unit.check_idle("summon_full_params")
+            units.append(unit)
+    if with_grads:
+        _check_reduced(units)
+    for unit in units if writeback else ():
+        # Parameters still unsharded from an earlier forward stay for its backward; the next forward must not use them.
+        unit.is_outdated = unit.is_unsharded
+        if not unit.is_unsharded:
+            unit.reshard()
+    device = torch.device("cpu") if offload_to_cpu else None
+    with ExitStack() as stack:
+        for unit in units:
+            shown = not rank0_only or unit.options.groups.primary.rank == 0
+            whole = stack.enter_context(full_params(unit, device=device, show=shown))
+            if with_grads:
+                stack.enter_context(_full_grads(unit, show=shown, writeback=writeback))
+            if writeback:
+                stack.enter_context(_written_back(unit, whole))
+            stack.callback(setattr, unit, "phase", unit.phase)
+            unit.phase = Phase.SUMMONED
+        yield
+
+
+@contextmanager
+def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Iterator[None]:
+    versions = {handle: tensor._version for handle, tensor in whole.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            # Every rank checks every shape, so that all raise and none waits for the others.
+            for handle in whole:
+                for index, param_info in enumerate(handle.layout.param_infos):
+                    shape = tuple(handle.views.shown(index).shape)
+                    if shape != param_info.shape:
+                        raise UsageError(
+                            f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
+                            f"shape {shape}; expected {param_info.shape}. Nothing of this unit was written back."
+                        )
+            rank = unit.options.groups.shard.rank
+            for handle, tensor in whole.items():
+                if tensor._version != versions[handle]:
+                    # Also if the full tensor is the shard itself, which the changes reached directly.
+                    handle.views.bump_version()
+                for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
+                    target = handle.views.local(index)
+                    source = local_part(handle.layout, index, rank, handle.views.shown(index).detach())
+                    if source.data_ptr() != target.data_ptr():
+                        target.copy_(source)
+
+
+def _check_reduced(units: Sequence[Unit]) -> None:
+    """Raise if ``.grad`` shows slices of unreduced local gradients: they do not make up a full gradient.
+
+    Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
+    """
+    for groups, device in dict.fromkeys(
+        (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
+    ):
+        own = [unit for unit in units if unit.options.groups == groups and any(h.grads.num_ready for h in unit.handles)]
+        if any(true_on_any_rank([bool(own)], groups.rank_groups, device)):
+            told = f"of unit {own[0].name!r}" if own else "on another rank"
+            raise PhaseError(
+                f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
+                f"rank {groups.shard.rank} of the shard group): each rank has a local shard of its own gradient, of a "
+                "backward inside no_sync. Call it after a backward outside of no_sync, or use "
+                'no_sync(mode="sharded").'
+            )
+
+
+@contextmanager
+def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
+    """All-gather the gradients of a unit, and set them inside the block on ranks that show full parameters."""
+    shards = {handle: sharded_grad_of(handle.views) for handle in unit.handles}
+    wholes = all_gather_full(unit, shards.__getitem__)
+    flags = [have_grads(handle.views) for handle in unit.handles]
+    if unit.options.use_orig_params:
+        # A rank without elements of a parameter has no gradient of it, but another may have one.
+        own = [flag for row in flags for flag in row]
+        anywhere = iter(true_on_any_rank(own, [unit.options.groups.shard], unit.options.device))
+        flags = [[next(anywhere) for _ in row] for row in flags]
+    shown = list(zip(unit.handles, wholes, flags, strict=True)) if show else []
+    for handle, whole, there in shown:
+        show_full_grads(handle.views, whole, there)
+    try:
+        yield
+    finally:
+        for handle, whole, _ in shown:
+            rank = unit.options.groups.shard.rank
+            restore_sharded_grad(handle.views, shard_of(handle.layout, rank, whole) if writeback else shards[handle])
+
+
+# -- conversions, copies and unwrapping -------------------------------------------------------------------------------
+
+
+def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert_others: Callable[[], object]) -> bool:
+    """Apply ``fn`` to the unit's shards instead of its visible parameters; return whether it did.
+
+    In the middle of a step nothing is converted, and it is an error if ``fn`` would change a shard. ``convert_others``
+    converts the tensors that no unit manages; it is called while modules hold no sharded parameters.
+    """
+    unit.context.recover()
+    if unit.phase is not Phase.IDLE:
+        if any(handle.is_changed_by(fn) for handle in unit.handles):
+            unit.check_idle("A conversion (.to, .float, .cuda, ...)")
+        return False
+    unit.reshard()
+    unit.adopt_changes()
+    for handle in unit.handles:
+        handle.views.remove()
+    try:
+        convert_others()
+    finally:
+        for handle in unit.handles:
+            handle.views.use_sharded_views()
+    for handle in unit.handles:
+        was_meta = handle.flat_param.is_meta
+        handle.convert(marking_empty(fn) if was_meta else fn)
+        # Fake tensors, which have no values, stay on the meta device.
+        if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
+            clear_padding(handle.flat_param.data, handle.layout, handle.spec.rank)
+            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
+    return True
+
+
+def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """Copy a wrapper, its unit and the module inside; nested wrappers copy themselves in the process.
+
+    A copy has the same layout on copied modules, with a separate shard; nothing is communicated. Process groups,
+    meshes and constructor arguments are shared with the original. Gradients are not copied, as ``copy.deepcopy`` of
+    ordinary parameters does not copy them either; so a copy synchronizes gradients, and its next backward is a last
+    one. It has the other switches of the original, and the same collectives. Modules to prefetch become their copies;
+    those that are not copied are left out. Parameters already in ``memo`` (those of a copied optimizer) are reused.
+    """
+    unit = own_unit(wrapper)
+    twin = type(wrapper).__new__(type(wrapper))
+    memo[id(wrapper)] = twin
+    copied = _copy_unit(unit, memo)
+    remade = {"_unit", "_handle_names", "_load", *unit.forward_methods}
+    for name, value in wrapper.__dict__.items():
+        if name not in remade:
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    twin.__dict__["_unit"] = copied
+    for method in unit.forward_methods:
+        register_forward_method(twin, method)
+    return twin
+
+
+def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
+    unit.check_idle("copy.deepcopy")
+    groups = unit.options.groups
+    for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
+        if shared is not None:
+            memo[id(shared)] = shared
+    outermost = _COPYING not in memo
+    if outermost:
+        _check_complete(unit)
+        memo[_COPYING] = True
+    try:
+        unit.adopt_changes()
+        for handle in unit.handles:
+            _copy_params(handle, memo)
+        with ExitStack() as stack:
+            # The modules hold None in place of the parameters, so that their values are not copied with them.
+            for handle in unit.handles:
+                stack.enter_context(handle.views.detached())
+            module = copy.deepcopy(unit.module, memo)
+    finally:
+        if outermost:
+            del memo[_COPYING]
+    handles = [_copy_handle(handle, memo) for handle in unit.handles]
+    ignored = Ignored(
+        frozenset(memo.get(id(child), child) for child in unit.ignored.modules),
+        frozenset(memo.get(id(param), param) for param in unit.ignored.params),
+    )
+    buffers, stored = copy.deepcopy(unit.buffers, memo), copy.deepcopy(unit.stored, memo)
+    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.unit_id)
+    twin.optim_state_handlers.update(unit.optim_state_handlers)
+    twin.policy = copy.copy(unit.policy)
+    twin.control = replace(unit.control, sync_gradients=True, is_last_backward=True)
+    twin.use_collectives(unit.collective_choice)
+    twin.averages_ignored = unit.averages_ignored
+    twin.state_dict_settings = copy.deepcopy(unit.state_dict_settings)
+    twin.is_nested = unit.is_nested and not outermost
+    for handle in handles:
+        handle.views.use_sharded_views()
+    memo.setdefault(_COPIED, []).append((unit, twin))
+    # Modules to prefetch are replaced in all units copied so far: one may name modules copied after it.
+    for original, copied in memo[_COPIED] if outermost else ():
+        for lists in ("forward_prefetch", "backward_prefetch"):
+            modules = getattr(original.control, lists)
+            setattr(copied.control, lists, tuple(memo[id(module)] for module in modules if id(module) in memo))
+    return twin
+
+
+def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
+    # Copy parameters before modules, so that other references to these parameters refer to their copies.
+    memo[id(handle.flat_param)] = copy_flat_parameter(handle.flat_param, memo.get(id(handle.flat_param)))
+    for entry in handle.views.params:
+        if id(entry.param) not in memo:
+            kind = type(entry.param) if entry.adapter is PLAIN else nn.Parameter
+            twin = kind(entry.param.data, requires_grad=entry.param.requires_grad)
+            memo[id(entry.param)] = twin
+        marks = entry.param.__dict__
+        if "_fsdp_flattened" in marks:
+            memo[id(entry.param)]._fsdp_flattened = marks["_fsdp_flattened"]
+
+
+def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHandle:
+    params = []
+    for entry in handle.views.params:
+        sites = tuple(replace(site, module=copy.deepcopy(site.module, memo)) for site in entry.sites)
+        params.append(replace(entry, param=memo[id(entry.param)], sites=sites))
+    return handle.copy_to(params, copy.deepcopy(handle.spec.module, memo), memo[id(handle.flat_param)])
+
+
+def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
+    """Return module and name of every registration of a parameter that ``units`` manage."""
+    params = [entry for unit in units for handle in unit.handles for entry in handle.views.params]
+    return {(site.module, site.name) for entry in params for site in entry.sites}
+
+
+def _check_complete(unit: Unit) -> None:
+    """Raise if a module below the unit holds a parameter of an outer unit, whose values would not be copied."""
+    managed = managed_sites([unit, *units_of(unit.module)])
+    for module in unit.module.modules():
+        held = [each for each in module._parameters.items() if getattr(each[1], "_fsdp_flattened", False)]
+        held += [each for each in module.__dict__.items() if isinstance(each[1], ShardedPlaceholder)]
+        for name, tensor in held:
+            if (module, name) not in managed and not getattr(tensor, "_is_flat_param", False):
+                raise UsageError(
+                    f"{name!r} of a {type(module).__name__} in unit {unit.name!r} is shared with a unit further out, "
+                    "which holds it, so this unit cannot be copied alone. Copy the outermost wrapper."
+                )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the plain module inside a wrapped model, with full parameters on every rank and nothing of fsdp_flat left.
+
+    Units are all-gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
+    the Parameter objects stay the same. Gradients are dropped, and an optimizer that was built for the wrapped model
+    has state in the shapes of shards: build a new one. The old wrappers raise when they are used.
+
+    Every rank must call this, between steps.
+
+    Args:
+        model: a wrapper that is not nested in another one, or any module that holds such wrappers; the latter is
+            changed in place. An activation-checkpoint wrapper stays.
+
+    Returns:
+        The wrapped module, or ``model`` itself if it is not a wrapper. Modules of ``fully_shard`` get their own class
+        back, in place.
+
+    Raises:
+        PhaseError: inside forward, backward or ``summon_full_params``.
+        UsageError: ``model`` is nested in another wrapper.
+    """
+    units = units_of(model)
+    for unit in units:
+        unit.check_idle("unwrap")
+        if isinstance(unit.context, Schedule) and unit.context.root not in units:
+            root = unit.context.root.name
+            raise UsageError(
+                f"unwrap was called on {unit.name!r}, which is nested in {root!r}. Pass the outermost "
+                "wrapper, or the module that holds it."
+            )
+    for unit in units:
+        unit.reshard()
+        unit.adopt_changes()
+        wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
+        for handle, whole in zip(unit.handles, wholes, strict=True):
+            handle.views.unflatten(whole)
+        unit.buffers.cast(full=True)
+    modules = list(model.modules())
+    wrappers = {child for child in modules if (own := unit_of(child)) is not None and not own.shows_dtensors}
+
+    def inner(module: nn.Module) -> nn.Module:
+        while module in wrappers:
+            module = module.get_submodule(FSDP_WRAPPED_MODULE)
+        return module
+
+    for child in modules:
+        for name, grandchild in child._modules.items():
+            if grandchild is not None:
+                child._modules[name] = inner(grandchild)
+        _restore_module(child)
+    return inner(model)
+
+
+def _restore_module(module: nn.Module) -> None:
+    """Undo what wrapping, or ``fully_shard``, has changed of a module besides its parameters."""
+    unit = unit_of(module)
+    if unit is not None:
+        del module.__dict__["_unit"]
+    if unit is not None and unit.shows_dtensors:
+        for each in unit.with_inner:
+            assert each.options.rows is not None
+            for hook in each.options.rows.hooks:
+                hook.remove()
+        for name in unit.forward_methods:
+            module.__dict__.pop(name, None)
+        # The class of a sharded module is derived from two: that of fully_shard, and its own.
+        module.__class__ = type(module).__bases__[1]
+    for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_fsdp_has_managed_params"):
+        module.__dict__.pop(mark, None)
+    drop_full_precision(module)
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_without_word, _with_word)]:
+            del hooks[key]
+
+
+def hide_compiled_name(module: nn.Module) -> None:
+    """Make a module returned by ``torch.compile`` save and load under original names; ignore other modules."""
+    if COMPILED_MODULE in module._modules:
+        module.register_state_dict_post_hook(_without_word)
+        module.register_load_state_dict_pre_hook(_with_word)
+
+
+def _without_word(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix + _WORD)]:
+        state_dict[prefix + key[len(prefix + _WORD) :]] = state_dict.pop(key)
+
+
+def _with_word(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(prefix + _WORD)]:
+        state_dict[prefix + _WORD + key[len(prefix) :]] = state_dict.pop(key)
