@@ -84,7 +84,7 @@ def pretended(world: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fsdp_flat.comm import _torch
+    from fsdp_flat.comm import torch_comm
 
     def all_gather(*args: Any, **kwargs: Any) -> _Done:
         output, own = _tensors(args, kwargs)
@@ -102,7 +102,7 @@ def pretended(world: int) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = []
     for names, function in ((_ALL_GATHERS, all_gather), (_REDUCE_SCATTERS, reduce_scatter)):
-        for owner in (dist, _torch):
+        for owner in (dist, torch_comm):
             for name in names:
                 if hasattr(owner, name):
                     replaced.append((owner, name, getattr(owner, name)))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.spec import Job, Setting
 from fsdp_flat.comm import RankGroup, collectives_for
-from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
+from fsdp_flat.comm.torch_comm import all_gather_single, reduce_scatter_single
 
 NOTE = """\
 Sizes are those of the unsharded buffer. fsdp_flat uses shared memory between ranks of one host. Otherwise it uses

@@ -96,13 +96,13 @@ class _Done:
 
 def _move_nothing() -> None:
     """Replace the collectives of the "fake" backend, whose copies for every rank are no cost of a library."""
-    from fsdp_flat.comm import _torch
+    from fsdp_flat.comm import torch_comm
 
     def nothing(*_: Any, **__: Any) -> _Done:
         return _Done()
 
     for name in ("all_gather_single", "reduce_scatter_single"):
-        setattr(_torch, name, nothing)
+        setattr(torch_comm, name, nothing)
         setattr(dist, name, nothing)
     for name in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
         setattr(dist, name, nothing)

@@ -200,7 +200,7 @@ def test_the_shared_memory_transport_is_used_through_its_interface_alone() -> No
 
 
 # One file for torch's private names in each package that needs them.
-SAME_BASENAMES = {"__init__", "_torch"}
+SAME_BASENAMES = {"__init__"}
 # FSDP1's name for the view of a handle that it does not document.
 SAME_NAMES = {"FlatParamHandle", "main"}
 

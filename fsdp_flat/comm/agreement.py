@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from fsdp_flat.comm._torch import flatten_dense, group_store
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
+from fsdp_flat.comm.torch_comm import flatten_dense, group_store
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.user_warnings import warn_user
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import _torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import OptionError, UnsupportedError
 
@@ -79,7 +79,7 @@ def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
     Raises:
         UnsupportedError: the backend has none.
     """
-    allocate_tensor = _torch.tensor_allocator(group, device)
+    allocate_tensor = torch_comm.tensor_allocator(group, device)
     if allocate_tensor is None:
         raise UnsupportedError(
             f"The backend {dist.get_backend(group)!r} cannot allocate memory for communication on {device} "
@@ -140,7 +140,7 @@ class QuantizedAllGather(_Quantized):
         size, numel = dist.get_world_size(group), input_tensor.numel()
         own = self._pack(input_tensor.view(1, -1))
         everyone = own.new_empty(size, own.shape[1])
-        work = _torch.all_gather_single(everyone.view(-1), own.view(-1), group=group, async_op=True)
+        work = torch_comm.all_gather_single(everyone.view(-1), own.view(-1), group=group, async_op=True)
 
         def finish() -> torch.Tensor:
             with torch.no_grad():

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
+from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import PeerFailureError
 
 _logger = logging.getLogger("fsdp_flat")

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import _torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
 from fsdp_flat.comm.exchanges import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, moves_by_gloo
@@ -64,12 +64,12 @@ class Collectives:
         The result is this rank's slice, in separate memory. ``empty_like`` allocates :attr:`Pending.scratch`.
         """
         out = full.new_empty(full.numel() // self.size)
-        work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
+        work = torch_comm.reduce_scatter_single(out, full, group=self.group, async_op=True)
         return Pending([work], out, alive=(full,))
 
     def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         """Begin to all-gather ``own``, this rank's slice of ``full``, and return the work."""
-        return _torch.all_gather_single(full, own, group=self.group, async_op=True)
+        return torch_comm.all_gather_single(full, own, group=self.group, async_op=True)
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
@@ -269,7 +269,7 @@ class CustomCollectives(Collectives):
         return self._begin_staged(own, staging, rows[self.rank].copy_(own), partial(place, rows))
 
     def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
-        all_gather = self._choice.all_gather or _torch.all_gather_single
+        all_gather = self._choice.all_gather or torch_comm.all_gather_single
         return all_gather(full, own, self.group, async_op=True)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
@@ -281,7 +281,7 @@ class CustomCollectives(Collectives):
             full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
         out = (memory or torch.empty)((full.numel() // self.size,), dtype=full.dtype, device=full.device)
         if reduce_scatter is None:
-            work = _torch.reduce_scatter_single(out, full, group=group, async_op=True)
+            work = torch_comm.reduce_scatter_single(out, full, group=group, async_op=True)
         else:
             work = reduce_scatter(out, full, group, dist.ReduceOp.SUM, async_op=True)
         # The result becomes a gradient, which outlives memory of the caller.

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
-from fsdp_flat.composable._torch import FullyShardNote, is_replicated
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class, state_of
+from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (

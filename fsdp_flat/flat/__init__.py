@@ -1,17 +1,5 @@
 """Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat._torch import (
-    active_compiler,
-    concatenated_mesh,
-    dynamo_disabled,
-    dynamo_disabled_here,
-    flattened_mesh,
-    in_backward,
-    is_released,
-    node_will_run,
-    pytree_children,
-    unguarded,
-)
 from fsdp_flat.flat.arrangement import RowTarget, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.gradients import (
@@ -43,3 +31,15 @@ from fsdp_flat.flat.params import (
     unsharded_shape,
 )
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
+from fsdp_flat.flat.torch_flat import (
+    active_compiler,
+    concatenated_mesh,
+    dynamo_disabled,
+    dynamo_disabled_here,
+    flattened_mesh,
+    in_backward,
+    is_released,
+    node_will_run,
+    pytree_children,
+    unguarded,
+)

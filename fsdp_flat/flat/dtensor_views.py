@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat._torch import dtensor_of, dtensor_parameter, is_in_a_graph
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import PLAIN, DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
+from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.flat._torch import unguarded
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.guards import ShardedGrad, UnreducedGrad, set_grad
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
+from fsdp_flat.flat.torch_flat import unguarded
 from fsdp_flat.flat.views import Views
 
 

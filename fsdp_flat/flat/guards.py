@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import unguarded
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam
+from fsdp_flat.flat.torch_flat import unguarded
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})

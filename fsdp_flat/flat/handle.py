@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.flat._torch import set_versions, unguarded
 from fsdp_flat.flat.arrangement import BufferRows, GroupedRows, RowTarget, clear_padding, local_part, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import as_flat_parameter, convert_grad, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
+from fsdp_flat.flat.torch_flat import set_versions, unguarded
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 

@@ -12,9 +12,9 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import active_compiler, dynamo_disabled_here
 from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, set_grad
 from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
+from fsdp_flat.flat.torch_flat import active_compiler, dynamo_disabled_here
 from fsdp_flat.flat.views import Views
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, TiedParameterError, UnsupportedError
-from fsdp_flat.flat._torch import concatenated_mesh, strided_shard
+from fsdp_flat.flat.torch_flat import concatenated_mesh, strided_shard
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, Interval, chunk_rows, clean_fqn, join_fqn
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,10 @@ from functools import partial
 import torch
 
 from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.flat._torch import (
+from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
+from fsdp_flat.flat.gradients import GradChange, ReduceScatteredGrad, UnreducedLocalGrad, apply_hooks
+from fsdp_flat.flat.params import PLAIN, ManagedParam
+from fsdp_flat.flat.torch_flat import (
     chunk_cat,
     dynamo_disabled,
     dynamo_disabled_here,
@@ -17,9 +20,6 @@ from fsdp_flat.flat._torch import (
     swap_memory,
     unguarded,
 )
-from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
-from fsdp_flat.flat.gradients import GradChange, ReduceScatteredGrad, UnreducedLocalGrad, apply_hooks
-from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 

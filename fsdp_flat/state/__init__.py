@@ -1,6 +1,5 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
-from fsdp_flat.state._torch import full_tensor, local_from
 from fsdp_flat.state.codecs import CODECS, BoxedTensor, CodecRow, codec_of, settings_for
 from fsdp_flat.state.model_load import ModelLoad, all_or_nothing, end_load, load_unit, with_wrapper_versions
 from fsdp_flat.state.model_save import (
@@ -33,3 +32,4 @@ from fsdp_flat.state.shards import (
     rank_groups_of,
     redistribute,
 )
+from fsdp_flat.state.torch_state import full_tensor, local_from

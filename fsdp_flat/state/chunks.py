@@ -33,8 +33,8 @@ from fsdp_flat.layout import (
     chunk_shape,
 )
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state._torch import ShardedTensors, dtensor, local_chunk, root_mesh
 from fsdp_flat.state.shards import Config, IndexedParam, LoadPlan, StateDictCodec, StateShard, TensorTransfer, shape_of
+from fsdp_flat.state.torch_state import ShardedTensors, dtensor, local_chunk, root_mesh
 
 
 @dataclass(frozen=True, slots=True)

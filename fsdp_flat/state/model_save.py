@@ -18,9 +18,9 @@ from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Unit, full_params, unit_of, units_of
-from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
+from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
 
 

@@ -22,7 +22,6 @@ from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageErro
 from fsdp_flat.flat import PLAIN, clear_padding
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit, units_of
-from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
 from fsdp_flat.state.shards import (
@@ -37,6 +36,7 @@ from fsdp_flat.state.shards import (
     refuse_split,
     shape_of,
 )
+from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.user_warnings import warn_user
 
 _LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)

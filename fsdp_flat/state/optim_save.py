@@ -33,7 +33,6 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.layout import ReplicatedPartition
-from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec
 from fsdp_flat.state.shards import (
     Config,
@@ -51,6 +50,7 @@ from fsdp_flat.state.shards import (
     redistribute,
     refuse_split,
 )
+from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
 
 _MERGING = ErrorTexts("merging optimizer states")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
+from fsdp_flat.comm.torch_comm import all_gather_single, reduce_scatter_single
 from fsdp_flat.errors import OptionError, PhaseError
 from tests.runtime.kit import Twin, batch, recorded
 from tests.support import assert_equal, on_ranks

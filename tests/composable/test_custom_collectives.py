@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.collectives import QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from fsdp_flat.runtime import units_of
@@ -58,7 +58,7 @@ class Gathers(Memory):
         numel = input_tensor.numel()
         start = dist.get_rank(group) * numel
         assert input_tensor.data_ptr() == output_tensor[start:].data_ptr()
-        return comm_torch.all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
+        return torch_comm.all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
 
 
 class Reductions(Memory):
@@ -66,7 +66,7 @@ class Reductions(Memory):
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.check(output_tensor, input_tensor)
-        comm_torch.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+        torch_comm.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
 
 def train(models: Beside, *, num_steps: int = 2, replica: bool = True, **tolerance: Any) -> None:
@@ -208,7 +208,7 @@ def test_collectives_use_the_memory_of_a_backend(wrapper: bool) -> None:
         return lambda numel, *, dtype, device: memory.allocate((numel,), dtype=dtype, device=device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm_torch, "tensor_allocator", allocator)
+        patch.setattr(torch_comm, "tensor_allocator", allocator)
         if wrapper:
             twin = Twin.of(Stack())
             twin.model.set_allocate_memory_from_process_group_for_comm(True)
@@ -230,7 +230,7 @@ def test_collectives_use_the_memory_of_a_backend(wrapper: bool) -> None:
 def test_memory_of_the_backend_and_custom_objects_exclude_each_other(rank: int) -> None:
     ours = blocks_and_root(Stack())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm_torch, "tensor_allocator", lambda *_: torch.empty)
+        patch.setattr(torch_comm, "tensor_allocator", lambda *_: torch.empty)
         ours.set_allocate_memory_from_process_group_for_comm(True)
         # An object set afterwards is used in place of the backend's memory.
         ours.set_custom_all_gather(Gathers())

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat import fully_shard
 from fsdp_flat.collectives import use_collectives
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.flat.arrangement import BufferRows
 from tests.support import on_ranks
 from tests.support.kit import Stack, seeded, square_loss
@@ -104,7 +104,7 @@ def test_an_all_gather_that_failed_keeps_no_memory_and_none_of_it_is_used_again(
     def gather(output: torch.Tensor, own: torch.Tensor, group: object, async_op: bool = False) -> _Work:
         if fails == "begin":
             raise RuntimeError("on purpose")
-        work = comm_torch.all_gather_single(output, own.clone(), group=group, async_op=True)
+        work = torch_comm.all_gather_single(output, own.clone(), group=group, async_op=True)
         return _Work(work, fails == "wait")
 
     staged: list[torch.Tensor] = []

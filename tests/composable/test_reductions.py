@@ -272,12 +272,12 @@ class Operations:
     """Records the operations of collectives on floating-point tensors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from fsdp_flat.comm import _torch as comm_torch
+        from fsdp_flat.comm import torch_comm
 
         self.found: list[tuple[str, Any]] = []
         for owner, name in [
             (dist, "all_reduce"),
-            (comm_torch, "reduce_scatter_single"),
+            (torch_comm, "reduce_scatter_single"),
             (dist, "all_to_all_single"),
         ]:
             monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))

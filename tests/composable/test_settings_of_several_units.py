@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_flat.collectives import use_collectives
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.runtime import units_of
@@ -53,13 +53,13 @@ def test_memory_is_allocated_by_the_groups_of_all_meshes_or_none(enable: bool) -
     if not enable:
         error = PhaseError
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm_torch, "tensor_allocator", lambda *_: torch.empty)
+            patch.setattr(torch_comm, "tensor_allocator", lambda *_: torch.empty)
             model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
         inner.begin_unshard()
     before = outer.collective_choice
     with pytest.MonkeyPatch.context() as patch:
         of_outer = outer.options.groups.shard.group
-        patch.setattr(comm_torch, "tensor_allocator", lambda group, _: torch.empty if group is of_outer else None)
+        patch.setattr(torch_comm, "tensor_allocator", lambda group, _: torch.empty if group is of_outer else None)
         with pytest.raises(error):
             model.blocks[0].set_allocate_memory_from_process_group_for_comm(enable)
     assert outer.collective_choice == before

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat.flat._torch import swap_memory
 from fsdp_flat.flat.arrangement import can_chunk
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool
+from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout, RowLayout
 from tests.support import assert_equal
 

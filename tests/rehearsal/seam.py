@@ -3,7 +3,7 @@
 * ``fsdp_flat.runtime.reduction.Streams`` manages the streams of a tree. Here they are recording streams, created in
   the order in which a step first uses them.
 * ``fsdp_flat.runtime.construction.compute_device_from`` returns the accelerator.
-* ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
+* ``fsdp_flat.comm.torch_comm`` holds aliases of two functions of ``torch.distributed``.
 * :func:`names_of_storages` asks units for their handles, shards, unsharded buffers and flat gradients.
 """
 
@@ -21,8 +21,7 @@ from torch import nn
 
 import fsdp_flat.runtime.construction
 import fsdp_flat.runtime.reduction
-from fsdp_flat.comm import Pending
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import Pending, torch_comm
 from fsdp_flat.comm.streams import Streams
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
@@ -41,7 +40,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
 
         replace(fsdp_flat.runtime.reduction, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
         replace(fsdp_flat.runtime.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
-        for owner in (dist, comm_torch):
+        for owner in (dist, torch_comm):
             for name, function in functions.items():
                 if hasattr(owner, name):
                     replace(owner, name, function)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal, train
 from tests.rehearsal.models import BOTH_KINDS
@@ -57,7 +57,7 @@ class Gathers:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        return comm_torch.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return torch_comm.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class Reductions(Gathers):
@@ -66,7 +66,7 @@ class Reductions(Gathers):
     def __call__(  # type: ignore[override]
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        return comm_torch.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return torch_comm.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 @BOTH_KINDS

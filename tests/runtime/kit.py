@@ -15,8 +15,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.comm import _torch as comm_torch
-from fsdp_flat.comm import flat_collectives, transfers
+from fsdp_flat.comm import flat_collectives, torch_comm, transfers
 from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
@@ -218,7 +217,7 @@ def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
     record = Record(on_call=on_call)
     originals: list[tuple[Any, str, Any]] = []
     places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
-    places += [(comm_torch, "all_gather_single"), (comm_torch, "reduce_scatter_single")]
+    places += [(torch_comm, "all_gather_single"), (torch_comm, "reduce_scatter_single")]
     for owner, name in places:
         original = getattr(owner, name)
         originals.append((owner, name, original))

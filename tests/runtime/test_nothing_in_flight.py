@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import torch_comm
 from tests.runtime.kit import COLLECTIVES, batch, sgd, shared_memory
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
@@ -53,7 +53,7 @@ def works() -> Iterator[list[Waited]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner in (dist, comm_torch):
+        for owner in (dist, torch_comm):
             for name in COLLECTIVES:
                 if hasattr(owner, name):
                     patch.setattr(owner, name, watched(name, getattr(owner, name)))

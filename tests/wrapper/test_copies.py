@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, register_forward_method
-from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import torch_comm
 from fsdp_flat.errors import OptionTypeError, PhaseError, UsageError
 from fsdp_flat.runtime import own_unit, units_of
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
@@ -274,7 +274,7 @@ class Gathers:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.num_calls += 1
-        return comm_torch.all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
+        return torch_comm.all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
 
 
 @on_ranks(2)
