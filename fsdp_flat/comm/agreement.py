@@ -156,6 +156,13 @@ class ErrorTexts:
     differ: str = ""  # the statement that ranks differ, a sentence
     advice: str = ""  # the recommended action, a sentence
 
+    def describe(self, first: str, rank: int, other: str) -> str:
+        """Return the text of the error: rank 0 has ``first`` where ``rank`` has ``other``."""
+        other = other if other != first else f"another {other}"
+        return (
+            f"{self.differ} First difference: rank 0 of the group has {first}, rank {rank} has {other}. {self.advice}"
+        )
+
 
 def agree(
     lines: Sequence[str],
@@ -223,11 +230,7 @@ def _finding(everyone: list[list[str]], words: ErrorTexts) -> Exception:
     for rank, lines in enumerate(everyone):
         for first, other in zip_longest(everyone[0], lines, fillvalue="nothing more"):
             if _compared(first) != _compared(other):
-                ours, theirs = first.rpartition("\t")[2], other.rpartition("\t")[2]
-                return RankMismatchError(
-                    f"{words.differ} First difference: rank 0 of the group has {ours}, rank {rank} has "
-                    f"{theirs if theirs != ours else f'another {theirs}'}. {words.advice}"
-                )
+                return RankMismatchError(words.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
     raise AssertionError("digests of equal lines differ")
 
 

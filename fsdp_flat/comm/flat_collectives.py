@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
 from fsdp_flat.comm.exchanges import WatchedWork, unit_names
-from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of
 from fsdp_flat.comm.streams import Pending, unrecorded
 
@@ -105,7 +105,11 @@ class GlooCollectives(Collectives):
         return self.begin_all_gather(full)
 
     def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
-        chunks = zip(full.chunk(self.size), global_ranks(self.group), strict=True)
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError) as error:
+            raise destroyed_error(self.group) from error
+        chunks = zip(full.chunk(self.size), ranks, strict=True)
         return [dist.broadcast(chunk, src=source, group=self.group, async_op=True) for chunk, source in chunks]
 
 
