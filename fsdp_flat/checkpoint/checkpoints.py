@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
-from fsdp_flat.checkpoint import file_formats as disk
-from fsdp_flat.checkpoint.consensus import (
+from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.directory import (
     LOADING,
     SAVING,
     Consensus,

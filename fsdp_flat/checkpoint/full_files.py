@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.consensus import (
+from fsdp_flat.checkpoint.directory import (
     LOADING,
     SAVING,
     Consensus,
@@ -23,7 +23,7 @@ from fsdp_flat.checkpoint.consensus import (
     progress_bar,
     shard_group_of,
 )
-from fsdp_flat.checkpoint.file_formats import FileWriter, read_safetensors
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.comm import P2PChannels
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 from fsdp_flat.layout import clean_fqn

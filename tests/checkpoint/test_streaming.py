@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
-from fsdp_flat.checkpoint.file_formats import FileWriter, read_safetensors
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks

@@ -23,7 +23,7 @@ from fsdp_flat import (
     save_full,
     unwrap,
 )
-from fsdp_flat.checkpoint.file_formats import FileWriter
+from fsdp_flat.checkpoint.safetensors_files import FileWriter
 from fsdp_flat.errors import UsageError
 from tests.runtime.kit import STRATEGIES as ALL_STRATEGIES
 from tests.runtime.kit import WIDTH, Twin, batch, mesh_for
