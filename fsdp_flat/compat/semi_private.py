@@ -24,7 +24,7 @@ from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, Interval, LocalShard, clean_fqn, flat_param_name
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, LocalShard, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.user_warnings import warn_user
@@ -110,32 +110,36 @@ def describe_flat_params(unit: Unit) -> None:
     """Set FSDP1's constant attributes on a unit's flat parameters: names, sizes, and the shard's content."""
     for handle in unit.handles:
         layout, infos, rank = handle.layout, handle.layout.param_infos, handle.spec.rank
-        numels = _numels_and_paddings(handle)
-        own_shards = {local_shard.index: local_shard for local_shard in layout.local_shards(rank)}
-        own = layout.shard(rank).intersect(Interval(0, layout.unpadded_numel))
+        numels = _numels_and_paddings(layout)
+        own_shards: list[LocalShard | None] = [None] * len(infos)
+        for local_shard in layout.local_shards(rank):
+            own_shards[local_shard.index] = local_shard
         handle.flat_param.__dict__.update(
             _num_params=len(infos),
-            _fqns=list(layout.fqns),
+            _fqns=[param_info.fqn for param_info in infos],
             _shapes=[torch.Size(param_info.shape) for param_info in infos],
-            _numels=tuple(param_info.numel for param_info in infos),
-            _numels_with_padding=tuple(numel for numel, _ in numels),
+            _numels=tuple([param_info.numel for param_info in infos]),
+            _numels_with_padding=tuple([numel for numel, _ in numels]),
             _is_padding_mask=[is_padding for _, is_padding in numels],
-            _shard_param_infos=tuple(_shard_param_info(own_shards.get(index)) for index in range(len(infos))),
-            _shard_numel_padded=layout.shard_numel - own.numel,
+            _shard_param_infos=tuple([_shard_param_info(each) for each in own_shards]),
+            _shard_numel_padded=min(
+                layout.shard_numel, max(0, (rank + 1) * layout.shard_numel - layout.unpadded_numel)
+            ),
             _sharded_size=torch.Size([layout.shard_numel]),
             _unpadded_unsharded_size=torch.Size([layout.unpadded_numel]),
             _padded_unsharded_size=torch.Size([layout.numel]),
         )
 
 
-def _numels_and_paddings(handle: flat.FlatParamHandle) -> list[tuple[int, bool]]:
+def _numels_and_paddings(layout: FlatLayout) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     end = 0
-    for param_info in handle.layout.param_infos:
-        found += [(param_info.offset - end, True), (param_info.numel, False)]
+    for param_info in layout.param_infos:
+        if param_info.offset > end:
+            found.append((param_info.offset - end, True))
+        found.append((param_info.numel, False))
         end = param_info.offset + param_info.numel
-    found.append((handle.layout.unpadded_numel - end, True))
-    return [(numel, is_padding) for numel, is_padding in found if numel or not is_padding]
+    return [*found, (layout.unpadded_numel - end, True)] if layout.unpadded_numel > end else found
 
 
 def _shard_param_info(local_shard: LocalShard | None) -> _ShardParamInfo:

@@ -205,22 +205,23 @@ def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[
     """Raise if a unit without original parameters has frozen and trainable ones; name the first, and its parameters."""
     visited: set[nn.Module] = set()
     for unit in units:
-        by_kind: dict[bool, list[str]] = {True: [], False: []}
+        by_kind: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         visited.add(unit.module)
         queue = [(unit.fqn, unit.module)]
         for prefix, module in queue:
             for name, param in module._parameters.items():
                 if param is not None and param not in ignored_params:
-                    by_kind[param.requires_grad].append(join_fqn(prefix, name))
+                    by_kind[param.requires_grad].append((prefix, name))
             for name, child in module.named_children():
                 if child is not None and child not in visited:
                     visited.add(child)
                     queue.append((join_fqn(prefix, name), child))
         if by_kind[True] and by_kind[False] and not unit.kwargs.get("use_orig_params", False):
+            trained, frozen = (some_of([join_fqn(*each) for each in by_kind[kind]], _MAX_LISTED) for kind in by_kind)
             raise OptionError(
                 f"{describe_module(unit.module, unit.fqn)} would be one unit with trainable and frozen parameters, "
-                f"which needs use_orig_params=True.\n  requires_grad=True: {some_of(by_kind[True], _MAX_LISTED)}\n"
-                f"  requires_grad=False: {some_of(by_kind[False], _MAX_LISTED)}\n"
+                f"which needs use_orig_params=True.\n  requires_grad=True: {trained}\n"
+                f"  requires_grad=False: {frozen}\n"
                 "Pass use_orig_params=True, or choose a policy that puts them into separate units."
             )
 
