@@ -147,6 +147,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
         super().__setattr__(name, value)
         if name == FSDP_WRAPPED_MODULE and isinstance(value, nn.Module):
             runtime.hide_compiled_name(value)
+        elif name == "_is_fsdp_managed_module":
+            # torch's fully_shard sets it on each module whose parameters it has replaced: raise if it has.
+            self._unit.adopt_changes()
 
     def __getattr__(self, name: str) -> Any:
         """Forward unknown attributes to the wrapped module."""

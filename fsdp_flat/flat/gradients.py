@@ -58,9 +58,12 @@ def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> 
                 continue
             param = each.param
             if param.grad is not None:
-                param.grad.add_(grad)
-            else:
-                set_grad(param, ShardedGrad.of(grad, param) if views.is_split else grad)
+                grad = param.grad.add_(grad)
+            # A gradient of an earlier step, of the caller, or made by autograd itself is not marked yet.
+            if views.is_split and type(grad) is torch.Tensor:
+                grad = ShardedGrad.of(grad, param)
+            if grad is not param.grad:
+                set_grad(param, grad)
             if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
                 hooked.append(param)
     for param in hooked:

@@ -104,10 +104,19 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         raise TypeError("FlatParameter is a type to test against; units make their flat parameters themselves.")
 
 
+class _FlatMark:
+    """Is true for a unit's flat parameter, and false for a pickled one, which belongs to no unit."""
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+
+_FLAT_MARK = _FlatMark()
+
+
 def as_flat_parameter(param: nn.Parameter) -> nn.Parameter:
     """Mark a 1-D parameter as a flat one, and return it."""
-    param._is_flat_param = True  # type: ignore[attr-defined]
-    param._fsdp_flattened = True  # type: ignore[attr-defined]
+    param.__dict__.update(_is_flat_param=_FLAT_MARK, _fsdp_flattened=_FLAT_MARK)
     return param
 
 
@@ -149,9 +158,9 @@ def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = 
 class ShardedGrad(torch.Tensor):
     """Holds this rank's shard of a gradient: the ``.grad`` of a sharded parameter.
 
-    It is used as any tensor. Operations in place return it, all others plain tensors, so that optimizer states are
-    plain. Only the norms that ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` compute are marked: see
-    :class:`LocalNorm`.
+    It is used as any tensor, until an optimizer's step makes it a plain one. Operations in place, and conversions with
+    nothing to convert, return it, all others plain tensors. Only the norms that ``torch.nn.utils.clip_grad_norm_`` and
+    ``get_total_norm`` compute are marked: see :class:`LocalNorm`.
     """
 
     _owner: FlattenedBy | list[str]

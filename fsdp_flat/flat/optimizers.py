@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, set_grad
 from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
-from fsdp_flat.flat.torch_flat import active_compiler, dynamo_disabled_here
+from fsdp_flat.flat.torch_flat import dynamo_disabled_here, unguarded
 from fsdp_flat.flat.views import Views
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -47,13 +47,16 @@ class _Watch:
             )
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
-        for views in self.checked[optimizer]:
-            views.note_step()
-        if active_compiler():
-            # torch.compile takes plain tensors only.
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
-                if type(param.grad) is ShardedGrad:
-                    set_grad(param, param.grad.as_subclass(torch.Tensor))
+        if self.checked[optimizer]:
+            for views in self.checked[optimizer]:
+                views.note_step()
+            # The step uses plain gradients: its operations are as fast as on any, torch.compile takes no others, and an
+            # optimizer may keep one in its state. The next backward marks them again.
+            with unguarded():
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        if type(param.grad) is ShardedGrad:
+                            set_grad(param, param.grad.as_subclass(torch.Tensor))
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.checked.pop(optimizer, None)

@@ -144,11 +144,6 @@ def dynamo_disabled(function: _Function) -> _Function:
     return cast(_Function, run)
 
 
-@functools.cache
-def _disabled(function: _Function) -> _Function:
-    return cast(_Function, torch.compiler.disable(function, reason=_REASON))
-
-
 def dynamo_disabled_here(function: _Function) -> _Function:
     """Run ``function`` eagerly but allow its callees to be compiled; returns the same function, marked.
 
@@ -160,6 +155,12 @@ def dynamo_disabled_here(function: _Function) -> _Function:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
+
+
+@functools.cache
+@dynamo_disabled_here
+def _disabled(function: _Function) -> _Function:
+    return cast(_Function, torch.compiler.disable(function, reason=_REASON))
 
 
 # Returns a function while torch.compile would compile functions called from here, else None or False. As a C function

@@ -61,6 +61,9 @@ class Arguments:
     device_mesh: Any = None
 
 
+_ARGUMENT_NAMES = tuple(field.name for field in fields(Arguments))
+
+
 def _options_from(arguments: Arguments) -> UnitOptions:
     """Return the validated options of a unit; other ranks, which may have been given valid ones, get an error too."""
     try:
@@ -141,14 +144,16 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     call = _prepare(module, plan, options, ignored)
     names = {unit.module: unit.fqn for unit in plan.units}
     # Most units have the same arguments: those of one call are validated once.
-    known: dict[tuple[int, ...], UnitOptions] = {}
+    known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
 
     def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        key = tuple(map(id, kwargs.values()))
+        given = Arguments(**kwargs)
+        key = tuple([id(getattr(given, name)) for name in _ARGUMENT_NAMES])
         if key not in known:
-            known[key] = _options_from(Arguments(**kwargs))
-        own, nested = known[key], units_of(child)
-        child_ignored = resolve_ignored(child, kwargs["ignored_modules"], kwargs["ignored_states"], nested)
+            known[key] = given, _options_from(given)
+        _, own = known[key]
+        nested = units_of(child)
+        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
         # Among the ranks of another group the id may identify another unit.
         same_ranks = own.groups.primary.group is options.groups.primary.group
         unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
@@ -172,7 +177,7 @@ def _agreed_plan(
         _check_not_managed(module)
         plan = WrapPlan(())
         if arguments.auto_wrap_policy is not None:
-            inherited = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+            inherited = {name: getattr(arguments, name) for name in _ARGUMENT_NAMES}
             inherited.update(auto_wrap_policy=None, ignored_modules=None, ignored_states=set(ignored.params))
             if options.strategy.is_hybrid and options.groups.mesh is None:
                 inherited["process_group"] = (options.groups.shard.group, options.groups.replicate.group)
@@ -240,7 +245,7 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
 
 
 def _check_overrides(plan: WrapPlan) -> None:
-    known = {field.name for field in fields(Arguments)}
+    known = set(_ARGUMENT_NAMES)
     for unit in plan.units:
         unknown = sorted(set(unit.kwargs) - known)
         if unknown:

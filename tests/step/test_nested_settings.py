@@ -221,6 +221,18 @@ def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used
 
 @KINDS
 @on_ranks(2)
+def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(
+    use_orig_params: bool, num_ranks: int
+) -> None:
+    cpus = init_device_mesh("cpu", (num_ranks,))
+    for around in (nn.Sequential, lambda wrapper: wrapper):
+        wrapper = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
+        with pytest.raises(UsageError, match="was replaced in its module: torch's fully_shard was called"):
+            fully_shard(around(wrapper), mesh=cpus)
+
+
+@KINDS
+@on_ranks(2)
 def test_wrappers_beside_modules_of_fully_shard_train(use_orig_params: bool, num_ranks: int) -> None:
     """Nothing is shared, so nothing is refused."""
     other = nn.Linear(WIDTH, WIDTH)

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.api import MixedPrecision
+from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -29,6 +31,7 @@ from fsdp_flat.wrap import (
     size_based_auto_wrap_policy,
     wrap,
 )
+from tests.support import on_ranks
 from tests.wrap.zoo import (
     Block,
     Convolutions,
@@ -76,6 +79,27 @@ def test_units_do_not_share_their_arguments() -> None:
         assert len({id(unit.kwargs) for unit in units}) == len(units)
         without = {unit.fqn for unit in units if unit.kwargs["mixed_precision"] is None}
         assert without == {"stem.1", "body.1", "norm"}
+
+
+class Names(_Policy):
+    """Gives each of two modules the arguments that it names, and leaves the others at their defaults."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        first, second, third = root_module.children()
+        return {first: {"use_orig_params": True}, second: {"forward_prefetch": True}, third: {}}
+
+
+@on_ranks(2)
+def test_arguments_that_a_policy_names_are_those_of_its_unit() -> None:
+    model = FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]), auto_wrap_policy=Names())
+    options = [unit.options for unit in units_of(model)[1:]]
+    assert [(each.use_orig_params, each.forward_prefetch) for each in options] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
 
 
 def test_the_plan_lists_every_module_that_stays_in_full_precision() -> None:

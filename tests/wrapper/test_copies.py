@@ -419,6 +419,8 @@ def test_copied_and_pickled_parameters_are_plain_ones_of_the_same_values(use_ori
     ):
         assert [type(twin) for twin in twins] == [nn.Parameter] * len(params)
         assert not (use_orig_params and any(any(vars(twin).values()) for twin in twins))
+        marks = [getattr(twin, name, None) for twin in twins for name in ("_is_flat_param", "_fsdp_flattened")]
+        assert not any(marks)
         assert_equal([twin.data for twin in twins], [param.data for param in params])
         # They belong to no unit, so torch's own functions work on them.
         for twin in twins:

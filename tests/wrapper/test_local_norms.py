@@ -93,6 +93,54 @@ def test_norms_stay_refused_after_steps_accumulation_conversion_and_unscaling(us
     assert clip_grad_norm_(model.parameters(), 0.1) == 0.0
 
 
+@on_ranks(2)
+def test_norms_are_refused_if_a_gradient_was_there_before_the_reduction(rank: int) -> None:
+    """Autograd makes the gradient of a penalty on sharded weights, a caller zeros, and a step leaves a plain one."""
+    model = shard(seeded(), use_orig_params=True)
+    params = list(model.parameters())
+    (square_loss(model, batch(rank)) + sum(param.square().sum() for param in params)).backward()
+    refused(clip_grad_norm_, params, 0.1)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    square_loss(model, batch(rank)).backward()
+    refused(clip_grad_norm_, params, 0.1)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    square_loss(model, batch(rank)).backward()
+    refused(clip_grad_norm_, params, 0.1)
+
+
+class Keeps(torch.optim.Optimizer):
+    """Keeps gradients in its state, and compiles its update of one parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.update = torch.compile(lambda param, grad: param.sub_(grad, alpha=0.1), backend="aot_eager")
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].update(last=param.grad, converted=param.grad.float())
+                    self.update(param.detach(), param.grad)
+
+
+@KINDS
+@on_ranks(2)
+def test_an_optimizer_sees_plain_gradients_during_its_step(use_orig_params: bool, rank: int) -> None:
+    model = trained(rank=rank, use_orig_params=use_orig_params)
+    optimizer = Keeps(model.parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    grads = [None if param.grad is None else param.grad.detach().clone() for param in model.parameters()]
+    optimizer.step()
+    kept = [each for state in optimizer.state.values() for each in state.values()]
+    assert {type(each) for each in kept} == {torch.Tensor}
+    for param, old, grad in zip(model.parameters(), before, grads, strict=True):
+        assert_close(param.detach(), old if grad is None else old - 0.1 * grad, rtol=1e-6, atol=1e-7)
+
+
 @KINDS
 @on_ranks(4)
 def test_gradients_that_are_whole_are_clipped_by_torch_nn_utils(use_orig_params: bool, rank: int) -> None:
