@@ -258,8 +258,8 @@ class Unit:
 
     def unshard(self) -> None:
         """Unshard the current parameters and point the modules at them."""
-        if self.is_unsharded:
-            for handle in self.handles:
+        if not self.is_sharded:
+            for handle in self.handles if self.is_unsharded else ():
                 handle.views.check_shown()
             if not self.needs_all_gather:
                 self.unsharded_version = self._version()
@@ -269,7 +269,7 @@ class Unit:
                 # A step of an optimizer changes nothing on a rank whose elements have no gradients.
                 or any(handle.views.is_stepped for handle in self.handles)
             ):
-                # Unsharded since an earlier forward, and shards may have changed, on this rank or on others.
+                # Unsharded or begun to be before shards may have changed, on this rank or on others.
                 self.reshard()
         if self.is_sharded:
             self.begin_unshard()
