@@ -225,12 +225,10 @@ class _OptimLoad:
         """Return a state of a parameter that no unit manages."""
         shown = None if is_scalar(value) else self._index.dtensors.get(param)
         label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
-        if not isinstance(value, PendingTensor):
+        if not isinstance(value, FromRankZero):
             return copied_state(value) if shown is None else dtensor_from(shown, value, label)
         if shown is None:
-            found = torch.empty(value.shape, dtype=value.dtype, device=param.device)
-            value.plan_full(param.device, self.plan, found.copy_)
-            return found
+            return value.plan_full(param.device, self.plan)
         sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
         if value.shape != sharded.shape:
             raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(sharded.shape)}.")
@@ -246,7 +244,7 @@ class PendingTensor:
     shape: torch.Size
     dtype: torch.dtype
 
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> object:
         """Plan a call of ``then`` with the full tensor."""
         raise NotImplementedError
 
@@ -276,11 +274,16 @@ class FromRankZero(PendingTensor):
     tensor: torch.Tensor | None
     unit: Unit
 
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+    def plan_full(
+        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
+    ) -> torch.Tensor:
+        """Plan how every rank gets the full tensor, which is returned, and a call of ``then`` once it is there."""
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
         wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
         self._plan_transfer(wanted, full.view(-1), plan)
-        plan.call(lambda: then(full), last=True)
+        if then is not None:
+            plan.call(partial(then, full), last=True)
+        return full
 
     def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
         local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
