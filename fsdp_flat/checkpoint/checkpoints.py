@@ -465,7 +465,8 @@ def load_checkpoint(
     for candidate in steps:
         path = disk.path_of(directory, candidate)
         # Each rank reads some files; the first rank's problem counts.
-        problems = together.texts(disk.find_problem(path, together.rank, together.size))
+        found, problem = disk.verified(path, together.rank, together.size)
+        problems = together.texts(problem)
         if not any(problems):
             break
         skipped.append(next(filter(None, problems)))
@@ -475,5 +476,6 @@ def load_checkpoint(
         raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
     if skipped and together.rank == 0:
         warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
-    extra = load_files(path, model, optim, together)
-    return LoadedCheckpoint(candidate, path, extra, tuple(skipped))
+    assert found is not None
+    extra = load_files(path, found.files, model, optim, together)
+    return LoadedCheckpoint(found.step, path, extra, tuple(skipped))

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict, files_of_ranks, unpacked
+from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, files_of_ranks, unpacked
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, some_of
 from fsdp_flat.layout import clean_fqn
@@ -206,12 +206,17 @@ def _torch_warnings_ignored() -> Iterator[None]:
         yield
 
 
-def load_files(path: Path, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus) -> Any:
-    """Load a checkpoint whose files have been verified; return this rank's ``extra``. Every rank must call this."""
+def load_files(
+    path: Path, records: Records, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus
+) -> Any:
+    """Load a checkpoint whose files, those with ``records``, have been verified; return this rank's ``extra``.
+
+    Every rank must call this.
+    """
     # Everything is read and checked, on all ranks, before anything is changed.
     with together.propagate_errors():
         reader = SafeReader(path)
-        plain, extra = _saved_values(reader, together)
+        plain, extra = _saved_values(reader, records, together)
         template: dict[str, Any] = {}
         template["model"], own_names = _model_template(model, reader)
         if optim is not None:
@@ -237,10 +242,10 @@ def load_files(path: Path, model: nn.Module, optim: torch.optim.Optimizer | None
     return extra
 
 
-def _saved_values(reader: SafeReader, together: Consensus) -> tuple[dict[str, Any], Any]:
+def _saved_values(reader: SafeReader, records: Records, together: Consensus) -> tuple[dict[str, Any], Any]:
     """Read the values that are no tensors, and this rank's ``extra``: rank 0's if another number of ranks saved it."""
     # Of format 1: a rank's extra, and the rows of parameters of which it has elements.
-    each = [unpacked(file.read_bytes()) for file in files_of_ranks(Path(reader.path))]
+    each = [unpacked(file.read_bytes()) for file in files_of_ranks(Path(reader.path), records)]
     if not each:
         num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
         rank = together.rank if num_ranks == together.size else 0

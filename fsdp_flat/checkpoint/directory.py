@@ -17,6 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,22 @@ _CHUNK = 1 << 22
 
 # By name of a file, its "size" in bytes and its "crc32", as in commit.json.
 Records = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Holds what ``commit.json`` says of a checkpoint.
+
+    Attributes:
+        step: its number.
+        order: sequence number of the save in the directory; the newest checkpoint has the highest.
+        files: the records of all files but this one.
+    """
+
+    step: int
+    order: int
+    files: Records
+
 
 _ADVICE = "Call it with the same model and arguments on every rank."
 SAVING = ErrorTexts("saving", "Ranks save different things.", _ADVICE)
@@ -307,52 +324,59 @@ def _names_in(directory: Path) -> list[str]:
 
 def _order(directory: Path, step: int) -> int:
     try:
-        return _read_commit(path_of(directory, step))[0]
+        return _read_commit(path_of(directory, step)).order
     except (LoadError, OSError):
         return 0
 
 
-def _read_commit(path: Path) -> tuple[int, Records]:
-    """Return the sequence number of the save of a checkpoint, and the records of its files."""
+def _read_commit(path: Path) -> Commit:
     try:
         body: dict[str, Any] = json.loads((path / COMMIT_NAME).read_text())
         if body["format"] not in _READABLE:
             raise LoadError(f"{path} has format {body['format']}; this version reads formats {_READABLE}.")
         records = {name: {key: entry[key] for key in ("size", "crc32")} for name, entry in body["files"].items()}
-        order = int(body["order"])
+        found = Commit(int(body["step"]), int(body["order"]), records)
     except FileNotFoundError as error:
         raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}.") from error
     if not records:
         raise LoadError(f"{path / COMMIT_NAME} names no files.")
-    return order, records
+    return found
 
 
-def find_problem(path: Path, share: int, num_shares: int) -> str:
-    """Verify the files of a checkpoint; return the first problem, or an empty string.
+def verified(path: Path, share: int, num_shares: int) -> tuple[Commit | None, str]:
+    """Return the record of a checkpoint, None if it cannot be read, and the first problem of its files or ``""``.
 
     Sizes are compared for all files, checksums for those at positions ``share``, ``share + num_shares`` and so on.
     """
+    found = None
     try:
-        _, records = _read_commit(path)
-        for name, record in records.items():
-            if not (path / name).exists():
-                return f"{path / name} is missing"
-            size = (path / name).stat().st_size
-            if size != record["size"]:
-                return f"{path / name} has {size} bytes, {record['size']} were written"
-        for name in list(records)[share::num_shares]:
-            if _record(path / name) != records[name]:
-                return f"{path / name} was altered: its checksum is not that of what was written"
+        found = _read_commit(path)
+        return found, _problem_of(path, found.files, share, num_shares)
     except (LoadError, OSError) as error:
-        return str(error)
+        return found, str(error)
+
+
+def _problem_of(path: Path, records: Records, share: int, num_shares: int) -> str:
+    for name, record in records.items():
+        if not (path / name).exists():
+            return f"{path / name} is missing"
+        size = (path / name).stat().st_size
+        if size != record["size"]:
+            return f"{path / name} has {size} bytes, {record['size']} were written"
+    for name in list(records)[share::num_shares]:
+        if _record(path / name) != records[name]:
+            return f"{path / name} was altered: its checksum is not that of what was written"
     return ""
 
 
-def files_of_ranks(path: Path) -> list[Path]:
-    """Return by rank the files with values that are no tensors; empty unless the checkpoint is of format 1."""
-    return sorted(path.glob("rank-*.pt"))
+def files_of_ranks(path: Path, records: Records) -> list[Path]:
+    """Return by rank the files with values that are no tensors, as recorded; empty unless ``path`` is of format 1.
+
+    A file of such a name that has no record is none of the checkpoint's, and was not verified.
+    """
+    return [path / name for name in sorted(records) if name.startswith("rank-")]
 
 
 def prune(directory: Path, keep_last: int) -> None:

@@ -69,15 +69,19 @@ def _entries_of(
     """List the entries of a model's state dict in its order, without communication; see :func:`save_full`."""
     index = ParamIndex(model)
     by_name = {**index.by_name, **index.dtensors_by_name}
-    trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
+    params = model.named_parameters() if trainable_only else ()
+    trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
+    handles = {param.handle for param in by_name.values()} if trainable_only else ()
+    flags = {handle: handle.views.requires_grad() for handle in handles}
     found: list[_Entry] = []
     first: dict[IndexedParam, str] = {}
     for raw, value in boxed_state_dict(model).items():
         # The state dict of a compiled model has torch.compile's prefix in its names.
         name = clean_fqn(raw)
         param = by_name.get(name)
-        is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
-        if (trainable_only and not is_trainable) or (keep is not None and not keep(name)):
+        if trainable_only and not (name in trainable if param is None else flags[param.handle][param.index]):
+            continue
+        if keep is not None and not keep(name):
             continue
         if not isinstance(value, torch.Tensor):
             raise UnsupportedError(

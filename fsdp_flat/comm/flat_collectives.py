@@ -37,11 +37,12 @@ class PlacesRows(Protocol):
 
     def place(self, first: int, rows: torch.Tensor) -> object: ...
 
+    # The last of the three is called once, when all rows are there, and may free the memory that is the first.
     def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]: ...
 
 
 class Collectives:
-    """Runs the collectives of one shard group of more than one rank on flat tensors: those of its backend."""
+    """Runs the collectives of one shard group of more than one rank on flat tensors: here, those of its backend."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         assert rank_group.group is not None
@@ -90,8 +91,16 @@ class Collectives:
 
         return Pending([work], own, finish)
 
+    def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError) as error:
+            raise destroyed_error(self.group) from error
+        chunks = zip(full.chunk(self.size), ranks, strict=True)
+        return [dist.broadcast(chunk, src=source, group=self.group, async_op=True) for chunk, source in chunks]
 
-class GlooCollectives(Collectives):
+
+class GlooAcceleratorCollectives(Collectives):
     """Uses gloo on accelerator tensors, for tests of several ranks on one device."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
@@ -104,16 +113,8 @@ class GlooCollectives(Collectives):
     def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Pending:
         return self.begin_all_gather(full)
 
-    def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
-        try:
-            ranks = dist.get_process_group_ranks(self.group)
-        except (KeyError, ValueError) as error:
-            raise destroyed_error(self.group) from error
-        chunks = zip(full.chunk(self.size), ranks, strict=True)
-        return [dist.broadcast(chunk, src=source, group=self.group, async_op=True) for chunk, source in chunks]
 
-
-class CpuCollectives(GlooCollectives):
+class CpuCollectives(Collectives):
     """Uses shared memory for the CPU tensors of a gloo group if its ranks have it, else gloo; equal bit for bit.
 
     The first call determines which, by a collective. Errors name the unit by its id ``unit`` and ``name``.
@@ -194,6 +195,9 @@ class CpuCollectives(GlooCollectives):
         work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
         watched = self._watched(work, "reduce-scatter", self.rank)
         return Pending([watched], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
+
+    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Pending:
+        return self.begin_all_gather(full)
 
     def _swap(
         self, transport: SharedMemoryTransport, purpose: str, sent: list[tuple[torch.Tensor, Sequence[int]]]
@@ -310,7 +314,9 @@ def collectives_for(
         assert rank_group.group is not None
         if choice.backend or not moves_by_gloo(rank_group.group, device):
             return Collectives(rank_group)
-        return CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooCollectives(rank_group)
+        if device.type == "cpu":
+            return CpuCollectives(rank_group, unit, name)
+        return GlooAcceleratorCollectives(rank_group)
 
     if rank_group.group is None or rank_group.size == 1:
         return None

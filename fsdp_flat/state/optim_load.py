@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import ErrorTexts, agree, barrier, exchange_bytes
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
+from fsdp_flat.comm import agree, barrier, exchange_bytes
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, clear_padding
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit, units_of
@@ -40,7 +40,6 @@ from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.user_warnings import warn_user
 
 _LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
-_SHARING = ErrorTexts("sharing its optimizer state dict")
 
 
 def load_optim_state(
@@ -225,12 +224,10 @@ class _OptimLoad:
         """Return a state of a parameter that no unit manages."""
         shown = None if is_scalar(value) else self._index.dtensors.get(param)
         label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
-        if not isinstance(value, PendingTensor):
+        if not isinstance(value, FromRankZero):
             return copied_state(value) if shown is None else dtensor_from(shown, value, label)
         if shown is None:
-            found = torch.empty(value.shape, dtype=value.dtype, device=param.device)
-            value.plan_full(param.device, self.plan, found.copy_)
-            return found
+            return value.plan_full(param.device, self.plan)
         sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
         if value.shape != sharded.shape:
             raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(sharded.shape)}.")
@@ -246,7 +243,7 @@ class PendingTensor:
     shape: torch.Size
     dtype: torch.dtype
 
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> object:
         """Plan a call of ``then`` with the full tensor."""
         raise NotImplementedError
 
@@ -276,11 +273,16 @@ class FromRankZero(PendingTensor):
     tensor: torch.Tensor | None
     unit: Unit
 
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+    def plan_full(
+        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
+    ) -> torch.Tensor:
+        """Plan how every rank gets the full tensor, which is returned, and a call of ``then`` once it is there."""
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
         wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
         self._plan_transfer(wanted, full.view(-1), plan)
-        plan.call(lambda: then(full), last=True)
+        if then is not None:
+            plan.call(partial(then, full), last=True)
+        return full
 
     def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
         local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
@@ -316,14 +318,18 @@ def _shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[
     error: Exception | None = None
     payload = b""
     try:
-        payload = _described(given) if is_first else b""
+        payload = _serialized(_described(given)) if is_first else b""
     except Exception as raised:
         error = raised
-    agree([], error, groups.rank_groups, device, _SHARING)
+        payload = _serialized({"error": f"{type(raised).__name__}: {raised}"})
     for rank_group in groups.rank_groups:
         if rank_group.group is not None:
             payload = exchange_bytes(payload, rank_group.group, device)[0]
-    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+    if error is not None:
+        raise error
+    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    if "error" in described:
+        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
     own = given["state"] if given and is_first else None
     for name, row in described["state"].items():
         for key, value in row.items():
@@ -332,8 +338,14 @@ def _shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[
     return dict(described)
 
 
-def _described(given: Mapping[str, Any] | None) -> bytes:
-    """Serialize a state dict with a tensor on the meta device in place of each state that has dims."""
+def _serialized(value: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a state dict with a tensor on the meta device in place of each state that has dims."""
     if not given or "state" not in given:
         has = "nothing" if not given else sorted(map(str, given))
         raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
@@ -351,18 +363,23 @@ def _described(given: Mapping[str, Any] | None) -> bytes:
             {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
             for group in given["param_groups"]
         ]
-    buffer = io.BytesIO()
-    torch.save(described, buffer)
-    return buffer.getvalue()
+    return described
 
 
 def _checked(value: Any, what: str) -> Any:
-    """Return a plain value; raise for others."""
+    """Return a plain value, of exactly its plain type, which ``weights_only`` accepts; raise for others."""
     if isinstance(value, (list, tuple)):
         entries = [_checked(entry, what) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
-    if isinstance(value, (int, float, str, type(None))) or (isinstance(value, torch.Tensor) and not value.dim()):
+    if isinstance(value, torch.Tensor) and not value.dim():
+        # A clone, since all of a view's storage would be sent.
+        return value.detach().cpu().clone()
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     raise UnsupportedError(
         f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
         "rank0_only=False."

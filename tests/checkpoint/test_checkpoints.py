@@ -275,6 +275,34 @@ def test_a_checkpoint_of_format_1_is_loaded(ranks: RanksOf, tmp_path: Path, load
 
 
 @on_ranks(2)
+def test_only_files_that_the_record_names_are_read(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    path = save_checkpoint(tmp_path, model, adamw(model), extra={"rank": rank}).path
+    dist.barrier()
+    if rank == 0:
+        # The user's own, with the name that a file of format 1 has.
+        torch.save({"note": 1}, path / "rank-0.pt")
+        (path / "rank-00000.pt").write_bytes(b"no file of torch.save")
+    dist.barrier()
+    found = load_checkpoint(tmp_path, model, adamw(model))
+    assert found is not None
+    assert found.extra == {"rank": rank}
+
+
+@on_ranks(2)
+def test_the_number_of_a_loaded_checkpoint_is_that_of_its_record(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    path = save_checkpoint(tmp_path, model, step=3).path
+    dist.barrier()
+    if rank == 0:
+        path.rename(tmp_path / "step-00000009")  # by hand, to keep it apart
+    dist.barrier()
+    found = load_checkpoint(tmp_path, model)
+    assert found is not None
+    assert (found.step, found.path.name) == (3, "step-00000009")
+
+
+@on_ranks(2)
 def test_torch_reads_the_values_that_are_no_tensors_too(tmp_path: Path, rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)
     optimizer = adamw(model)
@@ -337,6 +365,12 @@ def alter(path: Path) -> None:
     victim.write_bytes(data)
 
 
+def without_number(path: Path) -> None:
+    body = json.loads((path / "commit.json").read_text())
+    del body["step"]
+    (path / "commit.json").write_text(json.dumps(body))
+
+
 DAMAGE = {
     "truncated": (truncate, "bytes"),
     "altered": (alter, "was altered"),
@@ -352,6 +386,7 @@ DAMAGE = {
         lambda path: (path / "commit.json").write_text('{"format": 1, "step": 1, "order": 2, "files": []}'),
         "cannot be read",
     ),
+    "record without a number": (without_number, "cannot be read: KeyError"),
     "still being written": (lambda path: path.rename(path.with_suffix(".writing")), "never finished"),
 }
 

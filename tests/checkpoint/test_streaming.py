@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
+from fsdp_flat.flat.views import Views
+from fsdp_flat.runtime import units_of
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss
@@ -101,6 +104,17 @@ def test_adapters_alone_can_be_picked_and_converted() -> None:
         "blocks.0.shift",
         "blocks.1.shift",
     ]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trainable_only, num_walks", [(False, 0), (True, 1)])
+def test_frozen_parameters_are_looked_for_once_and_only_where_that_is_asked(
+    trainable_only: bool, num_walks: int
+) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    with patch.object(Views, "requires_grad", autospec=True, side_effect=Views.requires_grad) as asked:
+        dict(iter_full_state_dict(model, trainable_only=trainable_only))
+    assert asked.call_count == num_walks * sum(len(unit.handles) for unit in units_of(model))
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from fsdp_flat.comm import (
     exchange_bytes,
     exchange_ints,
 )
-from fsdp_flat.comm.flat_collectives import Collectives, CpuCollectives, GlooCollectives
+from fsdp_flat.comm.flat_collectives import Collectives, CpuCollectives, GlooAcceleratorCollectives
 from tests.runtime.kit import shared_memory
 from tests.support import assert_equal, on_ranks
 
@@ -31,7 +31,7 @@ def without_shared_memory(rank_group: RankGroup) -> CpuCollectives:
     return collectives
 
 
-KINDS = [Collectives, GlooCollectives, without_shared_memory, CpuCollectives]
+KINDS = [Collectives, GlooAcceleratorCollectives, without_shared_memory, CpuCollectives]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 # Members by global rank: not contiguous and not starting at 0, so that a mix-up of ranks shows.
 MEMBERS = {2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}

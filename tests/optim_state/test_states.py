@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fsdp_flat
 from fsdp_flat import FullOptimStateDictConfig
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
 from tests.optim_state.factored import factored, merge_rows, split_rows
+from tests.runtime.kit import recorded
+from tests.runtime.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, save, train, wrapped
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import square_loss
@@ -145,8 +149,46 @@ def test_what_rank_zero_cannot_send_is_told_on_every_rank(rank: int) -> None:
     states["state"]["first.weight"]["strange"] = object()
     with FSDP.state_dict_type(model, FULL, None, RANK0):
         for given, kind in ((states, UnsupportedError), (None, UsageError), ({"param_groups": []}, UsageError)):
-            with pytest.raises(kind if rank == 0 else PeerFailureError):
+            text = (
+                None if rank == 0 else f"Rank 0 of the group cannot share its optimizer state dict: {kind.__name__}: "
+            )
+            with pytest.raises(kind if rank == 0 else PeerFailureError, match=text):
                 FSDP.optim_state_dict_to_load(model, optimizer, given if rank == 0 else None)
+
+
+@on_ranks(2)
+def test_rank_zero_sends_numbers_by_their_value_alone(rank: int) -> None:
+    model, optimizer = pair(True)
+    states = save(model, optimizer, FULL)[1]
+    # The storage of a view is the tensor's; subclasses of numbers are no types that torch.load takes for plain.
+    for row in states["state"].values():
+        row["rate"] = torch.full((100_000,), 0.25)[7]
+    states["param_groups"][0]["lr"] = np.float64(0.125)
+    with FSDP.state_dict_type(model, FULL, None, RANK0), recorded() as record:
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, states if rank == 0 else None)
+    assert max(call.nbytes for call in record.calls) < 50_000
+    lr = loaded["param_groups"][0]["lr"]
+    assert (lr, type(lr)) == (0.125, float)
+    assert {float(row["rate"]) for row in loaded["state"].values()} == {0.25}
+
+
+@on_ranks(2)
+def test_states_of_an_ignored_parameter_from_rank_zero_take_their_own_memory_only(rank: int) -> None:
+    module = seeded()
+    module.table = nn.Parameter(torch.ones(1 << 16))
+    model = shard(module, use_orig_params=True, ignored_states=[module.table])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    states = save(model, optimizer, FULL)[1]
+    before = settled_bytes()
+    peaks: list[int] = []
+    with FSDP.state_dict_type(model, FULL, None, RANK0), recorded(on_call=lambda: peaks.append(settled_bytes())):
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, states if rank == 0 else None)
+    (table,) = [row["momentum_buffer"] for row in loaded["state"].values() if row["momentum_buffer"].numel() == 1 << 16]
+    assert_equal(table, torch.ones(1 << 16))
+    assert max(peaks) - before < 1.5 * table.nbytes
 
 
 @KINDS

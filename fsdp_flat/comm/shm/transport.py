@@ -157,7 +157,8 @@ class SharedMemoryTransport:
         self._peers = dict(peers)
         self.timeout_s = timeout_s
         self.names = exchanges.unit_names(rank_group.group)
-        self.sent_nbytes = 0  # counted once per destination rank
+        # Read by benchmarks and tests only, as nbytes is; counted once per destination rank.
+        self.sent_nbytes = 0
         self._num_sends = 0
         self._segments: list[_Segment] = []
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
