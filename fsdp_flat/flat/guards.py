@@ -104,14 +104,14 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         raise TypeError("FlatParameter is a type to test against; units make their flat parameters themselves.")
 
 
-class _FlatMark:
-    """Is true for a unit's flat parameter, and false for a pickled one, which belongs to no unit."""
+class _FlatMark(int):
+    """Equals True on a unit's flat parameter, and is false on a pickled one, which belongs to no unit."""
 
     def __reduce__(self) -> Any:
         return set, ()
 
 
-_FLAT_MARK = _FlatMark()
+_FLAT_MARK = _FlatMark(True)
 
 
 def as_flat_parameter(param: nn.Parameter) -> nn.Parameter:
