@@ -133,7 +133,7 @@ def dynamo_disabled(function: _Function) -> _Function:
     """Run ``function`` and everything that it calls eagerly; each call is a graph break."""
 
     # torch's wrapper costs time at every call even if nothing is compiled, and there is one call per gradient. Its
-    # creation imports torch._dynamo, which takes half a second: only where something is compiled.
+    # creation imports torch._dynamo, which takes long: only where something is compiled.
     @dynamo_disabled_here
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def dynamo_disabled_here(function: _Function) -> _Function:
 
     With the public ``torch.compiler.disable(recursive=False)``, dynamo examines the function's own frame in every
     call, which is slow and counts as a recompilation (torch 2.13). ``torch._dynamo.decorators.skip`` does this too,
-    and importing it takes half a second.
+    and importing it takes long.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
