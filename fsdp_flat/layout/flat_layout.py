@@ -8,8 +8,10 @@ metadata. :class:`RowLayout` shards each parameter by itself, as FSDP2 does.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.intervals import EvenPartition, Interval
@@ -148,8 +150,14 @@ class FlatLayout:
 
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
         """Return the non-empty local shards that ``rank`` holds, in shard order."""
-        found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
+        found = (self.local_shard(index, rank) for index in self._near(rank))
         return tuple(local_shard for local_shard in found if not local_shard.is_empty)
+
+    def _near(self, rank: int) -> range:
+        """Return the indices of parameters of which ``rank`` may hold elements: few of many on most ranks."""
+        offset, own = attrgetter("offset"), self.shard(rank)
+        first = bisect_right(self.param_infos, own.start, key=offset)
+        return range(max(0, first - 1), bisect_left(self.param_infos, own.stop, key=offset))
 
     def partition(self, index: int) -> EvenPartition:
         """Return the partition of the flattened parameter ``index``."""
@@ -250,6 +258,9 @@ class RowLayout(FlatLayout):
     def local_shard(self, index: int, rank: int) -> LocalShard:
         in_param, chunk = self.partition(index)[rank], self.chunks[index]
         return LocalShard(index, in_param, Interval(chunk.start, chunk.start + in_param.numel))
+
+    def _near(self, rank: int) -> range:
+        return range(len(self.param_infos))
 
     def partition(self, index: int) -> EvenPartition:
         return EvenPartition(self.param_infos[index].numel, max(1, self.chunks[index].numel), 0, self.world_size)

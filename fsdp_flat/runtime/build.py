@@ -239,7 +239,7 @@ def own_modules(root: nn.Module, ignored: Ignored | None = None) -> list[tuple[s
     for name, module in queue:
         if module not in found and (module is root or unit_of(module) is None):
             found[module] = clean_fqn(name)
-            queue += [(join_fqn(name, child), below) for child, below in module.named_children()]
+            queue += [(join_fqn(name, key), child) for key, child in module._modules.items() if child is not None]
     left_out = () if ignored is None else ignored.modules
     return [(name, module) for module, name in found.items() if module not in left_out]
 
