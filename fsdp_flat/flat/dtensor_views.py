@@ -25,8 +25,12 @@ from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_gra
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-_specs: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
-"""torch's descriptions of DTensors that exist, by hash of the mesh, shape, dim and dtype: to make one takes long."""
+_specs: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[tuple[Any, ...], Any]]
+_specs = weakref.WeakKeyDictionary()
+"""torch's descriptions of DTensors that exist, by shard group, shape, dim and dtype: to make one takes long.
+
+A mesh may equal one whose groups are destroyed, so only one that has the same group counts as the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +72,20 @@ class RowSharding:
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
         """Create the DTensor of a parameter whose part on this rank is ``local``, on any device."""
-        key = hash(self.mesh), entry.shape, dim, local.dtype
-        spec = _specs.get(key) if entry.adapter is PLAIN else None
-        if spec is None or spec.mesh != self.mesh:
+        key = entry.shape, dim, local.dtype
+        known = _specs.setdefault(self.mesh.get_group(self.mesh.ndim - 1), weakref.WeakValueDictionary())
+        spec = known.get(key) if entry.adapter is PLAIN else None
+        # The replicate group of another mesh may be another one.
+        if spec is None or (spec.mesh is not self.mesh and (self.mesh.ndim > 1 or spec.mesh != self.mesh)):
             shape = entry.adapter.full_shape(tuple(entry.shape))
             mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            # One object for all DTensors of a shape, by which DTensor's dispatch finds the sharding of results at once.
-            spec = cast(DTensor, made.detach())._spec
+            # One object for all of a shape: DTensor's dispatch finds equal ones faster if they are the same. Not that of
+            # a detached one, which is of an equal mesh that torch remembers.
+            spec = made._spec
             if entry.adapter is PLAIN:
-                _specs[key] = spec
+                known[key] = spec
         return dtensor_of(local, spec)
 
 
@@ -246,7 +253,11 @@ class DTensorViews(Views):
             return
         params = list(self.params)
         for index in changed:
-            params[index] = replace(params[index], param=self._adopted(index, self._assigned(index)))
+            before, current = params[index].param, self._assigned(index)
+            if before is not current:
+                # The caller may put it back later: it keeps its values in memory of its own.
+                before._local_tensor = _data(before).clone()  # type: ignore[attr-defined]
+            params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:

@@ -23,7 +23,7 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.state import full_tensor
 from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
-from tests.support.kit import normal, square_loss, train_on
+from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -237,3 +237,22 @@ def test_hybrid_meshes_and_tensor_parallelism_compose(
     fresh = sharded(tensor_parallel(mlps(*sizes, seed=3), tensor), mesh=data)
     saved_and_loaded(model, fresh, tmp_path)
     assert_full(fresh, plain)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("num_dims", [1, 2])
+def test_a_mesh_made_again_uses_its_own_groups_while_tensors_of_the_old_one_exist(num_dims: int) -> None:
+    def built() -> tuple[DTensor, DeviceMesh]:
+        made = mesh(2, 2)
+        model = fully_shard(Mlp(8, 16), mesh=made if num_dims == 2 else made["replicate"])
+        param = next(model.parameters())
+        assert isinstance(param, DTensor)
+        return param, made
+
+    kept, old = built()
+    for group in old.get_all_groups():
+        dist.destroy_process_group(group)
+    param, _ = built()
+    assert kept.device_mesh == param.device_mesh
+    assert kept.device_mesh is not param.device_mesh
+    assert param.full_tensor().shape == (16, 8)
