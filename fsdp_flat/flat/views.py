@@ -405,11 +405,22 @@ class OrigViews(Views):
                 self._raise_replaced(f"Parameter {self.describe(index)}")
             if current is not None and current is not entry.param:
                 entry.param.data = current.data
-        for index, entry in enumerate(self.params):
-            if entry.param.data_ptr() != self._pointers[index]:
-                self._write_back(index, entry.param.data)
+        assigned = [i for i, entry in enumerate(self.params) if entry.param.data_ptr() != self._pointers[i]]
+        if assigned:
+            self._renew_shard()
+        for index in assigned:
+            self._write_back(index, self.params[index].param.data)
         self.use_sharded_views()
         self.bind_shard()
+
+    def _renew_shard(self) -> None:
+        """Move the shard to new memory before values that a caller has assigned are copied to it.
+
+        The caller may hold the old memory as the data to restore (``saved = p.data; p.data = averaged``).
+        """
+        shard = self.flat_param.data
+        copied = shard.clone()
+        self.flat_param.data = copied.pin_memory() if shard.is_pinned() else copied
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.bump_version()

@@ -16,6 +16,7 @@ from fsdp_flat import fully_shard
 from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.flat.arrangement import BufferRows
+from tests.composable.sides import children_and_root
 from tests.support import on_ranks
 from tests.support.kit import Stack, seeded, square_loss
 
@@ -161,3 +162,17 @@ def test_full_tensors_that_are_assigned_go_to_the_device_of_the_mesh() -> None:
     full = {name: torch.ones(tensor.shape) for name, tensor in module.state_dict().items()}
     module.load_state_dict(full, assign=True)
     assert module.weight.device.type == module.weight._local_tensor.device.type == "meta"  # type: ignore[operator,union-attr]
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_taken_out_and_put_back_is_unchanged() -> None:
+    model = children_and_root(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)))
+    x = torch.ones(2, 4)
+    before, layer = model(x).detach(), model[0]
+    saved = dict(layer.named_parameters())
+    for name, param in saved.items():
+        setattr(layer, name, nn.Parameter(torch.zeros_like(param)))
+    assert not torch.equal(model(x), before)
+    for name, param in saved.items():
+        setattr(layer, name, param)
+    assert torch.equal(model(x), before)

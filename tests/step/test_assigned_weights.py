@@ -115,3 +115,23 @@ def test_a_step_after_a_forward_without_backward_is_seen_where_this_rank_has_no_
         assert_close(pair.model(x).detach(), pair.plain(x).detach(), **CLOSE)
         pair.zero_grad()
     pair.check_parameters()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 1x2"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_data_that_a_caller_takes_out_and_puts_back_is_unchanged(layout: str, use_orig_params: bool) -> None:
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
+    pair.train()
+    x = batch(0, 5)
+    params = list(pair.model.parameters())
+    averages = [torch.zeros_like(param.data) for param in params]
+    with torch.no_grad():
+        for param, average in zip(params, averages, strict=True):
+            param.data, average.data = average.data, param.data
+        assert not pair.model(x).any()
+        for param, average in zip(params, averages, strict=True):
+            param.data, average.data = average.data, param.data
+        assert_close(pair.model(x), pair.plain(x), **CLOSE)
+    pair.train()
+    pair.check_parameters()
