@@ -38,8 +38,10 @@ from fsdp_flat.flat.torch_flat import (
     dynamo_disabled_here,
     flattened_mesh,
     in_backward,
+    is_alias,
     is_released,
     node_will_run,
     pytree_children,
+    retains_graph,
     unguarded,
 )

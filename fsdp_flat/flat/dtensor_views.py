@@ -81,8 +81,8 @@ class RowSharding:
             mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            # One object for all of a shape: DTensor's dispatch finds equal ones faster if they are the same. Not that of
-            # a detached one, which is of an equal mesh that torch remembers.
+            # One object for all of a shape: DTensor's dispatch finds it faster than an equal one. That of a detached
+            # tensor would be of an equal mesh that torch remembers.
             spec = made._spec
             if entry.adapter is PLAIN:
                 known[key] = spec

@@ -9,18 +9,28 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import nn
 
-from fsdp_flat.errors import PhaseError
-from fsdp_flat.flat.arrangement import BufferRows, GroupedRows, RowTarget, clear_padding, local_part, rows_of, views_of
+from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.flat.arrangement import (
+    BufferRows,
+    GroupedRows,
+    RowTarget,
+    clear_padding,
+    local_part,
+    rows_of,
+    shard_of,
+    views_of,
+)
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import as_flat_parameter, convert_grad, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
-from fsdp_flat.flat.params import FlattenedBy, ManagedParam
+from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
-from fsdp_flat.flat.torch_flat import set_versions, unguarded
+from fsdp_flat.flat.torch_flat import is_alias, set_versions, unguarded
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
@@ -116,7 +126,9 @@ class UnshardedParams:
             param.__dict__.update(entry.param.__dict__)
             params.append(param)
         self.params = tuple(params)
+        self._plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
         self._versions: tuple[int, ...] | None = None
+        self._filled: tuple[int, ...] | None = None
         self.free(MemoryPool())
 
     def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, RowTarget | None]:
@@ -149,7 +161,20 @@ class UnshardedParams:
         """Have autograd accept the parameters again: the buffer has their values."""
         if self._versions is not None:
             set_versions(self.params, self._versions)
-            self._versions = None
+            self._filled, self._versions = self._versions, None
+
+    def written(self) -> list[int]:
+        """Return the parameters that were written since the buffer was filled; none if the buffer is the shard."""
+        filled = self._filled
+        if filled is None or filled == tuple([param._version for param in self.params]):
+            return []
+        return [index for index, param in enumerate(self.params) if param._version != filled[index]]
+
+    @property
+    def are_moved(self) -> bool:
+        """True if parameters were given other memory than the buffer's, by an assignment to ``.data``."""
+        flat = self.buffer.tensor
+        return not all(map(partial(is_alias, flat), self._plain))
 
 
 class FlatParamHandle:
@@ -244,6 +269,11 @@ class FlatParamHandle:
         return self._unsharded.buffer
 
     @property
+    def frees_buffer(self) -> bool:
+        """True if a reshard frees the memory of unsharded parameters, which is not the shard's."""
+        return not isinstance(self._unsharded.buffer, AliasBuffer)
+
+    @property
     def is_trainable(self) -> bool:
         """Return whether any parameter of the handle requires a gradient."""
         return self.grads.num_trainable > 0
@@ -319,6 +349,42 @@ class FlatParamHandle:
         """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
         self.grads.sync_requires_grad()
         self.views.use_unsharded_views()
+
+    def check_after_compute(self) -> None:
+        """Undo assignments to the ``.data`` of unsharded parameters in a forward; raise if values have changed.
+
+        A module may put other values in the place of its weights while it computes (quantized ones, for example) and
+        put the weights back. If nothing is sharded, changes last, as in a plain module.
+
+        Raises:
+            UsageError: parameters have other values, which a reshard would lose.
+        """
+        self.views.take_back()
+        unsharded = self._unsharded
+        written = unsharded.written()
+        if not (written or unsharded.are_moved):
+            return
+        flat, changed = self.buffer.tensor, []
+        with torch.no_grad():
+            places = zip(unsharded.params, self.views.params, views_of(flat, self.layout), strict=True)
+            for index, (param, entry, place) in enumerate(places):
+                if entry.adapter is PLAIN and not is_alias(param, flat):
+                    if isinstance(self.buffer, AliasBuffer):
+                        place.copy_(param)
+                    elif not torch.equal(param, place):
+                        changed.append(index)
+                    param.data = place
+            if written and not changed:
+                shard = shard_of(self.layout, self.spec.rank, flat)
+                if not torch.equal(shard, self.flat_param.data.to(shard.device, shard.dtype)):
+                    changed = written
+        if changed:
+            raise UsageError(
+                f"Parameter {self.views.describe(changed[0])} was changed in the forward on rank {self.spec.rank} of "
+                "the shard group. It is a copy there, all-gathered for this forward, so the change would be lost. "
+                "Change weights between steps inside summon_full_params, compute with a changed copy in forward, or "
+                "leave the module out of sharding (ignored_modules, NO_SHARD)."
+            )
 
     def reshard(self) -> None:
         """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""

@@ -55,9 +55,10 @@ class MemoryPool:
             storage.resize_(nbytes)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Take the memory of ``storage``."""
+        """Take the memory of ``storage``, unless a numpy array uses it too."""
         nbytes = storage.nbytes()
-        if nbytes == 0:
+        # A numpy array that a caller has made of a view points to memory that torch marks as not resizable.
+        if nbytes == 0 or not storage.resizable():
             return
         idle = self._idle.setdefault(nbytes, [])
         if swap_memory is None or storage.device.type != "cpu" or len(idle) >= _MOST_IDLE:

@@ -11,10 +11,9 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 from __future__ import annotations
 
 import functools
-from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,41 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
+from fsdp_flat.flat.bindings import Bindings, parameters_of
 from fsdp_flat.flat.guards import ShardedPlaceholder, convert_grad, module_guard, set_grad, warn_of_lost_hooks
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
-
-
-class _Assignments(UserDict[str, Any]):
-    """The parameters of a module whose class has a ``__setattr__`` that keeps them elsewhere too."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.data = module._parameters
-        self._module = module
-
-    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
-        setattr(self._module, name, param)
-
-
-def _parameters_of(module: nn.Module) -> Any:
-    """Return the parameters that a module holds itself, as a mapping that sets them as the module needs it."""
-    # The checks of ``nn.Module.__setattr__`` take long. Recurrent modules look at their parameters in each forward too.
-    is_plain = type(module).__setattr__ in (nn.Module.__setattr__, nn.RNNBase.__setattr__)
-    return module._parameters if is_plain else _Assignments(module)
-
-
-class _Bindings(NamedTuple):
-    """Lists the places of a handle's tensors in modules, as columns: a step goes through them several times a unit.
-
-    Attributes:
-        attributes: for each place, the mapping of a module that holds the tensor, by ``names``.
-        unsharded, sharded: the tensors for compute, and outside of it.
-    """
-
-    attributes: Sequence[Any]
-    names: Sequence[str]
-    unsharded: Sequence[torch.Tensor]
-    sharded: Sequence[torch.Tensor]
 
 
 class Views:
@@ -136,15 +104,18 @@ class Views:
         """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
         raise NotImplementedError
 
+    def take_back(self) -> None:
+        """Hold unsharded parameters where they belong, if a caller has put them back elsewhere in a forward."""
+
     def show_names(self) -> None:
         """Register a parameter under every original name, until :meth:`unregister_full_params`."""
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
 
-    def _bind(self) -> _Bindings:
-        return _Bindings(
-            [_parameters_of(site.module) for _, site in self._sites],
+    def _bind(self) -> Bindings:
+        return Bindings(
+            [parameters_of(site.module) for _, site in self._sites],
             [site.name for _, site in self._sites],
             [self.unsharded_params[index] for index, _ in self._sites],
             [self.params[index].param for index, _ in self._sites],
@@ -449,11 +420,11 @@ class FlatViews(Views):
         warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
-    def _bind(self) -> _Bindings:
+    def _bind(self) -> Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
             placeholders = ShardedPlaceholder.of(self.unsharded_params, self.describe_with_shape)
-        return _Bindings(
+        return Bindings(
             [*[site.module.__dict__ for _, site in self._sites], self.module._parameters],
             [*[site.name for _, site in self._sites], FLAT_PARAM],
             [*[self.unsharded_params[index] for index, _ in self._sites], self.flat_param],
@@ -470,6 +441,12 @@ class FlatViews(Views):
         for _, site in self._sites:
             site.module._parameters.pop(site.name, None)
         super().unregister_full_params()
+
+    def take_back(self) -> None:
+        # torch.func.functional_call puts back the Parameter that it found by an assignment, which registers it.
+        for index, site in self._sites:
+            if site.module._parameters.get(site.name) is self.unsharded_params[index]:
+                site.module.__dict__[site.name] = site.module._parameters.pop(site.name)
 
     def show_names(self) -> None:
         blank = torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta")

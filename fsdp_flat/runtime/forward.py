@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fsdp_flat.comm import profiled
-from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
+from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward, is_alias
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
@@ -47,6 +47,7 @@ def run_forward(
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
+        forward.check()
     except BaseException as error:
         forward.fail(error)
         raise
@@ -111,6 +112,12 @@ class UnitForward:
             schedule.prefetch_forward(unit)
 
     @dynamo_disabled
+    def check(self) -> None:
+        """Raise a UsageError if the computation has changed parameters, which would be lost."""
+        for handle in self._unit.handles:
+            handle.check_after_compute()
+
+    @dynamo_disabled
     def fail(self, error: BaseException) -> None:
         """Leave a forward that raised ``error``.
 
@@ -152,6 +159,9 @@ class UnitForward:
         self._hooked_inputs.clear()
         dtype = self._unit.options.precision.output_dtype
         output = output if dtype is None else cast_floats(output, dtype)
+        flats = [handle.buffer.tensor for handle in self._unit.handles if handle.frees_buffer]
+        if flats:
+            output = map_tensors(output, functools.partial(_outside, flats))
         return output, _hook_outputs(self._record, output, always=self._outermost)
 
     def leave_open(self) -> None:
@@ -239,6 +249,14 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
         if not tensor.is_leaf:
             tensor.register_hook(hook)
     return bool(unit.handles)
+
+
+def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return an output, as a copy if it is a view of a buffer: its memory is freed while the caller has the output."""
+    # Other classes and layouts may have no storage.
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.clone() if any(is_alias(tensor, flat) for flat in flats) else tensor
 
 
 def _schedule_now(unit: Unit) -> Schedule:

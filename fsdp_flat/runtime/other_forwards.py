@@ -86,6 +86,7 @@ def _run_member(
     try:
         args, kwargs = group.forward.enter(args, kwargs)
         output = call(*args, **kwargs)
+        group.forward.check()
     except BaseException as error:
         schedule.open_groups.pop(unit, None)
         group.forward.fail(error)
