@@ -160,7 +160,9 @@ class UnitForward:
         dtype = self._unit.options.precision.output_dtype
         output = output if dtype is None else cast_floats(output, dtype)
         flats = [handle.buffer.tensor for handle in self._unit.handles if handle.frees_buffer]
-        if flats:
+        if flats and isinstance(output, torch.Tensor):
+            output = _outside(flats, output)
+        elif flats:
             output = map_tensors(output, functools.partial(_outside, flats))
         return output, _hook_outputs(self._record, output, always=self._outermost)
 
