@@ -22,7 +22,6 @@ from fsdp_flat.flat.arrangement import (
     clear_padding,
     local_part,
     rows_of,
-    shard_of,
     views_of,
 )
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
@@ -351,20 +350,20 @@ class FlatParamHandle:
         self.views.use_unsharded_views()
 
     def check_after_compute(self) -> None:
-        """Undo assignments to the ``.data`` of unsharded parameters in a forward; raise if values have changed.
+        """Undo assignments to the ``.data`` of unsharded parameters; raise if their values have changed.
 
         A module may put other values in the place of its weights while it computes (quantized ones, for example) and
         put the weights back. If nothing is sharded, changes last, as in a plain module.
 
         Raises:
-            UsageError: parameters have other values, which a reshard would lose.
+            UsageError: parameters have other values, or were written in place, which a reshard would lose.
         """
         self.views.take_back()
         unsharded = self._unsharded
         written = unsharded.written()
         if not (written or unsharded.are_moved):
             return
-        flat, changed = self.buffer.tensor, []
+        flat, changed = self.buffer.tensor, written
         with torch.no_grad():
             places = zip(unsharded.params, self.views.params, views_of(flat, self.layout), strict=True)
             for index, (param, entry, place) in enumerate(places):
@@ -374,16 +373,12 @@ class FlatParamHandle:
                     elif not torch.equal(param, place):
                         changed.append(index)
                     param.data = place
-            if written and not changed:
-                shard = shard_of(self.layout, self.spec.rank, flat)
-                if not torch.equal(shard, self.flat_param.data.to(shard.device, shard.dtype)):
-                    changed = written
         if changed:
             raise UsageError(
-                f"Parameter {self.views.describe(changed[0])} was changed in the forward on rank {self.spec.rank} of "
-                "the shard group. It is a copy there, all-gathered for this forward, so the change would be lost. "
-                "Change weights between steps inside summon_full_params, compute with a changed copy in forward, or "
-                "leave the module out of sharding (ignored_modules, NO_SHARD)."
+                f"Parameter {self.views.describe(changed[0])} was changed in forward, or while it was unsharded by "
+                f"hand, on rank {self.spec.rank} of the shard group. It is an all-gathered copy there, so the change "
+                "would be lost. Change weights between steps inside summon_full_params, compute with a changed copy "
+                "in forward, or leave the module out of sharding (ignored_modules, NO_SHARD)."
             )
 
     def reshard(self) -> None:

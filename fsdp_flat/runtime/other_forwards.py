@@ -129,6 +129,8 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
                 entered.append(forward)
                 forward.enter((), {})
         yield
+        for forward in entered:
+            forward.check()
     except BaseException as error:
         for forward in reversed(entered):
             forward.fail(error)

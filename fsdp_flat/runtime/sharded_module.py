@@ -62,12 +62,17 @@ class ShardedModule(nn.Module):
 
         Raises:
             PhaseError: inside ``summon_full_params`` or the unit's forward.
+            UsageError: unsharded parameters were changed, which would be lost.
         """
         unit = _unit_for(self, "reshard")
         if unit.phase is Phase.FORWARD:
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         for each in unit.with_inner:
-            each.reshard()
+            try:
+                for handle in each.handles if each.is_unsharded else ():
+                    handle.check_after_compute()
+            finally:
+                each.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward, and those that are not reduced yet.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
 from tests.composable.sides import children_and_root
 from tests.step.pairs import CLOSE, KINDS, WIDTH, Pair, batch, placed
@@ -107,11 +110,33 @@ def test_a_sharded_module_that_replaces_its_weights_and_puts_them_back_trains_as
 @on_ranks(2)
 def test_weights_changed_in_a_forward_raise_and_the_next_step_is_right(layout: str, use_orig_params: bool) -> None:
     pair = Pair.of(layers(Normalized), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
-    with pytest.raises(UsageError, match=r"'weight' of unit '0' was changed in the forward on rank \d.*would be lost"):
+    with pytest.raises(UsageError, match=r"'weight' of unit '0' was changed in forward.*on rank \d.*would be lost"):
         pair.model(batch(0))
     pair.model.eval()
     pair.plain.eval()
     pair.train()
+
+
+def change_in_block(model: nn.Module) -> None:
+    with unshard_for(model), torch.no_grad():
+        model[0].bias.add_(1)
+
+
+def change_by_hand(model: nn.Module) -> None:
+    model[0].unshard()
+    model[0].bias.detach().add_(1)
+    model[0].reshard()
+
+
+@pytest.mark.parametrize("change", [change_in_block, change_by_hand])
+@on_ranks(2)
+def test_weights_changed_while_a_caller_has_unsharded_them_raise(change: Callable[[nn.Module], None]) -> None:
+    model = by_layer(layers(nn.Linear), use_orig_params=True)
+    x = torch.ones(3, WIDTH)
+    before = model(x).detach()
+    with pytest.raises(UsageError, match=r"'bias' of unit '0' was changed .*while it was unsharded by hand"):
+        change(model)
+    assert torch.equal(model(x), before)
 
 
 @KINDS
