@@ -27,11 +27,10 @@ from fsdp_flat.checkpoint.directory import (
     ProgressBar,
     boxed_state_dict,
     progress_bar,
-    serialized,
-    unpacked,
 )
-from fsdp_flat.comm import digest_of
-from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
+from fsdp_flat.checkpoint.plain_values import check_optim, packed, serialized, unpacked
+from fsdp_flat.comm import digest_of, outliving_group
+from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
@@ -213,10 +212,10 @@ class CheckpointValues:
                 raise OptionError(f"keep_last must be at least 1; got {keep_last!r}.")
             self.bar = progress_bar("Saving", asked=progress, here=rank == 0)
             self._add_model(copy=copy)
-            self.tensors["extra"] = {str(rank): _packed(extra, "extra")}
+            self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
                 contents = contents_of(optim)
-                _check_readable(contents)
+                check_optim(contents, self._index)
             if rank == 0:
                 self._prepare(directory, step)
         except Exception as error:
@@ -250,7 +249,7 @@ class CheckpointValues:
         self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         plain = {name: value for name, value in found.items() if name not in self.tensors["model"]}
         # A copy: a thread may write them while training changes the live ones.
-        self.plain["model"] = unpacked(_packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+        self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
 
     def _add_optim(self, contents: OptimContents, *, copy: bool) -> None:
         """Compare all ranks, and add the states of the optimizer; one with a handler is merged on one rank."""
@@ -351,26 +350,6 @@ def _nbytes_of(value: torch.Tensor) -> int:
     if isinstance(value, BoxedTensor):
         return sum(part.nbytes for part in value.parts)
     return (value.to_local() if isinstance(value, DTensor) else value).nbytes
-
-
-def _packed(value: Any, source: str) -> bytes:
-    """Serialize ``value``; raise an OptionError if it cannot be read back with ``weights_only``."""
-    data = serialized(value)
-    try:
-        unpacked(data)
-    except Exception as error:
-        raise OptionError(
-            f"{source} holds something that torch.load(weights_only=True) refuses to read back, for safety: "
-            f"{str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
-        ) from error
-    return data
-
-
-def _check_readable(contents: OptimContents) -> None:
-    """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`_packed`."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
-    states = [[each for each in row.values() if not isinstance(each, torch.Tensor)] for row in contents.state.values()]
-    _packed([groups, states], "The optimizer")
 
 
 def _write(values: CheckpointValues, directory: Path, keep_last: int, together: Consensus) -> None:

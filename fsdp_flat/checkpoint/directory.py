@@ -8,7 +8,6 @@ kept those that are no tensors in a file of each rank beside them, ``rank-00000.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -39,7 +38,7 @@ from fsdp_flat.comm import (
     exchange_ints,
     global_ranks,
 )
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, IndexedParam, rank_groups_of, settings_for, state_dict_in
 
@@ -108,16 +107,29 @@ def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     return found
 
 
-def serialized(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def path_of_user(value: Any, name: str) -> Path:
+    """Return a path argument as an absolute path, so that a later change of directory does not matter."""
+    try:
+        return Path(value).absolute()
+    except TypeError as error:
+        raise OptionTypeError(f"{name} must be a path, as a str or a Path; got {value!r}.") from error
 
 
-def unpacked(data: bytes) -> Any:
-    """Return the value that :func:`serialized` has serialized."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def check_model(model: Any) -> None:
+    """Raise unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError(f"model must be a wrapped model, or a module that holds wrappers; got {model!r}.")
+
+
+def check_number(value: Any, name: str, least: int, *, is_optional: bool = False) -> None:
+    """Raise unless an argument is an int of at least ``least``, or None if it ``is_optional``."""
+    if value is None and is_optional:
+        return
+    wanted = f"{name} must be an int of at least {least}{', or None' if is_optional else ''}; got {value!r}."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(wanted)
+    if value < least:
+        raise OptionError(wanted)
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup:

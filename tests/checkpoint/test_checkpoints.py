@@ -34,8 +34,16 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.checkpoint.checkpoints import CheckpointValues
-from fsdp_flat.checkpoint.directory import unpacked
-from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError, UnsupportedError
+from fsdp_flat.checkpoint.plain_values import unpacked
+from fsdp_flat.errors import (
+    LoadError,
+    OptionError,
+    OptionTypeError,
+    PeerFailureError,
+    PhaseError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.optim_state.factored import factored, merge_rows, split_rows
