@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,17 +28,20 @@ from fsdp_flat.checkpoint.directory import (
     ProgressBar,
     boxed_state_dict,
     progress_bar,
-    serialized,
-    unpacked,
 )
-from fsdp_flat.comm import digest_of
-from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
+from fsdp_flat.checkpoint.plain_values import check_optim, packed, serialized, unpacked
+from fsdp_flat.comm import digest_of, outliving_group
+from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
+
+_logger = logging.getLogger("fsdp_flat")
+# By directory, the save that a thread of this process is writing there: process-wide, because models may share one.
+_running: WeakValueDictionary[Path, CheckpointSave] = WeakValueDictionary()
 
 
 class CheckpointSave:
@@ -55,9 +59,17 @@ class CheckpointSave:
         self._is_reported = False
 
     def _run(self, work: Callable[[], None]) -> None:
+        def logged() -> None:
+            try:
+                work()
+            except BaseException as error:
+                # At once, because a script may end without another call that could report it.
+                _logger.error("The save of %s in the background failed: %r", self.path, error)
+                raise
+
         # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"fsdp_flat checkpoint {self.step}")
-        self._work = executor.submit(work)
+        self._work = executor.submit(logged)
         executor.shutdown(wait=False)
 
     @property
@@ -105,28 +117,35 @@ def save_checkpoint(
     Every rank must call this, between steps.
 
     Args:
-        directory: directory of all checkpoints of the run, on a file system shared by all ranks.
+        directory: directory of all checkpoints of the run, on a file system shared by all ranks; rank 0 looks there
+            for the files of all ranks before it removes older checkpoints. One save at a time may run there: saves of
+            one process wait for each other. A second model of the run needs its own, because steps and ``keep_last``
+            count all checkpoints there.
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer.
         extra: other values of this rank to save (step counts, random states, a learning-rate scheduler's state dict):
             tensors, numbers, strings, None, and lists, tuples and dicts of them.
-        step: the checkpoint's number; by default one more than the highest in the directory.
+        step: the checkpoint's number; by default one more than the highest in the directory. It replaces one of the
+            same number.
         keep_last: number of checkpoints to keep; older ones are removed once this one is complete.
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
-            save waits for it. Call ``wait()`` on the result to find out whether it succeeded.
+            save waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is also logged.
+            The process does not end before, and may destroy its process groups meanwhile.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
         The save; :meth:`CheckpointSave.wait` returns its directory, or raises the error of the background save.
 
     Raises:
-        OptionError: bad arguments, an optimizer of another model, or values that cannot be read back safely: in
-            ``extra``, of the optimizer, or from a module's ``get_extra_state``.
+        OptionError: bad arguments, an optimizer of another model, a directory that is not shared by all ranks, or
+            values that cannot be read back safely: in ``extra``, of the optimizer, or from a module's
+            ``get_extra_state``.
+        OptionTypeError: an argument of the wrong type.
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
-    directory, together = Path(directory), Consensus.of(model, SAVING)
-    _wait_for_background(model)
+    directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, SAVING)
+    _wait_for_background(model, directory)
     together.barrier("save_checkpoint")
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
@@ -137,18 +156,23 @@ def save_checkpoint(
         return save
     unit = units_of(model)[0]
     if unit.background is None:
-        group = dist.new_group(together.ranks, backend="gloo", use_local_synchronization=True)
-        assert group is not None
-        unit.background = BackgroundWork(group)
+        # The script may destroy its process groups while its last checkpoint is written.
+        unit.background = BackgroundWork(outliving_group(together.ranks))
     # A gloo group communicates CPU tensors.
     in_thread = Consensus(unit.background.group, SAVING, torch.device("cpu"))
     save._run(partial(_write, values, directory, keep_last, in_thread))
     unit.background.finish = save._finish
+    _running[directory.resolve()] = save
     return save
 
 
-def _wait_for_background(model: nn.Module) -> None:
-    """Wait for the last background save of ``model``; warn if it failed and ``wait()`` has not raised its error."""
+def _wait_for_background(model: nn.Module, directory: Path) -> None:
+    """Wait for the last background save of ``model``, and for one of another model into ``directory``.
+
+    Warn if that of the model failed and ``wait()`` has not raised its error.
+    """
+    if (other := _running.get(directory.resolve())) is not None:
+        wait([other._work])
     units = units_of(model)
     background = units[0].background if units else None
     if background is not None and (text := background.finish()):
@@ -207,16 +231,14 @@ class CheckpointValues:
         self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
         self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
         try:
-            if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-                raise OptionError(f"step must be a number of at least 0, or None; got {step!r}.")
-            if keep_last < 1:
-                raise OptionError(f"keep_last must be at least 1; got {keep_last!r}.")
+            disk.check_number(step, "step", 0, is_optional=True)
+            disk.check_number(keep_last, "keep_last", 1)
             self.bar = progress_bar("Saving", asked=progress, here=rank == 0)
             self._add_model(copy=copy)
-            self.tensors["extra"] = {str(rank): _packed(extra, "extra")}
+            self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
                 contents = contents_of(optim)
-                _check_readable(contents)
+                check_optim(contents, self._index)
             if rank == 0:
                 self._prepare(directory, step)
         except Exception as error:
@@ -233,10 +255,10 @@ class CheckpointValues:
                 self.error = error
 
     def _prepare(self, directory: Path, step: int | None) -> None:
-        """Choose the number, and remove files of an earlier attempt."""
+        """Choose the number, and remove files of earlier attempts."""
         self.step = 1 + max(disk.list_steps(directory), default=-1) if step is None else step
         try:
-            disk.remove_attempt(directory, self.step)
+            disk.prepare(directory, self.step)
             self.is_prepared = True
         except OSError as error:
             self.error = error
@@ -250,7 +272,7 @@ class CheckpointValues:
         self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         plain = {name: value for name, value in found.items() if name not in self.tensors["model"]}
         # A copy: a thread may write them while training changes the live ones.
-        self.plain["model"] = unpacked(_packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+        self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
 
     def _add_optim(self, contents: OptimContents, *, copy: bool) -> None:
         """Compare all ranks, and add the states of the optimizer; one with a handler is merged on one rank."""
@@ -353,37 +375,17 @@ def _nbytes_of(value: torch.Tensor) -> int:
     return (value.to_local() if isinstance(value, DTensor) else value).nbytes
 
 
-def _packed(value: Any, source: str) -> bytes:
-    """Serialize ``value``; raise an OptionError if it cannot be read back with ``weights_only``."""
-    data = serialized(value)
-    try:
-        unpacked(data)
-    except Exception as error:
-        raise OptionError(
-            f"{source} holds something that torch.load(weights_only=True) refuses to read back, for safety: "
-            f"{str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
-        ) from error
-    return data
-
-
-def _check_readable(contents: OptimContents) -> None:
-    """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`_packed`."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
-    states = [[each for each in row.values() if not isinstance(each, torch.Tensor)] for row in contents.state.values()]
-    _packed([groups, states], "The optimizer")
-
-
 def _write(values: CheckpointValues, directory: Path, keep_last: int, together: Consensus) -> None:
     """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
     writing = disk.writing_path(directory, values.step)
     text, error = "", values.error
-    with values.bar(values.nbytes) as update:
+    with disk.discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
         try:
             if error is None and values.is_prepared:
                 written = write_files(values.tensors, writing, together.rank, update)
-                records = disk.records_of(writing, f"__{together.rank}_*.distcp")
+                records = disk.records_of(writing, disk.FILES_OF_RANK.format(together.rank))
                 text = json.dumps([written, records, values.rows_text])
         except Exception as raised:
             error = raised
@@ -391,10 +393,12 @@ def _write(values: CheckpointValues, directory: Path, keep_last: int, together: 
         try:
             if texts and all(texts):
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
+                disk.check_all_here(writing, each_records)
                 # One more file, as if of a further rank.
                 last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
                 write_metadata([*each_written, last], writing)
-                own = [disk.records_of(writing, name) for name in (f"__{together.size}_*.distcp", ".metadata")]
+                names = disk.FILES_OF_RANK.format(together.size), ".metadata"
+                own = [disk.records_of(writing, name) for name in names]
                 disk.commit(directory, values.step, {k: v for each in (*each_records, *own) for k, v in each.items()})
                 disk.prune(directory, keep_last)
         except Exception as raised:
@@ -443,20 +447,24 @@ def load_checkpoint(
         The loaded checkpoint; None if there is none at all.
 
     Raises:
-        LoadError: (a RuntimeError) no checkpoint is complete, or names or shapes do not fit the model; on every rank.
+        LoadError: (a RuntimeError) no checkpoint is complete, none has the number ``step``, ``directory`` is a file, or
+            names or shapes do not fit the model; on every rank.
+        OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
     from fsdp_flat.checkpoint.dcp_files import load_files
 
-    directory = Path(directory)
-    _wait_for_background(model)
-    together = Consensus.of(model, LOADING)
+    directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, LOADING)
+    _wait_for_background(model, directory)
     together.barrier("load_checkpoint")
     steps: list[int] = [] if step is None else [step]
     cut_off: list[str] = []
     with together.propagate_errors():
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
+        disk.check_number(step, "step", 0, is_optional=True)
+        if directory.exists() and not directory.is_dir():
+            raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
         if together.rank == 0 and step is None:
             disk.recover(directory)
             steps, cut_off = disk.list_steps(directory), disk.unfinished(directory)

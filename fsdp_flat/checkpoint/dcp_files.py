@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, files_of_ranks, unpacked
+from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, files_of_ranks
+from fsdp_flat.checkpoint.plain_values import unpacked
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, some_of
 from fsdp_flat.layout import clean_fqn

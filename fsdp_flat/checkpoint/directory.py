@@ -8,7 +8,6 @@ kept those that are no tensors in a file of each rank beside them, ``rank-00000.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -39,11 +38,13 @@ from fsdp_flat.comm import (
     exchange_ints,
     global_ranks,
 )
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, IndexedParam, rank_groups_of, settings_for, state_dict_in
 
 COMMIT_NAME = "commit.json"
+# A pattern of the names that torch.distributed.checkpoint gives to a rank's files.
+FILES_OF_RANK = "__{}_*.distcp"
 _FORMAT = 2
 _READABLE = (1, 2)
 _WRITING = ".writing"
@@ -108,20 +109,34 @@ def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     return found
 
 
-def serialized(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def path_of_user(value: Any, name: str) -> Path:
+    """Return a path argument as an absolute path, so that a later change of directory does not matter."""
+    try:
+        return Path(value).absolute()
+    except TypeError as error:
+        raise OptionTypeError(f"{name} must be a path, as a str or a Path; got {value!r}.") from error
 
 
-def unpacked(data: bytes) -> Any:
-    """Return the value that :func:`serialized` has serialized."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def check_model(model: Any) -> None:
+    """Raise unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError(f"model must be a wrapped model, or a module that holds wrappers; got {model!r}.")
+
+
+def check_number(value: Any, name: str, least: int, *, is_optional: bool = False) -> None:
+    """Raise unless an argument is an int of at least ``least``, or None if it ``is_optional``."""
+    if value is None and is_optional:
+        return
+    wanted = f"{name} must be an int of at least {least}{', or None' if is_optional else ''}; got {value!r}."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(wanted)
+    if value < least:
+        raise OptionError(wanted)
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup:
     """Return the process group of all ranks that hold a shard or a replica of the model."""
+    check_model(model)
     units = units_of(model)
     if not units:
         raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
@@ -247,13 +262,41 @@ def writing_path(directory: Path, step: int) -> Path:
     return path_of(directory, step).with_suffix(_WRITING)
 
 
-def remove_attempt(directory: Path, step: int) -> None:
-    """Remove files of an earlier attempt to write checkpoint ``step``. The ranks that write create its directory."""
+def prepare(directory: Path, step: int) -> None:
+    """Remove all that earlier saves have left unfinished. The ranks that write create the directory of ``step``.
+
+    No other save may be running in this directory. It may be full, so room is made before anything is written.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise OptionError(f"{directory} is a file; pass a directory, which is created if needed.")
     recover(directory)
+    remove_unfinished(directory)
     writing = writing_path(directory, step)
-    shutil.rmtree(writing, ignore_errors=True)
     if writing.exists():
         raise FileExistsError(f"{writing} is in the way of the checkpoint's directory and cannot be removed.")
+
+
+@contextmanager
+def discarded_on_error(directory: Path, step: int, rank: int) -> Iterator[None]:
+    """Remove what the block has written for ``step`` if it raises: each rank its own files, and rank 0 all."""
+    try:
+        yield
+    except Exception:
+        _discard(directory, step, rank)
+        raise
+
+
+def _discard(directory: Path, step: int, rank: int) -> None:
+    writing = writing_path(directory, step)
+    with suppress(OSError):
+        if rank == 0:
+            recover(directory)
+            shutil.rmtree(writing, ignore_errors=True)
+            return
+        for path in writing.glob(FILES_OF_RANK.format(rank)):
+            path.unlink()
+        # Another rank's files are there unless the directory is this rank's alone.
+        writing.rmdir()
 
 
 def recover(directory: Path) -> None:
@@ -277,6 +320,21 @@ def _record(path: Path) -> dict[str, int]:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
         return {"size": file.tell(), "crc32": crc}
+
+
+def check_all_here(writing: Path, each_records: Sequence[Records]) -> None:
+    """Raise unless this rank finds the files of every rank, with the sizes in their records."""
+    # To list a directory makes a network file system ask its server; a lookup may be answered from a cache.
+    found = {entry.name: entry.stat().st_size for entry in os.scandir(writing)}
+    for rank, records in enumerate(each_records):
+        for name, record in records.items():
+            if found.get(name) != record["size"]:
+                here = f"finds {found[name]} bytes" if name in found else "does not find it"
+                raise OptionError(
+                    f"Rank {rank} has written {name} ({record['size']} bytes) to {writing.name}, and rank 0 {here} in "
+                    f"{writing.parent}. The directory must be one and the same for all ranks, on a file system that "
+                    "they share, and one run alone may save there. Nothing was saved, and no checkpoint was removed."
+                )
 
 
 def commit(directory: Path, step: int, records: Records) -> None:
@@ -333,15 +391,18 @@ def _read_commit(path: Path) -> Commit:
     try:
         body: dict[str, Any] = json.loads((path / COMMIT_NAME).read_text())
         if body["format"] not in _READABLE:
-            raise LoadError(f"{path} has format {body['format']}; this version reads formats {_READABLE}.")
+            raise LoadError(f"{path} has format {body['format']}; this version reads formats {_READABLE}")
         records = {name: {key: entry[key] for key in ("size", "crc32")} for name, entry in body["files"].items()}
         found = Commit(int(body["step"]), int(body["order"]), records)
     except FileNotFoundError as error:
-        raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished.") from error
+        if path.exists():
+            raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished") from error
+        steps = ", ".join(map(str, sorted(list_steps(path.parent)))) or "none"
+        raise LoadError(f"{path} does not exist; checkpoints there: {steps}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}.") from error
+        raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}") from error
     if not records:
-        raise LoadError(f"{path / COMMIT_NAME} names no files.")
+        raise LoadError(f"{path / COMMIT_NAME} names no files")
     return found
 
 
@@ -380,14 +441,16 @@ def files_of_ranks(path: Path, records: Records) -> list[Path]:
 
 
 def prune(directory: Path, keep_last: int) -> None:
-    """Remove all but the last ``keep_last`` checkpoints, and the files of interrupted saves.
-
-    No other save may be running in this directory.
-    """
+    """Remove all but the last ``keep_last`` checkpoints."""
     for step in list_steps(directory)[keep_last:]:
         # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
         path = path_of(directory, step)
         shutil.rmtree(path.with_suffix(_REMOVING), ignore_errors=True)
         os.replace(path, path.with_suffix(_REMOVING))
+    remove_unfinished(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what interrupted saves and removals have left."""
     for name in unfinished(directory):
         shutil.rmtree(directory / name, ignore_errors=True)

@@ -19,13 +19,15 @@ from fsdp_flat.checkpoint.directory import (
     SAVING,
     Consensus,
     boxed_state_dict,
+    check_model,
     is_replica,
+    path_of_user,
     progress_bar,
     shard_group_of,
 )
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.comm import P2PChannels
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
@@ -67,6 +69,13 @@ def _entries_of(
     trainable_only: bool = False,
 ) -> list[_Entry]:
     """List the entries of a model's state dict in its order, without communication; see :func:`save_full`."""
+    check_model(model)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionTypeError(f"dtype must be a floating-point torch.dtype or None; got {dtype!r}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise OptionError(f"dtype must be a floating-point torch.dtype or None; got {dtype!r}.")
+    if keep is not None and not callable(keep):
+        raise OptionTypeError(f"keep must be a function of a name, or None; got {keep!r}.")
     index = ParamIndex(model)
     by_name = {**index.by_name, **index.dtensors_by_name}
     params = model.named_parameters() if trainable_only else ()
@@ -142,12 +151,15 @@ def iter_full_state_dict(
         parameter on ranks other than ``dst``. A tied parameter is yielded once for each of its names.
 
     Raises:
-        OptionError: ``dst`` is not a rank of the shard group.
+        OptionError: ``dst`` is not a rank of the shard group, or ``dtype`` is not a floating-point one.
+        OptionTypeError: an argument of the wrong type.
         UnsupportedError: units sharded over different groups, or an entry that is not a tensor.
         PhaseError: called in the middle of a step.
     """
     entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
     rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
+    if dst is not None and not isinstance(dst, int):
+        raise OptionTypeError(f"dst must be a rank of the shard group, or None; got {dst!r}.")
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
         raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
     channels, position = P2PChannels(), 0
@@ -195,7 +207,9 @@ def save_full(
         The directory.
 
     Raises:
-        OptionError: nothing to write, or ``max_file_bytes`` is not positive.
+        OptionError: nothing to write, ``max_file_bytes`` is not positive, ``dtype`` is not a floating-point one, or
+            with ``spread`` the directory is not shared by all ranks.
+        OptionTypeError: an argument of the wrong type.
         UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype that safetensors
             does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
@@ -203,6 +217,8 @@ def save_full(
     together = Consensus.of(model, SAVING)
     together.barrier("save_full")
     with together.propagate_errors():
+        if not isinstance(max_file_bytes, (int, float)):
+            raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:
             raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
         entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
@@ -212,7 +228,7 @@ def save_full(
         # Replicas and ranks that do not write only take part in the transfers.
         rank = None if is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
-        directory = Path(directory)
+        directory = path_of_user(directory, "directory")
         files = _planned(entries, directory, max_file_bytes)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
@@ -232,14 +248,16 @@ def save_full(
                     error = raised
     try:
         together.fail(error)
+        with together.propagate_errors():
+            if rank == 0:
+                for file in files:
+                    file.check_here()
+                # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
+                (directory / INDEX_NAME).unlink(missing_ok=True)
     except Exception:
         for file in own:
             file.discard()
         raise
-    with together.propagate_errors():
-        # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
-        if rank == 0:
-            (directory / INDEX_NAME).unlink(missing_ok=True)
     with together.propagate_errors():
         for file in own:
             file.commit()
@@ -313,11 +331,12 @@ def load_full(
 
     Raises:
         LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit; on every rank.
+        OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
+    path, together = path_of_user(path, "path"), Consensus.of(model, LOADING)
     for unit in units_of(model):
         unit.check_idle("load_full")
-    together = Consensus.of(model, LOADING)
     together.barrier("load_full")
     planned: dict[str, tuple[_Entry, torch.Tensor]] = {}
     with ExitStack() as stack:
@@ -325,7 +344,7 @@ def load_full(
             # Load into the buffers in their registered dtype, not into copies in the compute dtype.
             stack.enter_context(unit.buffers.exact())
         with together.propagate_errors():
-            tensors, names = _stored_in(Path(path))
+            tensors, names = _stored_in(path)
             entries = _entries_of(model, keep)
             found = {entry.name: names[entry.name] for entry in entries if entry.name in names}
             missing = [entry.name for entry in entries if entry.name not in found and entry.same_as not in found]

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import torch
 
-from fsdp_flat.errors import LoadError, UnsupportedError
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError
 
 _DTYPES = {
     "F64": torch.float64,
@@ -79,6 +79,16 @@ class FileWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+
+    def check_here(self) -> None:
+        """Raise unless this rank finds the complete file, which another rank may have written."""
+        expected = len(self._header) + self.nbytes
+        found = self._partial_path.stat().st_size if self._partial_path.exists() else "no file"
+        if found != expected:
+            raise OptionError(
+                f"Rank 0 finds {found} at {self._partial_path}, of which {expected} bytes were written. With "
+                "spread=True the directory must be one and the same for all ranks, on a file system that they share."
+            )
 
     def commit(self) -> None:
         """Rename the complete file to its final path."""

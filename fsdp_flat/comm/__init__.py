@@ -32,6 +32,7 @@ from fsdp_flat.comm.rank_groups import (
     control_device,
     global_ranks,
     host_group,
+    outliving_group,
     resolve_groups,
     second_group,
     strategy_from,

@@ -84,7 +84,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
-    size = dist.get_world_size(group)
+    size = group.size()
     if size == 1 or is_fake(group):
         return [values] * size
     own = torch.tensor(values, dtype=torch.int64, device=control_device(group, device))
@@ -108,11 +108,12 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
 
     A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
     """
-    rank_group = RankGroup.of(group)
+    # torch.distributed forgets the ranks of a destroyed group, which a thread may still use (outliving_group).
+    rank_group = RankGroup(group, group.rank(), group.size())
     rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
     if only_on_rank0:
-        work = dist.gather(own, rows or None, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
+        work = dist.gather(own, rows or None, group_dst=0, group=group, async_op=True)
     else:
         work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 _CPU = torch.device("cpu")
 # Every unit of a model asks for the same groups, and each group costs connections.
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
+# Groups of threads: destroy_process_group() makes torch forget a group, and gloo serves it as long as it is referenced.
+_outliving: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     try:
         return dist.get_backend(group) == "fake"
     except ValueError as error:
+        if group in _outliving:
+            return False
         raise destroyed_error(group) from error
 
 
@@ -107,6 +111,17 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if _moves_cpu_tensors(group):
         return group
     return dist.new_group(global_ranks(group), backend="gloo", use_local_synchronization=True)
+
+
+def outliving_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Create a gloo group for a thread, whose collectives work until it ends, also if groups are destroyed meanwhile.
+
+    Every rank of the group must call this.
+    """
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert group is not None
+    _outliving.add(group)
+    return group
 
 
 def second_group(rank_group: RankGroup) -> RankGroup:

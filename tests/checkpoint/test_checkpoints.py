@@ -34,8 +34,16 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.checkpoint.checkpoints import CheckpointValues
-from fsdp_flat.checkpoint.directory import unpacked
-from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError, UnsupportedError
+from fsdp_flat.checkpoint.plain_values import unpacked
+from fsdp_flat.errors import (
+    LoadError,
+    OptionError,
+    OptionTypeError,
+    PeerFailureError,
+    PhaseError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.optim_state.factored import factored, merge_rows, split_rows
@@ -430,8 +438,10 @@ def test_without_any_whole_checkpoint_the_error_names_each(tmp_path: Path, rank:
     before = whole_state(model)
     with pytest.raises(LoadError, match=r"No complete checkpoint in .*__1_0.distcp has"):
         load_checkpoint(tmp_path, model)
-    with pytest.raises(LoadError, match=r"step-00000007 has no commit\.json"):
+    with pytest.raises(LoadError, match=r"step-00000007 does not exist; checkpoints there: 0\.$"):
         load_checkpoint(tmp_path, model, step=7)
+    with pytest.raises(LoadError, match=r"step-00000007 does not exist; checkpoints there: none\.$"):
+        load_checkpoint(tmp_path / "nowhere", model, step=7)
     assert_equal(whole_state(model), before)
 
 
@@ -489,9 +499,23 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(
 @on_ranks(2)
 def test_bad_arguments_of_a_save_are_named_on_every_rank_and_nothing_is_written(tmp_path: Path, rank: int) -> None:
     model = shard(seeded())
-    for bad, text in (({"step": -1}, "step must be"), ({"keep_last": 0}, "keep_last must be at least 1")):
-        with pytest.raises(OptionError, match=text):
+    for kind, bad, text in (
+        (OptionError, {"step": -1}, "step must be an int of at least 0, or None; got -1"),
+        (OptionTypeError, {"step": "3"}, "step must be an int of at least 0, or None; got '3'"),
+        (OptionError, {"keep_last": 0}, "keep_last must be an int of at least 1; got 0"),
+        (OptionTypeError, {"keep_last": None}, "keep_last must be an int of at least 1; got None"),
+        (OptionTypeError, {"keep_last": 1.5}, "keep_last must be an int of at least 1; got 1.5"),
+    ):
+        with pytest.raises(kind, match=text):
             save_checkpoint(tmp_path, model, **bad)
+    for call in (lambda: save_checkpoint(None, model), lambda: load_checkpoint(None, model)):
+        with pytest.raises(OptionTypeError, match="directory must be a path, as a str or a Path; got None"):
+            call()
+    for call in (lambda: save_checkpoint(tmp_path, None), lambda: load_checkpoint(tmp_path, None)):
+        with pytest.raises(OptionTypeError, match=r"model must be a wrapped model.*; got None"):
+            call()
+    with pytest.raises(OptionTypeError, match="step must be an int of at least 0, or None; got '3'"):
+        load_checkpoint(tmp_path, model, step="3")
     with pytest.raises(OptionError if rank == 0 else PeerFailureError, match="weights_only=True"):
         save_checkpoint(tmp_path, model, extra=random.Random() if rank == 0 else None)
     loss = square_loss(model, batch(rank))

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
 from fsdp_flat.flat.views import Views
 from fsdp_flat.runtime import units_of
 from tests.runtime.test_memory import live_bytes
@@ -382,8 +382,43 @@ def test_bad_arguments_of_a_full_save_are_named(tmp_path: Path) -> None:
         save_full(model, tmp_path, max_file_bytes=0)
     with pytest.raises(OptionError, match="Nothing to save"):
         save_full(model, tmp_path, keep=lambda name: False)
+    with pytest.raises(OptionError, match=r"dtype must be a floating-point torch.dtype or None; got torch.int8"):
+        save_full(model, tmp_path, dtype=torch.int8)
+    for bad, text in (
+        ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype or None; got 'bf16'"),
+        ({"max_file_bytes": "5GB"}, "max_file_bytes must be a number; got '5GB'"),
+        ({"keep": "layer"}, "keep must be a function of a name, or None; got 'layer'"),
+    ):
+        with pytest.raises(OptionTypeError, match=text):
+            save_full(model, tmp_path, **bad)
+    for bad, text in (({"dtype": "bf16"}, "dtype must be"), ({"dst": "0"}, "dst must be a rank")):
+        with pytest.raises(OptionTypeError, match=text):
+            list(iter_full_state_dict(model, **bad))
+    for call in (lambda: save_full(model, None), lambda: load_full(model, None)):
+        with pytest.raises(OptionTypeError, match="must be a path, as a str or a Path; got None"):
+            call()
+    for call in (
+        lambda: save_full(None, tmp_path),
+        lambda: load_full(None, tmp_path),
+        lambda: list(iter_full_state_dict(None)),
+    ):
+        with pytest.raises(OptionTypeError, match="model must be a wrapped model"):
+            call()
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(OptionError, match="holds no FullyShardedDataParallel"):
         load_full(nn.Linear(2, 2), tmp_path)
+
+
+@on_ranks(2)
+def test_files_that_ranks_write_to_different_directories_are_an_error(tmp_path: Path, rank: int) -> None:
+    """As disks of two machines that have the same path."""
+    model = shard(seeded())
+    save_full(model, tmp_path / "0")
+    with pytest.raises(OptionError if rank == 0 else PeerFailureError, match=r"Rank 0 finds no file at .*they share"):
+        save_full(model, tmp_path / str(rank), max_file_bytes=40, spread=True)
+    dist.barrier()
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["model.safetensors"]
+    assert list((tmp_path / "1").iterdir()) == []
 
 
 @on_ranks(2)

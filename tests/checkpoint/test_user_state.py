@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,7 +57,8 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 @on_ranks(2)
 def test_an_extra_state_that_could_not_be_loaded_is_refused_at_the_save(tmp_path: Path) -> None:
     model = FSDP(WithExtra({"steps": 3, "odd": Unreadable()}))
-    with pytest.raises(OptionError, match=r"get_extra_state\) holds something that torch.load"):
+    text = r"get_extra_state\) holds something that torch.load.*: \['_extra_state'\]\['odd'\] is of type .*Unreadable"
+    with pytest.raises(OptionError, match=text):
         save_checkpoint(tmp_path, model)
     assert list(tmp_path.iterdir()) == []
     model.module.extra = {"steps": 3}
@@ -64,6 +67,52 @@ def test_an_extra_state_that_could_not_be_loaded_is_refused_at_the_save(tmp_path
     model.module.extra = None
     load_checkpoint(tmp_path, model)
     assert model.module.extra == {"steps": 3}
+
+
+def no_local() -> None:
+    """A function that pickle finds."""
+
+
+class Keyed(dict[Any, Any]):
+    """A dict of its own, of which each entry could be read."""
+
+
+@pytest.mark.parametrize(
+    "extra, found",
+    [
+        ({"state": ("MT19937", np.zeros(3))}, "extra['state'][1] is of type numpy.ndarray"),
+        ([1, {"loss": np.float64(0.5)}], "extra[1]['loss'] is of type numpy.float64"),
+        ({"hook": no_local}, "extra['hook'] is of type builtins.function"),
+        ({("a", np.float32(1.0)): 1}, "a key of extra[1] is of type numpy.float32"),
+        (Keyed(a=1), "extra is of type tests.checkpoint.test_user_state.Keyed"),
+        (Unreadable(), "extra is of type tests.checkpoint.test_user_state.Unreadable"),
+    ],
+)
+@on_ranks(2)
+def test_a_value_that_cannot_be_read_back_is_named_with_its_type(extra: Any, found: str, tmp_path: Path) -> None:
+    model = FSDP(WithExtra(None))
+    with pytest.raises(OptionError, match=re.escape(found)) as caught:
+        save_checkpoint(tmp_path, model, extra=extra)
+    assert "\x1b" not in str(caught.value)
+    assert "torch.from_numpy(array)" in str(caught.value)
+
+
+@on_ranks(2)
+def test_values_that_cannot_be_pickled_are_named_too(tmp_path: Path) -> None:
+    model = FSDP(WithExtra(None), use_orig_params=True)
+    with pytest.raises(OptionError, match=re.escape("extra['schedule'] is of type builtins.function")):
+        save_checkpoint(tmp_path, model, extra={"schedule": lambda step: step})
+    optimizer = trained(model)
+    for param in model.parameters():
+        optimizer.state[param]["count"] = np.int64(3)
+    with pytest.raises(
+        OptionError, match=r"The optimizer .*: \['state'\]\['layer.*'\]\['count'\] is of type numpy.int64"
+    ):
+        save_checkpoint(tmp_path, model, optimizer)
+    optimizer = trained(model)
+    optimizer.param_groups[0]["schedule"] = np.zeros(2)
+    with pytest.raises(OptionError, match=r"\['param_groups'\]\[0\]\['schedule'\] is of type numpy.ndarray"):
+        save_checkpoint(tmp_path, model, optimizer)
 
 
 @KINDS
@@ -129,7 +178,7 @@ def test_a_rank_that_fails_alone_after_the_comparison_fails_the_save_on_all(
         with pytest.raises(MemoryError if rank == failing else PeerFailureError, match="no room"):
             save_checkpoint(tmp_path, model, optimizer, background=background).wait()
     dist.barrier()
-    assert not any(path.suffix != ".writing" for path in tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
     dist.barrier()
     assert save_checkpoint(tmp_path, model, optimizer).path.is_dir()
 
