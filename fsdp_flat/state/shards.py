@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
-from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import (
     EvenPartition,
@@ -259,35 +259,6 @@ class OptimContents:
     state: Mapping[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
     groups: tuple[dict[str, Any], ...] | None = None
     owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
-
-    def check_groups(self, index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
-        """Check that every parameter is in the group of a state dict that belongs to its own group.
-
-        ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
-        parameters that have changed groups would go to other parameters.
-        """
-        own = self.groups or ()
-        places: dict[str, int] = {}
-        for at, group in enumerate(given):
-            places.update(dict.fromkeys(group.get("params", ()), at))
-        lacking, moved = [], []
-        for at, group in enumerate(own):
-            for param in group["params"]:
-                fqns = index.fqns_of(param)
-                saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
-                if not saved:
-                    lacking.append(f"{fqns[0]!r} (group {at})")
-                moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
-        if lacking or moved or len(own) != len(given):
-            found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-            found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
-            found += [f"other groups for {some_of(moved, 6)}"] if moved else []
-            raise OptionError(
-                f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
-                f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
-                "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
-                "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
-            )
 
 
 def contents_of(
