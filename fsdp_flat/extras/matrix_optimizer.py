@@ -40,7 +40,7 @@ from fsdp_flat.extras.matrix_owners import (
     rounds_of,
 )
 from fsdp_flat.extras.names import whole_shape
-from fsdp_flat.flat import unguarded
+from fsdp_flat.flat import check_module, unguarded
 from fsdp_flat.state import ParamIndex
 
 _ERROR_TEXTS = ErrorTexts(
@@ -65,6 +65,7 @@ def matrix_params(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         OptionError: (a ValueError) the model has flat parameters (``use_orig_params=False``).
     """
+    check_module(model)
     return [param for param in model.parameters() if len(whole_shape(param)) >= 2]
 
 
