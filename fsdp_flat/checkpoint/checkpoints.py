@@ -215,7 +215,7 @@ class CheckpointValues:
             self._add_model(copy=copy)
             self.tensors["extra"] = {str(rank): _packed(extra, "extra")}
             if optim is not None:
-                contents = contents_of(optim)
+                contents = contents_of(optim, index=self._index)
                 _check_readable(contents)
             if rank == 0:
                 self._prepare(directory, step)

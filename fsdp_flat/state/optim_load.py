@@ -28,6 +28,8 @@ from fsdp_flat.state.shards import (
     OptimContents,
     ParamIndex,
     StateShard,
+    check_rows,
+    check_states,
     copied_state,
     is_scalar,
     refuse_split,
@@ -59,7 +61,7 @@ def load_optim_state(
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
-        expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
+        expects_chunks: if ``given`` holds no tensors, other ranks were given chunks.
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
@@ -85,16 +87,12 @@ def load_optim_state(
     return result
 
 
-def _is_state_dict(given: Any) -> bool:
-    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
-
-
 def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
-    """Return whether decoding any value takes an exchange; ``otherwise`` if ``given`` is no optimizer state dict."""
-    if not _is_state_dict(given):
-        return otherwise
-    rows = [row for row in given["state"].values() if isinstance(row, Mapping)]
-    return any(decoder_of(value).exchanges for row in rows for value in row.values())
+    """Return whether decoding any value takes an exchange; ``otherwise`` if no value reveals it."""
+    states = given.get("state") if isinstance(given, Mapping) else None
+    rows = [row for row in states.values() if isinstance(row, Mapping)] if isinstance(states, Mapping) else []
+    codecs = [decoder_of(value) for row in rows for value in row.values() if not is_scalar(value)]
+    return any(codec.exchanges for codec in codecs) if codecs else otherwise
 
 
 class _OptimLoad:
@@ -233,14 +231,9 @@ class _OptimLoad:
         return sharded
 
 
-def _checked_states(given: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    if not _is_state_dict(given):
-        raise OptionError(
-            "An optimizer state dict has 'state' and mostly 'param_groups'; got "
-            f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
-        )
-    assert given is not None
-    by_name: dict[str, dict[str, Any]] = given["state"]
+def _checked_states(given: Any) -> dict[str, dict[str, Any]]:
+    by_name: dict[str, dict[str, Any]] = check_states(given)["state"]
+    check_rows(by_name)
     positions = [key for key in by_name if not isinstance(key, str)]
     if positions:
         raise OptionError(

@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
-from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import (
     EvenPartition,
@@ -261,31 +261,33 @@ class OptimContents:
     owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
 
-def contents_of(
-    optim: Any, state_dict: Mapping[str, Any] | None = None, index: ParamIndex | None = None
-) -> OptimContents:
-    """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
-
-    A ``state_dict`` replaces its own state and settings. Keys are positions, or as in torch's named optimizer the names
-    of ``model.named_parameters()``, which ``index`` has.
-    """
+def held_by(optim: Any) -> OptimContents:
+    """Return the parameters and groups of an optimizer, without its states."""
+    if not isinstance(getattr(optim, "param_groups", None), (list, tuple)):
+        raise OptionTypeError(f"optim must be an optimizer, which has param_groups; got {type(optim).__name__}.")
     params = tuple(param for group in optim.param_groups for param in group["params"])
-    owners = getattr(optim, "state_owners", {})
-    if state_dict is None:
-        return OptimContents(params, optim.state, tuple(optim.param_groups), owners)
-    shown_names = {} if index is None else index.shown_names
-    by_name = {clean_fqn(name): param for param, name in shown_names.items()}
+    return OptimContents(params, {}, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
 
-    def of(key: Any) -> nn.Parameter:
-        found = params[key] if isinstance(key, int) else by_name.get(clean_fqn(str(key)))
-        if found is None:
-            raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
-        return found
 
-    state = {of(key): value for key, value in state_dict["state"].items()}
-    given = state_dict.get("param_groups")
-    groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
-    return OptimContents(params, state, groups, owners)
+def check_states(given: Any) -> Mapping[str, Any]:
+    """Return ``given`` if it is an optimizer state dict; raise otherwise."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+        found = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise OptionError(f"An optimizer state dict has 'state', a dict, and mostly 'param_groups'; got {found}.")
+    return given
+
+
+def check_rows(rows: Mapping[Any, Any]) -> None:
+    """Raise unless each value is a dict of the states of one parameter, by their names."""
+    for key, row in rows.items():
+        if isinstance(row, Mapping) and all(isinstance(name, str) for name in row):
+            continue
+        whose = f"a parameter of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+        found = f"names {list(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise OptionError(
+            f"The optimizer's states of {whose} must be a dict of values under strings, the names of the states; got "
+            f"{found}."
+        )
 
 
 def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
