@@ -237,7 +237,7 @@ class CheckpointValues:
             self._add_model(copy=copy)
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
-                contents = contents_of(optim)
+                contents = contents_of(optim, index=self._index)
                 check_optim(contents, self._index)
             if rank == 0:
                 self._prepare(directory, step)

@@ -42,7 +42,7 @@ from fsdp_flat.checkpoint.plain_values import unpacked
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, some_of
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.state import OptimContents, contents_of, load_optim_state, template_states
+from fsdp_flat.state import OptimContents, held_by, load_optim_state, template_states
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -223,7 +223,7 @@ def load_files(
         if optim is not None:
             if "optim" not in plain:
                 raise LoadError(f"{path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
-            contents = contents_of(optim)
+            contents = held_by(optim)
             states, deferred = _optim_template(model, contents, reader)
             template["optim"] = {"state": states}
         reader.read_into(template)

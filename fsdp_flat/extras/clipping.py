@@ -20,7 +20,8 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
 
     Norms are computed in fp32, or in fp64 if a parameter is fp64. Norms of shards are summed over the shard group, and
     over the groups of tensor parallelism. Unsharded gradients (NO_SHARD units, ignored parameters) are the same on
-    every rank and count once. Every rank must call this, with all units below the root wrapper.
+    every rank and count once. The norm of order 0 is torch's norm of norms: the number of parameters whose gradient has
+    an element that is not zero. Every rank must call this, with all units below the root wrapper.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     units = list(units)
@@ -28,40 +29,40 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     managed = {param for handle in handles for param in handle.views.visible_params()}
     device = handles[0].spec.device if handles else torch.device("cpu")
     # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
-    floating = [param.dtype for param in root.parameters() if param.is_floating_point()]
-    dtype = functools.reduce(torch.promote_types, floating, torch.float32)
+    floating = [param.dtype for param in root.parameters() if param.is_floating_point() or param.is_complex()]
+    dtype = functools.reduce(torch.promote_types, floating, torch.float32).to_real()
     # Gradients by the groups they are split over. Keys do not depend on gradients: ranks must exchange the same norms.
-    by_groups: dict[tuple[RankGroup, ...], list[torch.Tensor]] = {}
+    by_groups: dict[tuple[RankGroup, ...], list[torch.Tensor | None]] = {}
 
-    def split_over(rank_group: RankGroup, adapter: TensorAdapter) -> list[torch.Tensor]:
+    def split_over(rank_group: RankGroup, adapter: TensorAdapter) -> list[torch.Tensor | None]:
         return by_groups.setdefault((rank_group, *map(RankGroup.of, adapter.groups)), [])
 
     for unit in units:
         rank_group = unit.options.groups.shard
         split_over(rank_group, PLAIN)
         for handle in unit.handles:
-            for adapter, grad in grads_by_adapter(handle.views):
-                split_over(rank_group, adapter).extend([] if grad is None else [grad])
+            for adapter, grad in grads_by_adapter(handle.views, one_by_one=norm_type <= 0):
+                split_over(rank_group, adapter).append(grad)
     split_over(ALONE, PLAIN)
     for param in root.parameters():
         if param not in managed and not getattr(param, "_fsdp_flattened", False):
             adapter = adapter_if_dtensor(param)
-            local = split_over(ALONE, adapter)
-            if param.grad is not None:
-                local.append(adapter.to_local(param.grad))
-                if adapter is not PLAIN:
-                    # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
-                    # optimizer reads.
-                    param.grad = adapter.from_local(local[-1])
-    grads = [grad for local in by_groups.values() for grad in local]
+            grad = None if param.grad is None else adapter.to_local(param.grad)
+            split_over(ALONE, adapter).append(grad)
+            if grad is not None and adapter is not PLAIN:
+                # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
+                # optimizer reads.
+                param.grad = adapter.from_local(grad)
+    grads = [grad for local in by_groups.values() for grad in local if grad is not None]
     parts = [
-        _over_rank_groups(local_norm(local, norm_type, device, dtype), rank_groups, norm_type)
+        _norm_over(rank_groups, local, norm_type, device=device, dtype=dtype)
         for rank_groups, local in by_groups.items()
     ]
-    total = torch.stack(parts)
-    total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
+    total = _joined(torch.stack(parts), norm_type)
     dtypes = [grad.dtype for grad in grads]
     if not grads:
+        # Of no gradients at all the norm is 0, of any order.
+        total = total.where(total.isfinite(), 0.0) if norm_type < 0 else total
         trainable = [param for param in managed if param.requires_grad]
         if all(param.numel() == 0 for param in trainable):
             # This rank has no elements of any, so no gradients; their dtypes would be those of the parameters.
@@ -79,22 +80,53 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     with torch.no_grad():
         for grad in grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
-    return total.to(functools.reduce(torch.promote_types, dtypes))
+    return total.to(functools.reduce(torch.promote_types, dtypes).to_real())
 
 
 def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return the norm of order ``norm_type`` of some gradients as one vector, a scalar of ``dtype`` on ``device``."""
     some = [grad.detach() for grad in grads if grad.numel() > 0]
     if not some:
-        return torch.zeros((), dtype=dtype, device=device)
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(device) for grad in some]
+        # The norm that adds nothing to that of other gradients: norms of a negative order become smaller with each.
+        return torch.full((), math.inf if norm_type < 0 else 0.0, dtype=dtype, device=device)
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=dtype.to_complex() if grad.is_complex() else dtype).to(device)
+        for grad in some
+    ]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _over_rank_groups(norm: torch.Tensor, rank_groups: tuple[RankGroup, ...], norm_type: float) -> torch.Tensor:
-    for rank_group in rank_groups:
-        if rank_group.size > 1 and math.isinf(norm_type):
-            norm = begin_all_reduce(norm, rank_group, largest=True).wait()
-        elif rank_group.size > 1:
+def _norm_over(
+    rank_groups: tuple[RankGroup, ...],
+    grads: list[torch.Tensor | None],
+    norm_type: float,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the norm of gradients that are split over groups, the same on every rank of them."""
+    connected = [rank_group for rank_group in rank_groups if rank_group.size > 1]
+    if norm_type == 0:
+        # A parameter that is split counts once.
+        counts = torch.zeros(len(grads), dtype=dtype, device=device)
+        for at, grad in enumerate(grads):
+            if grad is not None:
+                counts[at] = (grad.detach() != 0).any()
+        for rank_group in connected:
+            counts = begin_all_reduce(counts, rank_group, largest=True).wait()
+        return counts.sum()
+    norm = local_norm([grad for grad in grads if grad is not None], norm_type, device, dtype)
+    sign = math.copysign(1.0, norm_type)
+    for rank_group in connected:
+        if math.isinf(norm_type):
+            norm = sign * begin_all_reduce(sign * norm, rank_group, largest=True).wait()
+        else:
             norm = begin_all_reduce(norm.pow(norm_type), rank_group).wait().pow(1.0 / norm_type)
     return norm
+
+
+def _joined(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients, from those of several groups of them."""
+    if math.isinf(norm_type):
+        return norms.max() if norm_type > 0 else norms.min()
+    return norms.sum() if norm_type == 0 else norms.pow(norm_type).sum().pow(1.0 / norm_type)

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_flat.api import ShardingStrategy
 from fsdp_flat.comm import RankGroup, ShardingGroups, strategy_from
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
@@ -174,6 +174,8 @@ def plan(
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, or wrapping would raise it.
     """
     strategy = strategy_from(sharding_strategy)
+    if not all(isinstance(each, int) for each in (num_ranks, num_replicas)):
+        raise OptionTypeError(f"num_ranks and num_replicas must be integers; got {num_ranks!r} and {num_replicas!r}.")
     if num_ranks < 1 or num_replicas < 1 or num_ranks % num_replicas:
         raise OptionError(
             f"num_ranks must be a positive multiple of num_replicas; got num_ranks={num_ranks} and "

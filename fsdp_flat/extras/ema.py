@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError
+from fsdp_flat.flat import check_module
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import ParamIndex
 
@@ -44,10 +45,16 @@ class ShardedEMA:
 
     Raises:
         OptionError: ``decay`` is out of range, or the model has no parameters.
+        OptionTypeError: ``decay`` is no number, or ``model`` no module.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, dtype: torch.dtype | None = None) -> None:
-        if not 0.0 <= decay < 1.0:
+        check_module(model)
+        try:
+            is_in_range = 0.0 <= decay < 1.0
+        except TypeError:
+            raise OptionTypeError(f"decay must be a number; got a {type(decay).__name__}.") from None
+        if not is_in_range:
             raise OptionError(f"decay must be at least 0 and below 1; got {decay!r}.")
         self.decay = decay
         self.num_updates = 0
@@ -135,6 +142,10 @@ class ShardedEMA:
         Raises:
             LoadError: a key is missing, or the model is sharded differently.
         """
+        if not isinstance(state_dict, Mapping):
+            raise OptionTypeError(
+                f"state_dict must be a dict, from ShardedEMA.state_dict; got {type(state_dict).__name__}."
+            )
         missing = [key for key in ("decay", "num_updates", "averages", "layout") if key not in state_dict]
         if missing:
             raise LoadError(f"The state of a ShardedEMA needs the keys {', '.join(missing)} too.")

@@ -40,7 +40,7 @@ from fsdp_flat.extras.matrix_owners import (
     rounds_of,
 )
 from fsdp_flat.extras.names import whole_shape
-from fsdp_flat.flat import unguarded
+from fsdp_flat.flat import check_module, unguarded
 from fsdp_flat.state import ParamIndex
 
 _ERROR_TEXTS = ErrorTexts(
@@ -65,6 +65,7 @@ def matrix_params(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         OptionError: (a ValueError) the model has flat parameters (``use_orig_params=False``).
     """
+    check_module(model)
     return [param for param in model.parameters() if len(whole_shape(param)) >= 2]
 
 
@@ -103,7 +104,7 @@ class MatrixOptimizer(Optimizer):
             none, or an empty dict, for parameters that other ranks own.
 
     Raises:
-        OptionError: (a ValueError) a flat parameter, a parameter of another model, or ``max_nbytes`` below 1.
+        OptionError: (a ValueError) a flat parameter, a parameter of another model, ``max_nbytes`` below 1, or LBFGS.
         UnsupportedError: (a NotImplementedError) a parameter is sharded by tensor parallelism.
         RankMismatchError: (a ValueError) ranks gave different parameters or ``max_nbytes``.
         PeerFailureError: (a RuntimeError) another rank failed with one of these.
@@ -133,6 +134,7 @@ class MatrixOptimizer(Optimizer):
         with self._agreed(index):
             if max_nbytes < 1:
                 raise OptionError(f"max_nbytes must be a number of bytes of at least 1; got {max_nbytes!r}.")
+            _refuse_lbfgs(optimizer_class)
             super().__init__(matrix_params(model) if params is None else params, options)
             groups = [self._inner_group(index, group) for group in self.param_groups]
             self._inner = optimizer_class(groups, **options)
@@ -382,6 +384,14 @@ class MatrixOptimizer(Optimizer):
         raise UnsupportedError(
             "A MatrixOptimizer cannot be copied or pickled: it belongs to its model on this rank. Make a new one for a "
             "copy of the model, and save states by FSDP.optim_state_dict or save_checkpoint."
+        )
+
+
+def _refuse_lbfgs(optimizer_class: object) -> None:
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS):
+        raise OptionError(
+            f"{optimizer_class.__name__} computes dot products over all parameters, and MatrixOptimizer updates each "
+            "on one rank. Use it with NO_SHARD or fully_shard."
         )
 
 

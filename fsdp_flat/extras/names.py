@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import FlatParameter, unsharded_shape
+from fsdp_flat.flat import FlatParameter, check_module, unsharded_shape
 from fsdp_flat.layout import clean_fqn
 
 
@@ -41,6 +41,7 @@ def clean_named_parameters(
         Names and parameters, which are this rank's slices with ``use_orig_params=True``. Without it a unit has one
         parameter, under its module's name and ``_flat_param``; its ``_fqns`` lists the names of the parameters in it.
     """
+    check_module(model)
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         if not remove_empty or param.numel() > 0:
             yield clean_fqn(name), param
@@ -62,6 +63,7 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         checkpointing, of ``torch.compile``): each name stands for the innermost module, which has the wrapped one's
         class. A module at several places is yielded once, under its first name.
     """
+    check_module(model)
     yield from {clean_fqn(name): module for name, module in model.named_modules()}.items()
 
 

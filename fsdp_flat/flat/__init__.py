@@ -23,6 +23,7 @@ from fsdp_flat.flat.params import (
     adapter_if_dtensor,
     adapter_of,
     check_adapter,
+    check_module,
     collect_params,
     inside_wrappers,
     modules_of,

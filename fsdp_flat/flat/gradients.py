@@ -118,15 +118,20 @@ def restore_sharded_grad(views: Views, own: torch.Tensor) -> None:
                 grad.copy_(each.part_of(own))
 
 
-def grads_by_adapter(views: Views) -> Iterator[tuple[TensorAdapter, torch.Tensor | None]]:
-    """Iterate over this rank's gradients for the optimizer, each with the adapter of its parameter."""
+def grads_by_adapter(views: Views, *, one_by_one: bool = False) -> Iterator[tuple[TensorAdapter, torch.Tensor | None]]:
+    """Iterate over this rank's gradients for the optimizer, each with the adapter of its parameter.
+
+    With ``one_by_one`` a flat gradient is yielded as those of its parameters, without the padding.
+    """
     all_plain = all(entry.adapter is PLAIN for entry in views.params)
     for each, grad in zip(views.visible, views.grads(), strict=True):
-        if len(each.indices) == 1 or all_plain:
+        if not one_by_one and (len(each.indices) == 1 or all_plain):
             yield views.params[each.indices.start].adapter, grad
             continue
         for index in each.indices:
-            part = None if grad is None else grad[views.local_shards[index].in_shard.to_slice()]
+            local, part = views.local_shards[index], grad
+            if grad is not None and grad.numel() != local.numel:
+                part = grad[local.in_shard.to_slice()]
             yield views.params[index].adapter, part
 
 

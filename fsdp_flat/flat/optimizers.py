@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from typing import Any
@@ -20,6 +21,8 @@ from fsdp_flat.flat.views import Views
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
 _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
+# The same of optimizers whose update of an element depends on all parameters.
+_ALL_PARAMETERS = ("lbfgs",)
 
 
 class _Watch:
@@ -83,7 +86,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     states of each parameter on one rank names these ranks in ``state_owners``.
     """
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    needs_whole = any(part in kind for kind in kinds for part in _WHOLE_PARAMETERS)
+    needs_whole, needs_all = (
+        any(part in kind for kind in kinds for part in parts) for parts in (_WHOLE_PARAMETERS, _ALL_PARAMETERS)
+    )
     works_on_slices = getattr(optimizer, "works_on_slices", False)
     owners = getattr(optimizer, "state_owners", {})
     for group in optimizer.param_groups:
@@ -100,6 +105,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 )
             if needs_whole and not works_on_slices:
                 _check_whole(optimizer, param)
+            if needs_all and not works_on_slices:
+                _check_all_here(optimizer, param)
             for name, state in optimizer.state.get(param, {}).items():
                 if isinstance(state, torch.Tensor) and state.dim() > 0 and state.shape != param.shape:
                     _check_state(optimizer, param, name, state)
@@ -138,6 +145,22 @@ def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
         "makes each parameter full on one rank for the step; or give it parameters that no unit shards "
         "(ignored_states, or NO_SHARD with use_orig_params=True), use an optimizer that works element by element, or "
         "set optimizer.works_on_slices = True if this one takes local shards into account."
+    )
+
+
+def _check_all_here(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
+    if isinstance(param, FlatParameter):
+        is_here = param.numel() >= sum(math.prod(shape) for shape in param._shapes)  # type: ignore[attr-defined]
+    else:
+        is_here = param.shape == unsharded_shape(param)
+    if is_here:
+        return
+    kind = type(optimizer).__name__
+    raise UsageError(
+        f"{kind} computes dot products over all parameters, and it was given {_described(param)}. On local shards "
+        f"{kind} would be another algorithm, also as a MatrixOptimizer, which updates each parameter on one rank. Use "
+        "NO_SHARD; or fully_shard, whose DTensors it takes if the number of ranks divides the first dim of each; or "
+        "set optimizer.works_on_slices = True if this one sums its dot products over ranks."
     )
 
 

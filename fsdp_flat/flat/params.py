@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.errors import OptionError, TiedParameterError, UnsupportedError
+from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError, UnsupportedError
 from fsdp_flat.flat.torch_flat import concatenated_mesh, strided_shard
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, Interval, chunk_rows, clean_fqn, join_fqn
 
@@ -397,8 +397,15 @@ def to_local_param(entry: ManagedParam) -> ManagedParam:
 # -- the walk over modules ---------------------------------------------------------------------------------------------
 
 
+def check_module(value: object) -> None:
+    """Raise an OptionTypeError if a caller's ``value`` is no module."""
+    if not isinstance(value, nn.Module):
+        raise OptionTypeError(f"This call takes a model, an nn.Module; got {type(value).__name__}.")
+
+
 def modules_of(root: nn.Module) -> Iterator[nn.Module]:
     """Iterate over ``root.modules()``, without a generator per level of nesting."""
+    check_module(root)
     seen: set[nn.Module] = set()
     ahead = [root]
     while ahead:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import dynamo_disabled, dynamo_disabled_here
+from fsdp_flat.flat import check_module, dynamo_disabled, dynamo_disabled_here, modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.forward import UnitForward, run_forward
 from fsdp_flat.runtime.schedule import schedule_of
@@ -123,7 +123,7 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
     """
     entered: list[UnitForward] = []
     try:
-        for child in list(module.modules()):
+        for child in list(modules_of(module)):
             for unit in units_of(child, recurse=False):
                 forward = UnitForward(child, unit)
                 entered.append(forward)
@@ -163,6 +163,7 @@ def participate(module: nn.Module, *inputs: Any) -> None:
     Raises:
         PhaseError: inside ``summon_full_params``.
     """
+    check_module(module)
     unit = unit_of(module)
     if unit is not None:
         run_module(module, (), {}, functools.partial(_participate_below, module, inputs))

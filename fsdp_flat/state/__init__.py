@@ -12,6 +12,7 @@ from fsdp_flat.state.model_save import (
 from fsdp_flat.state.optim_dicts import (
     OptimInput,
     OptimStateHandler,
+    contents_of,
     load_full_or_sharded,
     optim_state_dict,
     optim_state_dict_to_load,
@@ -28,7 +29,7 @@ from fsdp_flat.state.shards import (
     ParamIndex,
     StateDictCodec,
     StateShard,
-    contents_of,
+    held_by,
     rank_groups_of,
     redistribute,
 )

@@ -34,7 +34,7 @@ from fsdp_flat.layout import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state.shards import Config, IndexedParam, LoadPlan, StateDictCodec, StateShard, TensorTransfer, shape_of
-from fsdp_flat.state.torch_state import ShardedTensors, dtensor, local_chunk, root_mesh
+from fsdp_flat.state.torch_state import ShardedTensors, dtensor, is_sharded_over, local_chunk, root_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,16 @@ class FlatCodec(StateDictCodec):
 def _chunk_spec(shard: StateShard, given: Any = None) -> _ChunkSpec:
     """Return the spec of a tensor, for a load that of the value ``given``."""
     param, rank_group, adapter, part_shape = shard.param, shard.param.rank_group, shard.param.adapter, shard.param.shape
+    replicas = param.unit.options.groups.replicate
+    is_split = rank_group.size > 1 or isinstance(adapter, DTensorAdapter)
+    if isinstance(given, ShardedTensor) and not is_split and is_sharded_over(given, replicas):
+        # ``load_sharded_optimizer_state_dict`` shards over all ranks, whatever the strategy is.
+        exchange = (
+            replicas,
+            ReplicatedPartition(math.prod(shard.shape), None, replicas.size),
+            chunk_partition(shard.shape, replicas.size),
+        )
+        return _ChunkSpec((exchange,), shard.shape, chunk_shape(shard.shape, replicas.size, replicas.rank))
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
     if isinstance(adapter, DTensorAdapter):
@@ -226,8 +236,9 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
     rank_group = target.param.rank_group
     raise LoadError(
         f"{target.label}: rank {rank_group.rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a "
-        f"{_described(value)}; expected {spec.chunk_shape} at {rank_group.size} ranks. Load checkpoints of another "
-        "number of ranks through torch.distributed.checkpoint, which reshards."
+        f"{_described(value)}; expected {spec.chunk_shape}, since its shard group has {rank_group.size} "
+        "rank(s). Load full tensors, or load the checkpoint into the state dicts of this model and its optimizer "
+        "through torch.distributed.checkpoint, which reshards."
     )
 
 

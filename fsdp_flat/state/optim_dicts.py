@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,13 +11,23 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType, member_of
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
+from fsdp_flat.flat import check_module
+from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
 from fsdp_flat.state.optim_save import StatePart, save_optim_state
-from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of, shape_of
+from fsdp_flat.state.shards import (
+    OptimContents,
+    ParamIndex,
+    StateDictCodec,
+    check_rows,
+    check_states,
+    held_by,
+    shape_of,
+)
 from fsdp_flat.user_warnings import warn_user
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -86,20 +96,79 @@ def optim_state_dict_to_load(
         OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
         LoadError: (a RuntimeError) a value does not fit its parameter.
     """
+    if isinstance(model, Mapping):
+        raise OptionTypeError(
+            "optim_state_dict_to_load takes (model, optim, optim_state_dict); got a dict as the model. The order "
+            "(optim_state_dict, model, optim) was that in torch 2.0: pass arguments by name, which fits both."
+        )
+    held = held_by(optim)
     codec, config = _codec_for(model)
     if not isinstance(codec, FullCodec):
         _warn_if_empty(optim, optim_state_dict)
     loaded = load_optim_state(
         model,
-        contents_of(optim),
+        held,
         optim_state_dict,
         named=is_named_optimizer,
         from_rank_zero=config.rank0_only,
         expects_chunks=codec.exchanges,
     )
     if load_directly:
+        if "param_groups" not in loaded:
+            raise OptionError(
+                "The optimizer state dict has no 'param_groups', so load_directly=True cannot load it. Load the states "
+                "alone by optim.load_state_dict({**optim.state_dict(), 'state': result['state']}), or pass a state "
+                "dict with groups."
+            )
         optim.load_state_dict(loaded)
     return loaded
+
+
+def contents_of(optim: Any, state_dict: Any = None, index: ParamIndex | None = None) -> OptimContents:
+    """Return the contents of ``state_dict``, or else of ``optim.state_dict()``.
+
+    Keys are positions, or as in torch's named optimizer the names of ``model.named_parameters()``, which ``index`` has.
+    """
+    held = held_by(optim)
+    if state_dict is None and _has_plain_state_dict(optim):
+        # Torch's own method fails if a parameter was taken out of its group while its states are still there.
+        rows, groups = optim.state, held.groups
+    else:
+        given = check_states(optim.state_dict() if state_dict is None else state_dict)
+        by_name = {} if index is None else {clean_fqn(name): param for param, name in index.shown_names.items()}
+
+        def of(key: Any) -> nn.Parameter:
+            is_position = isinstance(key, int) and 0 <= key < len(held.params)
+            found = held.params[key] if is_position else by_name.get(clean_fqn(str(key)))
+            if found is None:
+                raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
+            return found
+
+        is_own = state_dict is None
+        rows = {
+            key if is_own and isinstance(key, str) and clean_fqn(key) not in by_name else of(key): row
+            for key, row in given["state"].items()
+        }
+        groups = given.get("param_groups")
+        groups = groups and tuple({**group, "params": [of(key) for key in group["params"]]} for group in groups)
+    # A subclass may keep states of the whole optimizer under names of its own.
+    alone = [str(key) for key in rows if not isinstance(key, torch.Tensor)]
+    if alone:
+        warn_user(
+            f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
+            "the state dict. Save them beside it.",
+            stacklevel=4,
+        )
+        rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
+    check_rows(rows)
+    return replace(held, state=rows, groups=groups)
+
+
+def _has_plain_state_dict(optim: Any) -> bool:
+    """Return whether ``optim.state_dict()`` has what ``optim.state`` has: nothing overrides it, and it has no hooks."""
+    method = getattr(optim, "state_dict", None)
+    hooks = [getattr(optim, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not any(hooks))
 
 
 def _codec_for(model: nn.Module) -> tuple[StateDictCodec, OptimStateDictConfig]:
@@ -134,7 +203,8 @@ def rekey_optim_state_dict(
     _check_form(optim_input, stacklevel=3)
     contents = _contents(model, optim, optim_input)
     wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
-    given = optim_state_dict["state"]
+    given = check_states(optim_state_dict)["state"]
+    check_rows(given)
     kinds = {type(key) for key in given}
     if len(kinds) > 1:
         raise OptionError(
@@ -147,13 +217,15 @@ def rekey_optim_state_dict(
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
     table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
+    rekeyed: dict[str, Any] = {}
     try:
-        state = {table[key]: value for key, value in given.items()}
-        given_groups = optim_state_dict["param_groups"]
-        groups = [{**group, "params": sorted(table[key] for key in group["params"])} for group in given_groups]
+        rekeyed["state"] = {table[key]: value for key, value in given.items()}
+        for group in optim_state_dict.get("param_groups") or ():
+            params = sorted(table[key] for key in group["params"])
+            rekeyed.setdefault("param_groups", []).append({**group, "params": params})
     except KeyError as error:
         raise OptionError(f"Key {error} of the optimizer state dict belongs to no parameter of this model.") from None
-    return {"state": state, "param_groups": groups}
+    return rekeyed
 
 
 def save_full_or_sharded(
@@ -221,9 +293,10 @@ def _check_form(optim_input: OptimInput, *, rank0_only: bool = False, full: bool
 
 
 def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
-    """Return the contents of ``optim``; without it the parameters of ``optim_input``, its constructor's input."""
+    """Return the parameters of ``optim``; without it the parameters of ``optim_input``, its constructor's input."""
+    check_module(model)
     if optim is not None:
-        return contents_of(optim)
+        return held_by(optim)
     if optim_input is None:
         return OptimContents(tuple(model.parameters()))
     if isinstance(optim_input, (torch.Tensor, dict, str)):

@@ -7,9 +7,7 @@ rank 0's tensors are sent, ranks agree that everything fits.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,20 +15,21 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import agree, barrier, exchange_bytes
-from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError, UsageError
-from fsdp_flat.flat import PLAIN, clear_padding
-from fsdp_flat.layout import Partition, ReplicatedPartition
-from fsdp_flat.runtime import Unit, units_of
+from fsdp_flat.comm import agree, barrier
+from fsdp_flat.errors import LoadError, OptionError, some_of
+from fsdp_flat.flat import clear_padding
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
+from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
     OptimContents,
     ParamIndex,
     StateShard,
-    TensorTransfer,
+    check_rows,
+    check_states,
     copied_state,
     is_scalar,
     refuse_split,
@@ -62,20 +61,20 @@ def load_optim_state(
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
-        expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
+        expects_chunks: if ``given`` holds no tensors, other ranks were given chunks.
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
         # The groups of some units may be smaller: those of experts.
         widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
-        given = _shared_from_rank_zero(widest, given)
+        given = shared_from_rank_zero(widest, given)
     loading = _OptimLoad(index, contents)
     result: dict[str, Any] = {}
     error: Exception | None = None
     try:
         result = loading.planned(given, named=named)
         if contents.groups and not named and given and given.get("param_groups"):
-            contents.check_groups(index, given["param_groups"])
+            _check_groups(contents, index, given["param_groups"])
     except Exception as found:
         error = found
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
@@ -88,16 +87,12 @@ def load_optim_state(
     return result
 
 
-def _is_state_dict(given: Any) -> bool:
-    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
-
-
 def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
-    """Return whether decoding any value takes an exchange; ``otherwise`` if ``given`` is no optimizer state dict."""
-    if not _is_state_dict(given):
-        return otherwise
-    rows = [row for row in given["state"].values() if isinstance(row, Mapping)]
-    return any(decoder_of(value).exchanges for row in rows for value in row.values())
+    """Return whether decoding any value takes an exchange; ``otherwise`` if no value reveals it."""
+    states = given.get("state") if isinstance(given, Mapping) else None
+    rows = [row for row in states.values() if isinstance(row, Mapping)] if isinstance(states, Mapping) else []
+    codecs = [decoder_of(value) for row in rows for value in row.values() if not is_scalar(value)]
+    return any(codec.exchanges for codec in codecs) if codecs else otherwise
 
 
 class _OptimLoad:
@@ -236,164 +231,9 @@ class _OptimLoad:
         return sharded
 
 
-@dataclass(frozen=True, slots=True)
-class PendingTensor:
-    """Describes a full tensor that this rank gets when a load is committed."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> object:
-        """Plan a call of ``then`` with the full tensor."""
-        raise NotImplementedError
-
-    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
-        """Plan how ``target`` gets its elements."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredState(PendingTensor):
-    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
-
-    read: Callable[[], torch.Tensor]
-
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
-        plan.call(lambda: then(self.read()))
-
-    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
-        if not target.run.is_empty:
-            plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
-
-
-@dataclass(frozen=True, slots=True)
-class FromRankZero(PendingTensor):
-    """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
-
-    tensor: torch.Tensor | None
-    unit: Unit
-
-    def plan_full(
-        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
-    ) -> torch.Tensor:
-        """Plan how every rank gets the full tensor, which is returned, and a call of ``then`` once it is there."""
-        full = torch.empty(self.shape, dtype=self.dtype, device=device)
-        wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
-        self._plan_transfer(wanted, full.view(-1), plan)
-        if then is not None:
-            plan.call(partial(then, full), last=True)
-        return full
-
-    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
-        local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
-        if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
-            self._plan_transfer(target.held, local, plan)
-        else:
-            self.plan_full(local.device, plan, lambda full: local.copy_(adapter.local_slice(full).reshape(-1)[run]))
-
-    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
-        groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
-        shard, replicate, first, second = groups.shard, groups.replicate, None, None
-        if replicate.rank == 0:
-            source = None if self.tensor is None else self.tensor.detach().reshape(-1)
-            held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
-            first = TensorTransfer(shard, held, wanted, source, target, device, nbytes)
-        if replicate.size > 1:
-            # Each rank of the first shard group has its part now; send them to the other replicas.
-            held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
-            source, received = (None, target) if replicate.rank else (target, None)
-            second = TensorTransfer(replicate, held, wanted, source, received, device, target.nbytes)
-        plan.transfer(first, second)
-
-
-def _shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
-
-    Every rank must call this; an error of rank 0 is raised on all.
-    """
-    groups, device = unit.options.groups, unit.options.device
-    if groups.num_ranks == 1:
-        return dict(given or {})
-    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
-    error: Exception | None = None
-    payload = b""
-    try:
-        payload = _serialized(_described(given)) if is_first else b""
-    except Exception as raised:
-        error = raised
-        payload = _serialized({"error": f"{type(raised).__name__}: {raised}"})
-    for rank_group in groups.rank_groups:
-        if rank_group.group is not None:
-            payload = exchange_bytes(payload, rank_group.group, device)[0]
-    if error is not None:
-        raise error
-    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    if "error" in described:
-        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
-    own = given["state"] if given and is_first else None
-    for name, row in described["state"].items():
-        for key, value in row.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
-    return dict(described)
-
-
-def _serialized(value: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a state dict with a tensor on the meta device in place of each state that has dims."""
-    if not given or "state" not in given:
-        has = "nothing" if not given else sorted(map(str, given))
-        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
-    state: dict[str, dict[str, Any]] = {}
-    for name, row in given["state"].items():
-        state[name] = {}
-        for key, value in row.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                state[name][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            else:
-                state[name][key] = _checked(value, f"State {key!r} of {name!r}")
-    described: dict[str, Any] = {"state": state}
-    if given.get("param_groups") is not None:
-        described["param_groups"] = [
-            {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
-            for group in given["param_groups"]
-        ]
-    return described
-
-
-def _checked(value: Any, what: str) -> Any:
-    """Return a plain value, of exactly its plain type, which ``weights_only`` accepts; raise for others."""
-    if isinstance(value, (list, tuple)):
-        entries = [_checked(entry, what) for entry in value]
-        return entries if isinstance(value, list) else tuple(entries)
-    if isinstance(value, torch.Tensor) and not value.dim():
-        # A clone, since all of a view's storage would be sent.
-        return value.detach().cpu().clone()
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    raise UnsupportedError(
-        f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
-        "rank0_only=False."
-    )
-
-
-def _checked_states(given: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    if not _is_state_dict(given):
-        raise OptionError(
-            "An optimizer state dict has 'state' and mostly 'param_groups'; got "
-            f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
-        )
-    assert given is not None
-    by_name: dict[str, dict[str, Any]] = given["state"]
+def _checked_states(given: Any) -> dict[str, dict[str, Any]]:
+    by_name: dict[str, dict[str, Any]] = check_states(given)["state"]
+    check_rows(by_name)
     positions = [key for key in by_name if not isinstance(key, str)]
     if positions:
         raise OptionError(
@@ -430,6 +270,36 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
         known = {positions[fqn] for fqn in group.get("params", []) if fqn in positions}
         groups.append({**settings, "params": [keys[position] for position in sorted(known)]})
     return groups
+
+
+def _check_groups(contents: OptimContents, index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
+    """Check that every parameter is in the group of a state dict that belongs to its own group.
+
+    ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
+    parameters that have changed groups would go to other parameters.
+    """
+    own = contents.groups or ()
+    places: dict[str, int] = {}
+    for at, group in enumerate(given):
+        places.update(dict.fromkeys(group.get("params", ()), at))
+    lacking, moved = [], []
+    for at, group in enumerate(own):
+        for param in group["params"]:
+            fqns = index.fqns_of(param)
+            saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
+            if not saved:
+                lacking.append(f"{fqns[0]!r} (group {at})")
+            moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
+    if lacking or moved or len(own) != len(given):
+        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
+        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
+        raise OptionError(
+            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
+            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
+            "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
+        )
 
 
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:

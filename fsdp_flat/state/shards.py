@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
-from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import (
     EvenPartition,
@@ -260,61 +260,34 @@ class OptimContents:
     groups: tuple[dict[str, Any], ...] | None = None
     owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
-    def check_groups(self, index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
-        """Check that every parameter is in the group of a state dict that belongs to its own group.
 
-        ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
-        parameters that have changed groups would go to other parameters.
-        """
-        own = self.groups or ()
-        places: dict[str, int] = {}
-        for at, group in enumerate(given):
-            places.update(dict.fromkeys(group.get("params", ()), at))
-        lacking, moved = [], []
-        for at, group in enumerate(own):
-            for param in group["params"]:
-                fqns = index.fqns_of(param)
-                saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
-                if not saved:
-                    lacking.append(f"{fqns[0]!r} (group {at})")
-                moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
-        if lacking or moved or len(own) != len(given):
-            found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-            found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
-            found += [f"other groups for {some_of(moved, 6)}"] if moved else []
-            raise OptionError(
-                f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
-                f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
-                "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
-                "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
-            )
-
-
-def contents_of(
-    optim: Any, state_dict: Mapping[str, Any] | None = None, index: ParamIndex | None = None
-) -> OptimContents:
-    """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
-
-    A ``state_dict`` replaces its own state and settings. Keys are positions, or as in torch's named optimizer the names
-    of ``model.named_parameters()``, which ``index`` has.
-    """
+def held_by(optim: Any) -> OptimContents:
+    """Return the parameters and groups of an optimizer, without its states."""
+    if not isinstance(getattr(optim, "param_groups", None), (list, tuple)):
+        raise OptionTypeError(f"optim must be an optimizer, which has param_groups; got {type(optim).__name__}.")
     params = tuple(param for group in optim.param_groups for param in group["params"])
-    owners = getattr(optim, "state_owners", {})
-    if state_dict is None:
-        return OptimContents(params, optim.state, tuple(optim.param_groups), owners)
-    shown_names = {} if index is None else index.shown_names
-    by_name = {clean_fqn(name): param for param, name in shown_names.items()}
+    return OptimContents(params, {}, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
 
-    def of(key: Any) -> nn.Parameter:
-        found = params[key] if isinstance(key, int) else by_name.get(clean_fqn(str(key)))
-        if found is None:
-            raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
-        return found
 
-    state = {of(key): value for key, value in state_dict["state"].items()}
-    given = state_dict.get("param_groups")
-    groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
-    return OptimContents(params, state, groups, owners)
+def check_states(given: Any) -> Mapping[str, Any]:
+    """Return ``given`` if it is an optimizer state dict; raise otherwise."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+        found = sorted(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        raise OptionError(f"An optimizer state dict has 'state', a dict, and mostly 'param_groups'; got {found}.")
+    return given
+
+
+def check_rows(rows: Mapping[Any, Any]) -> None:
+    """Raise unless each value is a dict of the states of one parameter, by their names."""
+    for key, row in rows.items():
+        if isinstance(row, Mapping) and all(isinstance(name, str) for name in row):
+            continue
+        whose = f"a parameter of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+        found = f"names {list(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        raise OptionError(
+            f"The optimizer's states of {whose} must be a dict of values under strings, the names of the states; got "
+            f"{found}."
+        )
 
 
 def copied_state(value: Any, device: torch.device | str | None = None) -> Any:

@@ -113,6 +113,12 @@ def local_chunk(value: Any, label: str) -> torch.Tensor | None:
     return None
 
 
+def is_sharded_over(value: ShardedTensor, rank_group: RankGroup) -> bool:
+    """Return whether a ShardedTensor is sharded over the ranks of a group."""
+    ranks = [] if rank_group.group is None else global_ranks(rank_group.group)
+    return list(global_ranks(value._process_group)) == list(ranks)
+
+
 def root_mesh(mesh: DeviceMesh) -> Any:
     """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself; torch 2.8 to 2.15 name it differently."""
     if hasattr(mesh, "_get_root_mesh"):

@@ -12,13 +12,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as peer_library
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType
 from fsdp_flat.errors import LoadError, OptionError
-from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, peer_quiet, save, train
+from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, groups_of, peer_quiet, save, train
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import PeerFSDP, peer_fully_shard
@@ -200,6 +202,43 @@ def test_fsdp2_and_we_read_each_others_checkpoints(use_orig_params: bool, tmp_pa
         read(reader, reader_optimizer, make.__name__)
         assert_close(train(reader, reader_optimizer, TASK, range(2, 4)), losses, rtol=1e-5, atol=1e-6)
     dist.barrier()
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_states_that_torch_reads_as_shards_over_all_ranks_load_under_every_strategy(
+    strategy: str, use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    model, other = (shard(seeded(seed=seed), strategy, use_orig_params=use_orig_params) for seed in range(2))
+    optimizer, other_optimizer = (OPTIMIZERS["adamw"](each.parameters()) for each in (model, other))
+    train(model, optimizer, TASK, range(2))
+    with peer_quiet():
+        state, states = save(model, optimizer, SHARDED)
+        dcp.save({"model": state, "optim": states}, checkpoint_id=tmp_path)
+        found = load_sharded_optimizer_state_dict(state, "optim", dcp.FileSystemReader(tmp_path))["optim"]
+        kinds = {type(row["exp_avg"]) for row in found["state"].values()}
+        assert kinds == {ShardedTensor}
+        with FSDP.state_dict_type(other, SHARDED):
+            other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, found))
+    assert_equal(save(other, other_optimizer, FULL)[1], save(model, optimizer, FULL)[1])
+
+
+@on_ranks(4)
+def test_shards_over_all_ranks_are_refused_where_a_shard_group_is_smaller(rank: int) -> None:
+    model = shard(seeded(), "HYBRID_SHARD", use_orig_params=True, **groups_of("HYBRID_SHARD"))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with peer_quiet():
+        whole = shard(seeded(), use_orig_params=True)
+        other = OPTIMIZERS["adamw"](whole.parameters())
+        train(whole, other, TASK, range(1))
+        states = save(whole, other, SHARDED)[1]
+        with (
+            FSDP.state_dict_type(model, SHARDED),
+            pytest.raises(LoadError, match="its shard group has 2 rank") as caught,
+        ):
+            FSDP.optim_state_dict_to_load(model, optimizer, states)
+    assert "torch.distributed.checkpoint, which reshards" in str(caught.value)
 
 
 @KINDS

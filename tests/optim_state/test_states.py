@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,21 @@ import torch
 from torch import nn
 
 import fsdp_flat
-from fsdp_flat import FullOptimStateDictConfig
+from fsdp_flat import FullOptimStateDictConfig, OptimStateKeyType
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.errors import (
+    LoadError,
+    OptionError,
+    OptionTypeError,
+    PeerFailureError,
+    RankMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
 from tests.runtime.test_memory import settled_bytes
-from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, save, train, wrapped
+from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, load, save, train, wrapped
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.wrapper.models import batch, seeded, shard
@@ -251,6 +260,22 @@ def test_a_load_of_chunks_that_fails_on_one_rank_fails_on_all_and_changes_nothin
     assert_equal(save(model, optimizer, FULL)[1], before)
 
 
+@KINDS
+@pytest.mark.filterwarnings("ignore:The optimizer state dict to load has no state")
+@on_ranks(2)
+def test_a_rank_that_was_given_no_states_stops_those_that_were_given_chunks(use_orig_params: bool, rank: int) -> None:
+    model, optimizer = pair(use_orig_params, optim=lambda params: torch.optim.AdamW(params, lr=0.05))
+    states = save(model, optimizer, SHARDED)[1]
+    steps = {name: {"step": row["step"]} for name, row in states["state"].items()}
+    for own in ({}, steps):
+        given = {**states, "state": own} if rank else states
+        with FSDP.state_dict_type(model, SHARDED), pytest.raises(RankMismatchError, match="different entries"):
+            FSDP.optim_state_dict_to_load(model, optimizer, given)
+    # On every rank it is the state dict of an optimizer that has taken no step.
+    with FSDP.state_dict_type(model, SHARDED):
+        assert FSDP.optim_state_dict_to_load(model, optimizer, {**states, "state": {}})["state"] == {}
+
+
 @on_ranks(2)
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, _ = pair(True)
@@ -284,6 +309,138 @@ def test_the_padding_of_a_flat_state_that_was_loaded_is_zero(kind: Any) -> None:
         loaded = FSDP.optim_state_dict_to_load(model, optimizer, states)
     for index, param in enumerate(optimizer.param_groups[0]["params"]):
         assert_equal(loaded["state"][index]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+
+
+class Mastered(torch.optim.SGD):
+    """Keeps copies of the parameters outside of ``state``, and adds them to its state dict."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.masters = [param.detach().clone() for param in self._held()]
+
+    def _held(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for master, param in zip(self.masters, self._held(), strict=True):
+            master.add_(param.detach(), alpha=0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        given = super().state_dict()
+        rows = {at: {**given["state"].get(at, {}), "master": master} for at, master in enumerate(self.masters)}
+        return {**given, "state": rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for at, row in state_dict["state"].items():
+            self.masters[at] = row["master"].clone()
+        rows = {at: {"momentum_buffer": row["momentum_buffer"]} for at, row in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": rows})
+
+
+@KINDS
+@pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED, None], ids=["full", "local", "sharded", "checkpoint"])
+@on_ranks(2)
+def test_states_that_an_optimizer_adds_to_its_state_dict_are_saved_and_loaded(
+    kind: Any, use_orig_params: bool, tmp_path: Path
+) -> None:
+    (model, optimizer), (other, other_optimizer) = (
+        pair(use_orig_params, seed, lambda params: Mastered(params, lr=0.05, momentum=0.9)) for seed in range(2)
+    )
+    expected = save(model, optimizer, FULL)[1]
+    assert {tuple(row) for row in expected["state"].values()} == {("master", "momentum_buffer")}
+    assert not expected["state"]["last.bias"]["master"].equal(
+        save(other, other_optimizer, FULL)[1]["state"]["last.bias"]["master"]
+    )
+    if kind is None:
+        fsdp_flat.save_checkpoint(tmp_path, model, optimizer)
+        fsdp_flat.load_checkpoint(tmp_path, other, other_optimizer)
+    else:
+        load(other, other_optimizer, kind, save(model, optimizer, kind))
+    assert_equal(save(other, other_optimizer, FULL)[1], expected)
+
+
+@KINDS
+@on_ranks(2)
+def test_hooks_of_an_optimizers_state_dict_run_and_decide(use_orig_params: bool, tmp_path: Path) -> None:
+    model, optimizer = pair(use_orig_params, optim=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+
+    def sevens(_: Any, given: Any) -> Any:
+        rows = {key: {"momentum_buffer": row["momentum_buffer"] * 0 + 7} for key, row in given["state"].items()}
+        return {**given, "state": rows}
+
+    optimizer.register_state_dict_post_hook(sevens)
+    calls: list[Any] = []
+    optimizer.register_state_dict_pre_hook(calls.append)
+    for row in save(model, optimizer, FULL)[1]["state"].values():
+        assert (row["momentum_buffer"] == 7).all()
+    fsdp_flat.save_checkpoint(tmp_path, model, optimizer)
+    assert calls == [optimizer] * 2
+    fsdp_flat.load_checkpoint(tmp_path, model, optimizer)
+    # The padding of a flat parameter is zero.
+    assert {value for row in optimizer.state.values() for value in row["momentum_buffer"].tolist()} <= {0.0, 7.0}
+
+
+@on_ranks(2)
+def test_states_of_no_parameter_are_left_out_with_a_warning() -> None:
+    model, optimizer = pair(True, optim=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+    expected = save(model, optimizer, FULL)[1]
+    optimizer.state["total"] = 3  # type: ignore[index, assignment]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="SGD has states that belong to no parameter, total; they are left out"):
+            assert_equal(save(model, optimizer, FULL)[1], expected)
+        optimizer.register_state_dict_pre_hook(lambda _: None)
+
+
+@on_ranks(2)
+def test_state_dicts_of_other_forms_are_refused(tmp_path: Path) -> None:
+    model, optimizer = pair(True)
+    states = save(model, optimizer, FULL)[1]
+    rows = states["state"]
+    tensor, number = {**rows, "last.bias": torch.ones(2)}, {**rows, "last.bias": {5: torch.ones(2)}}
+    for given, text in (
+        (None, "got a NoneType"),
+        ({"param_groups": []}, r"got \['param_groups'\]"),
+        ({**states, "state": tensor}, "states of 'last.bias' must be a dict .* got a Tensor"),
+        ({**states, "state": number}, r"states of 'last.bias' must be a dict .* got names \[5\]"),
+    ):
+        with pytest.raises(OptionError, match=text):
+            FSDP.optim_state_dict_to_load(model, optimizer, given)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=text):
+            FSDP.rekey_optim_state_dict(given, OptimStateKeyType.PARAM_ID, model)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="has the key 999, which is no parameter"):
+        FSDP.optim_state_dict(model, optimizer, {**optimizer.state_dict(), "state": {999: {}}})
+    with pytest.raises(OptionError, match="has no 'param_groups', so load_directly"):
+        FSDP.optim_state_dict_to_load(model, optimizer, {"state": rows}, load_directly=True)
+    assert list(FSDP.rekey_optim_state_dict({"state": rows}, OptimStateKeyType.PARAM_ID, model)) == ["state"]
+    for row in optimizer.state.values():
+        row[5] = torch.ones(3)
+    for call in (
+        lambda: FSDP.optim_state_dict(model, optimizer),
+        lambda: fsdp_flat.save_checkpoint(tmp_path, model, optimizer),
+    ):
+        with pytest.raises(OptionError, match=r"a parameter of shape .* must be a dict .* 5\]"):
+            call()
+
+
+@on_ranks(2)
+def test_arguments_of_other_types_or_in_the_order_of_torch_2_0_are_refused(tmp_path: Path) -> None:
+    model, optimizer = pair(True)
+    states = save(model, optimizer, FULL)[1]
+    for optim in ("x", None, model):
+        for call in (
+            lambda optim=optim: FSDP.optim_state_dict(model, optim),
+            lambda optim=optim: FSDP.optim_state_dict_to_load(model, optim, states),
+        ):
+            with pytest.raises(OptionTypeError, match="optim must be an optimizer, which has param_groups; got"):
+                call()
+    with pytest.raises(OptionTypeError, match=r"takes \(model, optim, optim_state_dict\); .* in torch 2\.0"):
+        FSDP.optim_state_dict_to_load(states, model, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match=r"takes a model, an nn\.Module; got Noting"):
+        FSDP.optim_state_dict(optimizer, model)  # type: ignore[arg-type]
+    for model_given in (None, "x"):
+        with pytest.raises(OptionTypeError, match=r"takes a model, an nn\.Module; got"):
+            FSDP.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_ID, model_given)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- states of other shapes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.support.kit import full_grads, no_shard_allowed, square_loss
 from tests.wrapper.models import assert_same_grads, batch, mesh_options, message, seeded, shard, shard_by_peer
 
 NORMS = pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, float("inf")])
+ODD_NORMS = pytest.mark.parametrize("norm_type", [0, 0.5, 3, -1, -2.5, -float("inf")])
 
 
 def uniform(strategy: str) -> Callable[[nn.Module], Any]:
@@ -101,6 +104,77 @@ def test_the_norm_and_the_clipped_gradients_are_the_peers(
         norms.append(model.clip_grad_norm_(0.1, norm_type))
     assert_close(norms[0], norms[1], rtol=1e-5, atol=0.0)
     assert_same_grads(ours, theirs)
+
+
+@ODD_NORMS
+@pytest.mark.parametrize("tree", TREES)
+@on_ranks(4)
+def test_norms_of_every_order_are_those_of_torch(tree: str, norm_type: float, rank: int) -> None:
+    plain = seeded()
+    model = TREES[tree](seeded())
+    for each in (model, plain):
+        (square_loss(each, batch(0)) * 5).backward()
+    for name, param in plain.named_parameters():
+        if tree == "frozen parts" and (name.startswith("blocks.0.") or name == "last.bias"):
+            param.grad = None
+    # A parameter without a gradient, and one whose gradient has no element but zeros; the largest elements are alike.
+    for each in (model, plain):
+        with FSDP.summon_full_params(each, with_grads=True) if each is model else nullcontext():
+            for name, param in each.named_parameters():
+                if param.grad is not None:
+                    param.grad.add_(param.grad.sign() * 0.1).masked_fill_(param.grad == 0, 0.25)
+                if name == "blocks.1.down.bias" and norm_type >= 0:
+                    param.grad.zero_()
+    norm = model.clip_grad_norm_(0.05, norm_type)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
+    assert expected > 0
+    assert_close(norm, expected, rtol=1e-4, atol=0.0)
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    assert_close(full_grads(model), wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(4)
+def test_ranks_without_elements_leave_every_norm_as_it_is(use_orig_params: bool, rank: int) -> None:
+    model = FSDP(nn.Linear(1, 1), use_orig_params=use_orig_params)
+    for norm_type, expected in ((0, 2.0), (-1, 2 / 3), (-float("inf"), 1.0), (1, 3.0)):
+        model.zero_grad()
+        model(torch.full((1, 1), 2.0)).sum().backward()
+        torch.testing.assert_close(model.clip_grad_norm_(1e9, norm_type), torch.tensor(expected))
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*without gradients")
+        for norm_type in (0, -1, -float("inf")):
+            torch.testing.assert_close(model.clip_grad_norm_(1.0, norm_type), torch.tensor(0.0))
+
+
+class Complex(nn.Module):
+    """A complex and a real parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turned = nn.Parameter(torch.randn(5, dtype=dtype))
+        self.scale = nn.Parameter(torch.randn(5, dtype=dtype.to_real()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.turned * x).abs().square().sum() + (self.scale * x).sum()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@on_ranks(2)
+def test_complex_gradients_are_clipped_by_their_absolute_values(dtype: torch.dtype, strategy: str) -> None:
+    for norm_type in (2.0, 1.0, 0.5, 0.0, -1.0, float("inf")):
+        model, plain = shard(Complex(dtype), strategy, by_blocks=False, use_orig_params=True), Complex(dtype)
+        for each in (model, plain):
+            each(torch.arange(1.0, 6.0, dtype=dtype.to_real())).backward()
+        norm = model.clip_grad_norm_(0.1, norm_type)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        assert norm.dtype is dtype.to_real()
+        assert_close(norm, expected, rtol=1e-5, atol=0.0)
+        wanted = {name: param.grad for name, param in plain.named_parameters()}
+        assert_close(full_grads(model), wanted, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)

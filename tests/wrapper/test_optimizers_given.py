@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy
-from fsdp_flat.errors import UsageError
-from tests.support import assert_equal, on_ranks
+from fsdp_flat import MatrixOptimizer, ShardingStrategy
+from fsdp_flat.errors import OptionError, UsageError
+from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on
 from tests.wrapper.models import Model, batch
 
@@ -90,6 +90,67 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_on_slices(kind: Any
         kind(model.parameters(), lr=0.1).step()
     assert_equal(weights(model), before)
     ShampooOfSlices(model.parameters(), lr=0.1).step()
+
+
+def step_with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = square_loss(model, batch(0))
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+class SlicedLBFGS(torch.optim.LBFGS):
+    """By its name one that needs all parameters, but made for slices."""
+
+    works_on_slices = True
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_lbfgs_is_refused_on_slices_and_as_a_matrix_optimizer(use_orig_params: bool) -> None:
+    model = FSDP(Model(), use_orig_params=use_orig_params)
+    before = weights(model)
+    named = r"'first.weight' \(5, 3\) of unit" if use_orig_params else "a flat parameter"
+    with pytest.raises(UsageError, match=rf"LBFGS computes dot products over all parameters.*{named}.*Use NO_SHARD"):
+        step_with_closure(model, torch.optim.LBFGS(model.parameters()))
+    assert_equal(weights(model), before)
+    with pytest.raises(OptionError, match="LBFGS computes dot products over all parameters, and MatrixOptimizer"):
+        MatrixOptimizer(model, torch.optim.LBFGS)
+    step_with_closure(model, SlicedLBFGS(model.parameters(), max_iter=2))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_lbfgs_trains_as_unwrapped_where_no_unit_shards(use_orig_params: bool) -> None:
+    with pytest.warns(FutureWarning, match="NO_SHARD"):
+        model = FSDP(Model(), use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy.NO_SHARD)
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        step_with_closure(each, torch.optim.LBFGS(each.parameters(), lr=0.1, max_iter=3))
+    assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+def test_every_optimizer_of_torch_is_known_to_take_slices_or_not() -> None:
+    known = {
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+        # They refuse or are refused local shards; SparseAdam refuses their dense gradients.
+        *("Adafactor", "LBFGS", "Muon", "SparseAdam"),
+    }
+    kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    assert kinds <= known
+
+
+@on_ranks(2)
+def test_sparse_adam_refuses_the_dense_gradients_of_slices() -> None:
+    model = FSDP(Model(), use_orig_params=True)
+    square_loss(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
+        torch.optim.SparseAdam(model.parameters()).step()
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")

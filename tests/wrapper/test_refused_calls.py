@@ -1,15 +1,18 @@
-"""Errors of calls where no step can run: on a destroyed process group, and inside ``summon_full_params``."""
+"""Errors of calls on a destroyed process group or inside ``summon_full_params``, and of arguments of other types."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import unshard_for
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import OptionTypeError, UsageError
 from tests.support import on_ranks
 from tests.support.kit import square_loss
 from tests.wrapper.models import Model, batch
@@ -41,3 +44,38 @@ def test_a_forward_inside_summon_full_params_offers_unshard_for(rank: int) -> No
         model(batch(rank))
     with unshard_for(model):
         model(batch(rank))
+
+
+TAKES_MODEL: dict[str, Callable[[Any], object]] = {
+    "describe": fsdp_flat.describe,
+    "participate": fsdp_flat.participate,
+    "unwrap": fsdp_flat.unwrap,
+    "plan": lambda model: fsdp_flat.plan(model, 2),
+    "unshard_for": lambda model: unshard_for(model).__enter__(),
+    "matrix_params": fsdp_flat.matrix_params,
+    "clean_named_parameters": lambda model: list(fsdp_flat.clean_named_parameters(model)),
+    "clean_named_modules": lambda model: list(fsdp_flat.clean_named_modules(model)),
+    "ShardedEMA": lambda model: fsdp_flat.ShardedEMA(model, 0.9),
+    "state_dict_type": FSDP.get_state_dict_type,
+    "optim_state_dict": lambda model: FSDP.optim_state_dict(model, None),  # type: ignore[arg-type]
+    "summon_full_params": lambda model: FSDP.summon_full_params(model).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_MODEL)
+def test_anything_but_a_module_is_refused_where_a_model_is_expected(name: str) -> None:
+    for model in (None, 3, "model", {}):
+        with pytest.raises(OptionTypeError, match=rf"takes a model, an nn\.Module; got {type(model).__name__}\."):
+            TAKES_MODEL[name](model)
+
+
+@on_ranks(2)
+def test_numbers_of_other_types_are_refused(rank: int) -> None:
+    model = FSDP(Model(), use_orig_params=True)
+    for decay in (None, "0.9"):
+        with pytest.raises(OptionTypeError, match="decay must be a number; got a"):
+            fsdp_flat.ShardedEMA(model, decay)  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="num_ranks and num_replicas must be integers; got '2' and 1"):
+        fsdp_flat.plan(Model(), "2")  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="state_dict must be a dict"):
+        fsdp_flat.ShardedEMA(model, 0.9).load_state_dict(None)  # type: ignore[arg-type]

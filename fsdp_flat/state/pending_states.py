@@ -1,0 +1,168 @@
+"""Describes optimizer states that a load gets when it is committed: read from files, or sent by rank 0."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp_flat.comm import exchange_bytes
+from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.flat import PLAIN
+from fsdp_flat.layout import Partition, ReplicatedPartition
+from fsdp_flat.runtime import Unit
+from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTensor:
+    """Describes a full tensor that this rank gets when a load is committed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> object:
+        """Plan a call of ``then`` with the full tensor."""
+        raise NotImplementedError
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState(PendingTensor):
+    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
+
+    read: Callable[[], torch.Tensor]
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        plan.call(lambda: then(self.read()))
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        if not target.run.is_empty:
+            plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
+
+
+@dataclass(frozen=True, slots=True)
+class FromRankZero(PendingTensor):
+    """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
+
+    tensor: torch.Tensor | None
+    unit: Unit
+
+    def plan_full(
+        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
+    ) -> torch.Tensor:
+        """Plan how every rank gets the full tensor, which is returned, and a call of ``then`` once it is there."""
+        full = torch.empty(self.shape, dtype=self.dtype, device=device)
+        wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
+        self._plan_transfer(wanted, full.view(-1), plan)
+        if then is not None:
+            plan.call(partial(then, full), last=True)
+        return full
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
+        if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
+            self._plan_transfer(target.held, local, plan)
+        else:
+            self.plan_full(local.device, plan, lambda full: local.copy_(adapter.local_slice(full).reshape(-1)[run]))
+
+    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
+        groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
+        shard, replicate, first, second = groups.shard, groups.replicate, None, None
+        if replicate.rank == 0:
+            source = None if self.tensor is None else self.tensor.detach().reshape(-1)
+            held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
+            first = TensorTransfer(shard, held, wanted, source, target, device, nbytes)
+        if replicate.size > 1:
+            # Each rank of the first shard group has its part now; send them to the other replicas.
+            held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
+            source, received = (None, target) if replicate.rank else (target, None)
+            second = TensorTransfer(replicate, held, wanted, source, received, device, target.nbytes)
+        plan.transfer(first, second)
+
+
+def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
+
+    Every rank must call this; an error of rank 0 is raised on all.
+    """
+    groups, device = unit.options.groups, unit.options.device
+    if groups.num_ranks == 1:
+        return dict(given or {})
+    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
+    error: Exception | None = None
+    payload = b""
+    try:
+        payload = _serialized(_described(given)) if is_first else b""
+    except Exception as raised:
+        error = raised
+        payload = _serialized({"error": f"{type(raised).__name__}: {raised}"})
+    for rank_group in groups.rank_groups:
+        if rank_group.group is not None:
+            payload = exchange_bytes(payload, rank_group.group, device)[0]
+    if error is not None:
+        raise error
+    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    if "error" in described:
+        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
+    own = given["state"] if given and is_first else None
+    for name, row in described["state"].items():
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
+    return dict(described)
+
+
+def _serialized(value: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a state dict with a tensor on the meta device in place of each state that has dims."""
+    if not given or "state" not in given:
+        has = "nothing" if not given else sorted(map(str, given))
+        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
+    state: dict[str, dict[str, Any]] = {}
+    for name, row in given["state"].items():
+        state[name] = {}
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            else:
+                state[name][key] = _checked(value, f"State {key!r} of {name!r}")
+    described: dict[str, Any] = {"state": state}
+    if given.get("param_groups") is not None:
+        described["param_groups"] = [
+            {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+            for group in given["param_groups"]
+        ]
+    return described
+
+
+def _checked(value: Any, what: str) -> Any:
+    """Return a plain value, of exactly its plain type, which ``weights_only`` accepts; raise for others."""
+    if isinstance(value, (list, tuple)):
+        entries = [_checked(entry, what) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    if isinstance(value, torch.Tensor) and not value.dim():
+        # A clone, since all of a view's storage would be sent.
+        return value.detach().cpu().clone()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise UnsupportedError(
+        f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
+        "rank0_only=False."
+    )
