@@ -11,52 +11,19 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 from __future__ import annotations
 
 import functools
-from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.arrangement import VisibleParam, views_of
+from fsdp_flat.flat.arrangement import Bindings, VisibleParam, parameters_of, views_of
 from fsdp_flat.flat.guards import ShardedPlaceholder, convert_grad, module_guard, set_grad, warn_of_lost_hooks
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
-
-
-class _Assignments(UserDict[str, Any]):
-    """The parameters of a module whose class has a ``__setattr__`` that keeps them elsewhere too."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.data = module._parameters
-        self._module = module
-
-    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
-        setattr(self._module, name, param)
-
-
-def _parameters_of(module: nn.Module) -> Any:
-    """Return the parameters that a module holds itself, as a mapping that sets them as the module needs it."""
-    # The checks of ``nn.Module.__setattr__`` take long. Recurrent modules look at their parameters in each forward too.
-    is_plain = type(module).__setattr__ in (nn.Module.__setattr__, nn.RNNBase.__setattr__)
-    return module._parameters if is_plain else _Assignments(module)
-
-
-class _Bindings(NamedTuple):
-    """Lists the places of a handle's tensors in modules, as columns: a step goes through them several times a unit.
-
-    Attributes:
-        attributes: for each place, the mapping of a module that holds the tensor, by ``names``.
-        unsharded, sharded: the tensors for compute, and outside of it.
-    """
-
-    attributes: Sequence[Any]
-    names: Sequence[str]
-    unsharded: Sequence[torch.Tensor]
-    sharded: Sequence[torch.Tensor]
 
 
 class Views:
@@ -91,7 +58,7 @@ class Views:
         self.params, self.layout, self.rank, self.flat_param = tuple(params), layout, rank, flat_param
         self._sites = [(index, site) for index, entry in enumerate(params) for site in entry.sites]
         self._num_rewrites = 0
-        self.shows_unsharded = self.is_stepped = False
+        self.shows_unsharded = self.is_stepped = self._shows_names = False
         self.is_split = layout.world_size > 1 or any(entry.adapter.groups for entry in params)
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
@@ -128,6 +95,18 @@ class Views:
         """Undo :meth:`use_full_tensors`; does nothing if no full parameters are shown."""
         self.use_sharded_views()
 
+    def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register a tensor for each parameter under its original names, until :meth:`hide_names`."""
+        self._shows_names = True
+        for index, site in self._sites:
+            site.module._parameters[site.name] = tensors[index]  # type: ignore[assignment]
+
+    def hide_names(self) -> None:
+        """Undo :meth:`show_names`, if that is not done yet: the sharded or unsharded parameters are shown again."""
+        if self._shows_names:
+            self._shows_names = False
+            (self.use_unsharded_views if self.shows_unsharded else self.use_sharded_views)()
+
     def changed(self) -> list[int]:
         """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
         raise NotImplementedError
@@ -136,15 +115,12 @@ class Views:
         """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
         raise NotImplementedError
 
-    def show_names(self) -> None:
-        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
-
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
 
-    def _bind(self) -> _Bindings:
-        return _Bindings(
-            [_parameters_of(site.module) for _, site in self._sites],
+    def _bind(self) -> Bindings:
+        return Bindings(
+            [parameters_of(site.module) for _, site in self._sites],
             [site.name for _, site in self._sites],
             [self.unsharded_params[index] for index, _ in self._sites],
             [self.params[index].param for index, _ in self._sites],
@@ -386,6 +362,8 @@ class OrigViews(Views):
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
 
     def changed(self) -> list[int]:
+        # An exception may have ended a load below a plain module, which tells nobody.
+        self.hide_names()
         pointers = tuple([each.param.data_ptr() for each in self.visible])
         if self._pointers == pointers and self._hold_sharded():
             return []
@@ -449,11 +427,11 @@ class FlatViews(Views):
         warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
-    def _bind(self) -> _Bindings:
+    def _bind(self) -> Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
             placeholders = ShardedPlaceholder.of(self.unsharded_params, self.describe_with_shape)
-        return _Bindings(
+        return Bindings(
             [*[site.module.__dict__ for _, site in self._sites], self.module._parameters],
             [*[site.name for _, site in self._sites], FLAT_PARAM],
             [*[self.unsharded_params[index] for index, _ in self._sites], self.flat_param],
@@ -471,9 +449,16 @@ class FlatViews(Views):
             site.module._parameters.pop(site.name, None)
         super().unregister_full_params()
 
-    def show_names(self) -> None:
-        blank = torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta")
-        self.use_full_tensors(views_of(blank, self.layout))
+    def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.module._parameters.pop(FLAT_PARAM, None)
+        for _, site in self._sites:
+            site.module.__dict__.pop(site.name, None)
+        super().show_names(tensors)
+
+    def hide_names(self) -> None:
+        for _, site in self._sites if self._shows_names else ():
+            site.module._parameters.pop(site.name, None)
+        super().hide_names()
 
     def remove(self) -> None:
         self.module._parameters[FLAT_PARAM] = None
@@ -485,6 +470,7 @@ class FlatViews(Views):
         return {}
 
     def changed(self) -> list[int]:
+        self.hide_names()  # as above
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
         return [
             index
