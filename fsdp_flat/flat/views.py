@@ -250,7 +250,11 @@ class Views:
         """Return parameter ``index`` as its modules hold it while full parameters are shown."""
         site = self.params[index].sites[0]
         current = site.module._parameters.get(site.name)
-        assert current is not None
+        if current is None:
+            raise UsageError(
+                f"Parameter {self.describe(index)} was removed from its module while full parameters were shown, but "
+                "the unit keeps its values. Set it to zero and requires_grad=False, or remove it before wrapping."
+            )
         return current
 
     # -- the parameters of the optimizer -------------------------------------------------------------------------
