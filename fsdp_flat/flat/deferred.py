@@ -93,6 +93,12 @@ class DeferredTensor(torch.Tensor):
             if attribute == "copy_" or (attribute == "data" and name == "__set__"):
                 own._take(args[1])
                 return own if attribute == "copy_" else None
+            if attribute == "module_load":
+                # torch swaps the result with this tensor, then (set_swap_module_params_on_conversion).
+                given = args[1]
+                if not isinstance(given, DeferredTensor):
+                    return given.detach()
+                return DeferredTensor.of(own.shape, own.dtype, own._place, read=own._read, given=given.taken())
             if name == "__get__" or name in _OF_SHAPES:
                 if attribute == "device":
                     return own._place

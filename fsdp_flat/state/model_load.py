@@ -159,10 +159,11 @@ class ModelLoad:
         values = []
         for target, deferred, _ in self._deferred:
             entry = target.param.handle.views.params[target.param.index]
-            # With ``assign``, and by methods of their own, modules set another tensor in its place.
+            # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
             there = [site.module._parameters.get(site.name) for site in entry.sites]
             set_there = [each for each in there if each is not None and each is not entry.param]
-            values.append(next((each for each in set_there if not isinstance(each, DeferredTensor)), deferred.taken()))
+            others = [each for each in set_there if not isinstance(each, DeferredTensor)]
+            values.append(others[0] if others else deferred.taken())
         for target, _, _ in self._deferred:
             target.param.handle.views.hide_names()
         for (target, _, codec), value in zip(self._deferred, values, strict=True):

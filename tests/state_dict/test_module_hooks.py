@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fsdp_flat import FullStateDictConfig, iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat import FullyShardedDataParallel as FSDP
@@ -126,7 +127,7 @@ def state_in(model: nn.Module, kind: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", SAVING)
 @on_ranks(2)
 def test_every_way_to_save_has_what_the_modules_put_into_their_state_dict(
-    kind: type[nn.Module], use_orig_params: bool, tmp_path: Path
+    kind: type[nn.Module], use_orig_params: bool, tmp_path: Path, rank: int
 ) -> None:
     torch.manual_seed(0)
     expected = dict(nn.Sequential(kind(), nn.Linear(3, 2)).state_dict())
@@ -137,6 +138,11 @@ def test_every_way_to_save_has_what_the_modules_put_into_their_state_dict(
     assert_equal(dict(iter_full_state_dict(model, dst=None)), expected)
     save_full(model, tmp_path / "full")
     assert_equal(dict(read(tmp_path / "full")), expected)
+    save_checkpoint(tmp_path / "run", model)
+    dist.barrier()
+    stored = tmp_path / f"checkpoint of rank {rank}"
+    dcp_to_torch_save(tmp_path / "run" / "step-00000000", stored)
+    assert_equal(torch.load(stored)["model"], expected)
     assert_equal({name: param.detach() for name, param in model.named_parameters()}, before)
 
 
@@ -408,3 +414,20 @@ def test_a_value_that_cannot_be_copied_is_named_and_nothing_is_loaded(kind: str,
     with pytest.raises(RuntimeError, match=r"1\.bias: "):
         model.load_state_dict(state)
     assert_equal(dict(whole_state(model)), before)
+
+
+@KINDS
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_modules_that_swap_parameters_when_they_load_get_the_values(kind: Any, use_orig_params: bool) -> None:
+    model, other = model_of(Plain, use_orig_params), model_of(Plain, use_orig_params, seed=1)
+    params = list(model.parameters())
+    with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
+        state = other.state_dict()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.load_state_dict(state)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_equal(dict(whole_state(model)), dict(whole_state(other)))
+    assert [id(param) for param in model.parameters()] == [id(param) for param in params]
