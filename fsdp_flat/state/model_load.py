@@ -272,10 +272,10 @@ def load_unit(
     missing: list[str],
     errors: list[str],
 ) -> None:
-    """Remove one unit's entries from ``state_dict``, and plan their loads; other names become the wrapped module's.
+    """Give the entries of ``state_dict`` the names of the wrapped module, and make one unit's modules ready to load.
 
     The arguments are those of torch's method. If any value takes an exchange, every rank of the shard group must call
-    this, with the same names.
+    this, with the same names. Flat parameters are planned here; other values when the modules have taken theirs.
     """
     load: ModelLoad | None = wrapper._load  # type: ignore[assignment]
     if load is not None and load.wrapper is wrapper:
