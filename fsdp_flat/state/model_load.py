@@ -134,23 +134,22 @@ class ModelLoad:
         if not self._is_put_off or self.exchanging_units:
             self._commit()
 
-    def defer(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[nn.Parameter, DeferredTensor]:
+    def defer(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[str, DeferredTensor]:
         """Show a unit's modules a deferred tensor for each parameter, until the end of the load.
 
-        They copy to it whatever they and their hooks make of the state dict. Returns the deferred tensors by the
-        parameter that stands for it elsewhere.
+        They copy to it whatever they and their hooks make of the state dict. Returns the deferred tensors by name.
         """
         if not isinstance(codec, FullCodec) and unit.handles:
             self.units.append(unit)
-        found, params = {}, params_of(unit, clean_fqn(prefix))
+        found: dict[str, DeferredTensor] = {}
+        params = params_of(unit, clean_fqn(prefix))
         for handle in unit.handles:
             own = []
             for param in (each for each in params if each.handle is handle):
                 shape, dtype, device = param.full_shape, handle.flat_param.dtype, unit.options.device
                 own.append(DeferredTensor.of(shape, dtype, device, read=partial(_refuse_reading, param)))
                 self._deferred.append((StateShard(param, param.local, param.shape), own[-1], codec))
-                if param.is_original:
-                    found[param.shown] = own[-1]
+                found.update(dict.fromkeys(param.fqns, own[-1]))
             handle.views.show_names(own)
         return found
 
@@ -304,15 +303,16 @@ def load_unit(
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
+    own = {param for handle in unit.handles for param in handle.views.visible_params()}
     deferred = load.defer(unit, codec, prefix)
     for key, value in state_dict.items():
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
         if not is_tensor and decoder_of(value) is not FULL:
             # Modules copy tensors only, and reading the attributes of a ShardedTensor warns.
             state_dict[key] = DeferredTensor.of(shape_of(value), dtype_of(value), unit.options.device, given=value)
-        elif isinstance(value, nn.Parameter) and value in deferred:
+        elif isinstance(value, nn.Parameter) and value in own:
             # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
-            state_dict[key] = deferred[value]
+            state_dict[key] = deferred.get(clean_fqn(key), value)
 
 
 def _refuse_reading(param: IndexedParam) -> torch.Tensor:
