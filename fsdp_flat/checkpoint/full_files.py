@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from fsdp_flat.checkpoint.directory import (
     shard_group_of,
 )
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.comm import P2PChannels
+from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
+from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
+from fsdp_flat.state import BoxedTensor, IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -41,8 +42,8 @@ class _Entry:
     """Describes one entry of a model's state dict.
 
     Attributes:
-        value: a plain tensor that every rank has (a buffer, an ignored parameter), or the DTensor of a parameter that
-            ``fully_shard`` has sharded; None for any other managed parameter.
+        value: a plain tensor that every rank has (a buffer, an ignored parameter, a tensor that a hook computes), or
+            the DTensor of a parameter that ``fully_shard`` has sharded; None for any other managed parameter.
         template: a tensor on the meta device, of the full shape and the dtype to store.
         same_as: an earlier name of the same tied parameter.
     """
@@ -77,17 +78,19 @@ def _entries_of(
     if keep is not None and not callable(keep):
         raise OptionTypeError(f"keep must be a function of a name, or None; got {keep!r}.")
     index = ParamIndex(model)
-    by_name = {**index.by_name, **index.dtensors_by_name}
+    by_name = index.dtensors_by_name
     params = model.named_parameters() if trainable_only else ()
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
-    handles = {param.handle for param in by_name.values()} if trainable_only else ()
+    handles = {param.handle for param in (*index.params, *by_name.values())} if trainable_only else ()
     flags = {handle: handle.views.requires_grad() for handle in handles}
     found: list[_Entry] = []
-    first: dict[IndexedParam, str] = {}
+    first: dict[tuple[FlatParamHandle, int], str] = {}
     for raw, value in boxed_state_dict(model).items():
         # The state dict of a compiled model has torch.compile's prefix in its names.
         name = clean_fqn(raw)
-        param = by_name.get(name)
+        # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
+        param = value.param if isinstance(value, BoxedTensor) else None
+        param = by_name.get(name) if isinstance(value, DTensor) else param
         if trainable_only and not (name in trainable if param is None else flags[param.handle][param.index]):
             continue
         if keep is not None and not keep(name):
@@ -101,10 +104,19 @@ def _entries_of(
         if dtype is not None and stored.is_floating_point:
             stored = dtype
         shape = value.shape if param is None else torch.Size(param.full_shape)
-        same_as = None if param is None or first.setdefault(param, name) == name else first[param]
+        earlier = name if param is None else first.setdefault((param.handle, param.index), name)
+        same_as = None if earlier == name else earlier
         plain = value.detach() if param is None or isinstance(value, DTensor) else None
         found.append(_Entry(name, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
     return found
+
+
+def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
+    """Return the shard group of the entries; without a sharded one that of a unit, of which one rank writes."""
+    params = [entry.param for entry in entries if entry.param is not None]
+    if params:
+        return shard_group_of(params)
+    return max((unit.options.groups.shard for unit in units_of(model)), key=lambda group: group.size)
 
 
 def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
@@ -113,7 +125,8 @@ def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> to
     Every rank of the shard group, and of the groups of tensor parallelism, must call this.
     """
     if entry.param is None:
-        return None if entry.value is None else entry.value.clone()
+        assert entry.value is not None
+        return full_tensor(entry.value) if isinstance(entry.value, DTensor) else entry.value.clone()
     rank_group, adapter = entry.param.rank_group, entry.param.adapter
     shard = StateShard(entry.param, entry.held(), entry.param.shape)
     # An unsharded parameter is complete on every rank already.
@@ -157,7 +170,7 @@ def iter_full_state_dict(
         PhaseError: called in the middle of a step.
     """
     entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
-    rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
+    rank_group = _shard_group(model, entries)
     if dst is not None and not isinstance(dst, int):
         raise OptionTypeError(f"dst must be a rank of the shard group, or None; got {dst!r}.")
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
@@ -224,7 +237,7 @@ def save_full(
         entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
-        rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
+        rank_group = _shard_group(model, entries)
         # Replicas and ranks that do not write only take part in the transfers.
         rank = None if is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
@@ -348,6 +361,7 @@ def load_full(
             entries = _entries_of(model, keep)
             found = {entry.name: names[entry.name] for entry in entries if entry.name in names}
             missing = [entry.name for entry in entries if entry.name not in found and entry.same_as not in found]
+            _refuse_computed(model, [entry for entry in entries if entry.name in found])
             known = set(found.values())
             unexpected = [name for name in tensors if name not in known]
             problems = [
@@ -375,6 +389,20 @@ def load_full(
                 target = entry.held()
                 target.copy_(local_part.view(target.shape))
     return missing, unexpected
+
+
+def _refuse_computed(model: nn.Module, entries: list[_Entry]) -> None:
+    """Raise a LoadError for an entry whose tensor is not the model's own: what is copied to it would be lost."""
+    tensors = chain(model.parameters(), model.buffers())
+    own = {each.untyped_storage().data_ptr() for each in tensors if type(each) in (torch.Tensor, nn.Parameter)}
+    for entry in entries:
+        value = entry.value
+        if type(value) is torch.Tensor and value.numel() and value.untyped_storage().data_ptr() not in own:
+            raise LoadError(
+                f"{entry.name!r} is computed by a module or a state-dict hook when the model is saved, so load_full "
+                "cannot copy a value to it. Read the file (safetensors.torch.load_file) and pass the tensors to "
+                "model.load_state_dict, which runs the modules' load hooks."
+            )
 
 
 def _local_part(entry: _Entry, full: torch.Tensor) -> torch.Tensor:

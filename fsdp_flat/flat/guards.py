@@ -120,6 +120,15 @@ def as_flat_parameter(param: nn.Parameter) -> nn.Parameter:
     return param
 
 
+def refuse_replaced(what: str) -> NoReturn:
+    """Raise for a parameter, or a flat parameter, that torch's fully_shard has replaced; ``what`` names it."""
+    raise UsageError(
+        f"{what} was replaced in its module: torch's fully_shard was called on a module that "
+        "FullyShardedDataParallel manages, or on one around it. One of the two can shard a parameter. Take the "
+        "wrapper away (fsdp_flat.unwrap) before fully_shard, or pass its parameters as ignored_params."
+    )
+
+
 def warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
     """Warn if a parameter that becomes a part of a flat one has a hook for its gradient, which will not run."""
     lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]

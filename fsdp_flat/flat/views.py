@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.bindings import Bindings, parameters_of
-from fsdp_flat.flat.guards import ShardedPlaceholder, convert_grad, module_guard, set_grad, warn_of_lost_hooks
+from fsdp_flat.flat.guards import (
+    ShardedPlaceholder,
+    convert_grad,
+    module_guard,
+    refuse_replaced,
+    set_grad,
+    warn_of_lost_hooks,
+)
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
@@ -59,7 +66,7 @@ class Views:
         self.params, self.layout, self.rank, self.flat_param = tuple(params), layout, rank, flat_param
         self._sites = [(index, site) for index, entry in enumerate(params) for site in entry.sites]
         self._num_rewrites = 0
-        self.shows_unsharded = self.is_stepped = False
+        self.shows_unsharded = self.is_stepped = self._shows_names = False
         self.is_split = layout.world_size > 1 or any(entry.adapter.groups for entry in params)
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
@@ -96,6 +103,18 @@ class Views:
         """Undo :meth:`use_full_tensors`; does nothing if no full parameters are shown."""
         self.use_sharded_views()
 
+    def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register a tensor for each parameter under its original names, until :meth:`hide_names`."""
+        self._shows_names = True
+        for index, site in self._sites:
+            site.module._parameters[site.name] = tensors[index]  # type: ignore[assignment]
+
+    def hide_names(self) -> None:
+        """Undo :meth:`show_names`, if that is not done yet: the sharded or unsharded parameters are shown again."""
+        if self._shows_names:
+            self._shows_names = False
+            (self.use_unsharded_views if self.shows_unsharded else self.use_sharded_views)()
+
     def changed(self) -> list[int]:
         """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
         raise NotImplementedError
@@ -106,9 +125,6 @@ class Views:
 
     def take_back(self) -> None:
         """Hold unsharded parameters where they belong, if a caller has put them back elsewhere in a forward."""
-
-    def show_names(self) -> None:
-        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
@@ -245,7 +261,11 @@ class Views:
         """Return parameter ``index`` as its modules hold it while full parameters are shown."""
         site = self.params[index].sites[0]
         current = site.module._parameters.get(site.name)
-        assert current is not None
+        if current is None:
+            raise UsageError(
+                f"Parameter {self.describe(index)} was removed from its module while full parameters were shown, but "
+                "the unit keeps its values. Set it to zero and requires_grad=False, or remove it before wrapping."
+            )
         return current
 
     # -- the parameters of the optimizer -------------------------------------------------------------------------
@@ -289,13 +309,6 @@ class Views:
         """Return the FQN, the unsharded shape and the unit of a parameter, for error texts."""
         shape = tuple(self.unsharded_params[index].shape)
         return f"{self.layout.param_infos[index].fqn!r} {shape} of unit {self.unit_name!r}"
-
-    def _raise_replaced(self, what: str) -> NoReturn:
-        raise UsageError(
-            f"{what} was replaced in its module: torch's fully_shard was called on a module that "
-            "FullyShardedDataParallel manages, or on one around it. One of the two can shard a parameter. Take the "
-            "wrapper away (fsdp_flat.unwrap) before fully_shard, or pass its parameters as ignored_params."
-        )
 
 
 class OrigViews(Views):
@@ -357,6 +370,8 @@ class OrigViews(Views):
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
 
     def changed(self) -> list[int]:
+        # An exception may have ended a load below a plain module, which tells nobody.
+        self.hide_names()
         pointers = tuple([each.param.data_ptr() for each in self.visible])
         if self._pointers == pointers and self._hold_sharded():
             return []
@@ -373,7 +388,7 @@ class OrigViews(Views):
         for index, site in self._sites:
             current, entry = site.module._parameters.get(site.name), self.params[index]
             if isinstance(current, DTensor) and entry.adapter is PLAIN:
-                self._raise_replaced(f"Parameter {self.describe(index)}")
+                refuse_replaced(f"Parameter {self.describe(index)}")
             if current is not None and current is not entry.param:
                 entry.param.data = current.data
         assigned = [i for i, entry in enumerate(self.params) if entry.param.data_ptr() != self._pointers[i]]
@@ -448,9 +463,16 @@ class FlatViews(Views):
             if site.module._parameters.get(site.name) is self.unsharded_params[index]:
                 site.module.__dict__[site.name] = site.module._parameters.pop(site.name)
 
-    def show_names(self) -> None:
-        blank = torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta")
-        self.use_full_tensors(views_of(blank, self.layout))
+    def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.module._parameters.pop(FLAT_PARAM, None)
+        for _, site in self._sites:
+            site.module.__dict__.pop(site.name, None)
+        super().show_names(tensors)
+
+    def hide_names(self) -> None:
+        for _, site in self._sites if self._shows_names else ():
+            site.module._parameters.pop(site.name, None)
+        super().hide_names()
 
     def remove(self) -> None:
         self.module._parameters[FLAT_PARAM] = None
@@ -462,6 +484,7 @@ class FlatViews(Views):
         return {}
 
     def changed(self) -> list[int]:
+        self.hide_names()  # as above
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
         return [
             index
@@ -472,7 +495,7 @@ class FlatViews(Views):
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)
         if current is not None and current is not self.flat_param:
-            self._raise_replaced(f"The flat parameter of unit {self.unit_name!r}")
+            refuse_replaced(f"The flat parameter of unit {self.unit_name!r}")
         for index in self.changed():
             raise UsageError(
                 f"Parameter {self.describe(index)} was assigned on rank {self.rank}, but with use_orig_params=False "

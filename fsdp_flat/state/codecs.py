@@ -25,7 +25,16 @@ from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, TensorAdapter
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
-from fsdp_flat.state.shards import Config, LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute, shape_of
+from fsdp_flat.state.shards import (
+    Config,
+    IndexedParam,
+    LoadPlan,
+    StateDictCodec,
+    StateShard,
+    TensorTransfer,
+    redistribute,
+    shape_of,
+)
 
 _aten = torch.ops.aten
 
@@ -96,11 +105,17 @@ class FullCodec(StateDictCodec):
         if adapter is not PLAIN:
             full = adapter.local_slice(full.detach().reshape(target.full_shape))
         local = full.reshape(-1)[run]
+        if local.is_meta and not target.local.is_meta:
+            raise LoadError(f"{target.label}: a tensor on the meta device, which has no data to load.")
+        # A dtype that is not converted fails here, and not in the middle of the writes.
+        target.local[:0].copy_(local[:0])
         plan.copy(target.local, local if is_read else local.clone())
 
 
 class BoxedTensor(torch.Tensor):
     """Represents a tensor of which this process holds some boxes: ``parts``, views of the live shard or copies.
+
+    ``param`` is the parameter that it was made of in this process; None if it is an optimizer state.
 
     ``torch.distributed.checkpoint`` saves it, and loads into it, through the protocol of its
     ``_checkpointable.py``. Beyond that it can be copied, detached and moved; arithmetic is not supported.
@@ -108,6 +123,7 @@ class BoxedTensor(torch.Tensor):
 
     boxes: tuple[Box, ...]
     parts: tuple[torch.Tensor, ...]
+    param: IndexedParam | None = None
 
     @staticmethod
     def __new__(
@@ -148,7 +164,9 @@ class BoxedTensor(torch.Tensor):
     def _with(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BoxedTensor:
         parts = [fn(part) for part in self.parts]
         kind = parts[0] if parts else self
-        return BoxedTensor(self.shape, self.boxes, parts, kind.dtype, kind.device)
+        made = BoxedTensor(self.shape, self.boxes, parts, kind.dtype, kind.device)
+        made.param = self.param
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         places = ", ".join(f"{box.sizes} at {box.offsets}" for box in self.boxes)
@@ -228,7 +246,9 @@ def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:
     start = param.adapter.offsets(param.shape)
     if any(start):
         found = tuple(box.within(start) for box in found)
-    return BoxedTensor(param.full_shape, found, parts, local.dtype, local.device)
+    made = BoxedTensor(param.full_shape, found, parts, local.dtype, local.device)
+    made.param = param if shard.state is None else None
+    return made
 
 
 FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()

@@ -11,22 +11,33 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import is_tensor_like
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import modules_of
+from fsdp_flat.flat import DeferredTensor, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
 from fsdp_flat.state.model_save import flat_shard
-from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, params_of, rank_groups_of, shape_of
+from fsdp_flat.state.shards import (
+    IndexedParam,
+    LoadPlan,
+    StateDictCodec,
+    StateShard,
+    dtype_of,
+    params_of,
+    rank_groups_of,
+    shape_of,
+)
 
 LOADING = ErrorTexts(
     "loading a state dict",
@@ -54,6 +65,7 @@ class ModelLoad:
         self.plan = LoadPlan()
         self.units: list[Unit] = []
         self.has_chunks = self.has_own = False
+        self._deferred: list[tuple[StateShard, DeferredTensor, StateDictCodec]] = []
         self._strict = strict
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
@@ -93,6 +105,8 @@ class ModelLoad:
 
     def undo(self) -> None:
         """Restore the tensors that have changed, unless the values were written."""
+        for target, _, _ in self._deferred:
+            target.param.handle.views.hide_names()
         with torch.no_grad():
             for tensors, name, tensor, copied in self._held:
                 tensors[name] = tensor
@@ -116,8 +130,50 @@ class ModelLoad:
         self._is_put_off = self._strict and bool(keys.missing_keys or keys.unexpected_keys)
         if not self._is_put_off:
             self.release()
+        self._plan_deferred()
         if not self._is_put_off or self.exchanging_units:
             self._commit()
+
+    def defer(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[str, DeferredTensor]:
+        """Show a unit's modules a deferred tensor for each parameter, until the end of the load.
+
+        They copy to it whatever they and their hooks make of the state dict. Returns the deferred tensors by name.
+        """
+        if not isinstance(codec, FullCodec) and unit.handles:
+            self.units.append(unit)
+        found: dict[str, DeferredTensor] = {}
+        params = params_of(unit, clean_fqn(prefix))
+        for handle in unit.handles:
+            own = []
+            for param in (each for each in params if each.handle is handle):
+                shape, dtype, device = param.full_shape, handle.flat_param.dtype, unit.options.device
+                own.append(DeferredTensor.of(shape, dtype, device, read=partial(_refuse_reading, param)))
+                self._deferred.append((StateShard(param, param.local, param.shape), own[-1], codec))
+                found.update(dict.fromkeys(param.fqns, own[-1]))
+            handle.views.show_names(own)
+        return found
+
+    def _plan_deferred(self) -> None:
+        """Show the sharded parameters again, and plan the load of what was copied to the deferred ones."""
+        values = []
+        for target, deferred, _ in self._deferred:
+            entry = target.param.handle.views.params[target.param.index]
+            # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
+            there = [site.module._parameters.get(site.name) for site in entry.sites]
+            set_there = [each for each in there if each is not None and each is not entry.param]
+            others = [each for each in set_there if not isinstance(each, DeferredTensor)]
+            values.append(others[0] if others else deferred.taken())
+        for target, _, _ in self._deferred:
+            target.param.handle.views.hide_names()
+        for (target, _, codec), value in zip(self._deferred, values, strict=True):
+            if value is not None:
+                decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
+                self.has_chunks = self.has_chunks or decoder.exchanges
+                self.has_own = self.has_own or not decoder.exchanges
+                if not decoder.exchanges:
+                    self.plan.lines.append(f"{target.label}: {shape_of(value)} without chunks")
+                _decode(decoder, value, target, self)
+        self._deferred.clear()
 
     def write_late(self) -> None:
         """Write the values that were put off, since torch has not raised."""
@@ -144,7 +200,7 @@ class ModelLoad:
                 barrier("load_state_dict", rank_group)
             found = find_disagreement(self.plan.lines, error, rank_groups, units[0].options.device, LOADING)
             if found is not error:
-                self.errors.append(str(found))
+                self.errors.append(clean_text(str(found)))
                 error = found
         if error is None:
             self.plan.commit()
@@ -215,10 +271,10 @@ def load_unit(
     missing: list[str],
     errors: list[str],
 ) -> None:
-    """Remove one unit's entries from ``state_dict``, and plan their loads; other names become the wrapped module's.
+    """Give the entries of ``state_dict`` the names of the wrapped module, and make one unit's modules ready to load.
 
     The arguments are those of torch's method. If any value takes an exchange, every rank of the shard group must call
-    this, with the same names.
+    this, with the same names. Flat parameters are planned here; other values when the modules have taken theirs.
     """
     load: ModelLoad | None = wrapper._load  # type: ignore[assignment]
     if load is not None and load.wrapper is wrapper:
@@ -235,25 +291,36 @@ def load_unit(
     # Boxes are loaded as such, whichever type is set.
     has_boxes = any(isinstance(value, BoxedTensor) for value in state_dict.values())
     codec = BOXES if has_boxes else codec_of(settings.state_dict_type, settings.state_dict_config)
-    if codec.is_flat:
-        _load_flats(unit, codec, state_dict, prefix, load)
-    else:
-        if unit.handles and not isinstance(codec, FullCodec):
-            load.units.append(unit)
-        for target, value in _prepare_load(unit, state_dict, prefix, load):
-            if value is None:
-                continue
-            decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
-            load.has_chunks = load.has_chunks or decoder.exchanges
-            load.has_own = load.has_own or not decoder.exchanges
-            _decode(decoder, value, target, load)
-    # Each visible parameter itself, so that the modules' own load finds every name.
+    has_flats = _rename(unit, state_dict, prefix, load, loads_flats=codec.is_flat)
     inner = prefix + FSDP_PREFIX
-    for handle in unit.handles:
-        sites = [site for entry in handle.views.params for site in entry.sites]
+    if codec.is_flat or has_flats:
+        values = _pop_params(unit, state_dict, prefix)
+        if codec.is_flat:
+            _load_flats(unit, codec, state_dict, values, prefix, load)
+        # Each visible parameter itself, so that the modules' own load finds every name.
+        sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
         found = [(site.fqn, site.module._parameters.get(site.name)) for site in sites]
-        found.append((FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)))
+        found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
+        return
+    own = {param for handle in unit.handles for param in handle.views.visible_params()}
+    deferred = load.defer(unit, codec, prefix)
+    for key, value in state_dict.items():
+        is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        if not is_tensor and decoder_of(value) is not FULL:
+            # Modules copy tensors only, and reading the attributes of a ShardedTensor warns.
+            state_dict[key] = DeferredTensor.of(shape_of(value), dtype_of(value), unit.options.device, given=value)
+        elif isinstance(value, nn.Parameter) and value in own:
+            # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
+            state_dict[key] = deferred.get(clean_fqn(key), value)
+
+
+def _refuse_reading(param: IndexedParam) -> torch.Tensor:
+    raise LoadError(
+        f"A load hook or method of a module used {param}, for which the state dict has no value; while a model is "
+        "loaded, parameters have the values that were loaded before. Use it after load_state_dict, inside "
+        "summon_full_params."
+    )
 
 
 def _decode(codec: StateDictCodec, value: Any, target: StateShard, load: ModelLoad) -> None:
@@ -270,17 +337,24 @@ def _decode(codec: StateDictCodec, value: Any, target: StateShard, load: ModelLo
         codec.decode(value, target, load.plan)
     except LoadError as error:
         load.errors.append(str(error))
+    except Exception as error:
+        load.errors.append(f"{target.label}: a value of type {type(value).__name__} cannot be loaded: {error}")
 
 
-def _load_flats(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], prefix: str, load: ModelLoad) -> None:
-    """Load flat parameters; an unsharded unit takes full parameters too."""
+def _load_flats(
+    unit: Unit,
+    codec: StateDictCodec,
+    state_dict: dict[str, Any],
+    values: list[tuple[StateShard, Any]],
+    prefix: str,
+    load: ModelLoad,
+) -> None:
+    """Load flat parameters; an unsharded unit takes full parameters, its ``values``, too."""
     flats = []
     for handle in unit.handles:
         target = flat_shard(unit, handle, prefix)
         inner = prefix + FSDP_PREFIX + target.label.removeprefix(prefix)
         flats.append((target, state_dict.pop(target.label, state_dict.pop(inner, None))))
-    # Parameter names are not expected here, so that they are missing is no error.
-    values = _prepare_load(unit, state_dict, prefix, load, loads_flats=True)
     for target, flat in flats:
         named = [(each, value) for each, value in values if each.param.handle is target.param.handle]
         if flat is not None:
@@ -298,13 +372,10 @@ def _load_flats(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], p
             load.missing.append(target.label)
 
 
-def _prepare_load(
-    unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad, *, loads_flats: bool = False
-) -> list[tuple[StateShard, Any]]:
-    """Remove this unit's entries from ``state_dict`` and rename the rest for the wrapped module.
+def _rename(unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad, *, loads_flats: bool) -> bool:
+    """Rename the entries of ``state_dict`` for the wrapped module; flat parameters are an error of other types.
 
-    Flat parameters are an error unless the caller ``loads_flats``. Returns each parameter with the value found under
-    any of its names, or None.
+    Returns whether there is such an error.
     """
     unit.reshard()
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
@@ -330,13 +401,18 @@ def _prepare_load(
         )
     for remember in unit.buffers.remember(state_dict, inner):
         load.plan.call(remember)
-    # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
+    return bool(flats and params and not loads_flats)
+
+
+def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
+    """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
     own = {id(param) for handle in unit.handles for param in handle.views.visible_params()}
-    found = []
-    for param in params:
-        given = [(fqn, state_dict.pop(inner + fqn.removeprefix(prefix), None)) for fqn in param.fqns]
-        if not flats and not loads_flats:
-            load.missing.extend(fqn for fqn, value in given if value is None)
-        value = next((value for _, value in given if value is not None and id(value) not in own), None)
+    modules, found = set(unit.module.modules()), []
+    for param in params_of(unit, prefix):
+        # A module that has taken the place of the parameter's own has entries of its own.
+        sites = param.handle.views.params[param.index].sites
+        names = [prefix + FSDP_PREFIX + site.fqn for site in sites if site.module in modules]
+        given = [state_dict.pop(name, None) for name in names]
+        value = next((value for value in given if value is not None and id(value) not in own), None)
         found.append((StateShard(param, param.local, param.shape), value))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import barrier
 from fsdp_flat.errors import PhaseError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.flat import DeferredTensor, FlatParamHandle, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Unit, full_params, unit_of, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
@@ -39,7 +40,7 @@ def set_state_dict_type(
         optim_state_dict_config: likewise for optimizer state dicts.
 
     Returns:
-        The settings before.
+        The settings before, of the outermost wrapper if those below it have others.
 
     Raises:
         UsageError: a config does not belong to the type.
@@ -50,10 +51,10 @@ def set_state_dict_type(
     for config in (settings.state_dict_config, settings.optim_state_dict_config):
         if hasattr(config, "_use_dtensor"):
             config._use_dtensor = bool(units) and units[0].options.groups.mesh is not None
-    previous = get_state_dict_type(module)
+    previous = [unit.state_dict_settings for unit in units]
     for unit in units:
         unit.state_dict_settings = settings
-    return previous
+    return previous[0] if previous else None  # type: ignore[return-value]
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
@@ -85,12 +86,13 @@ def state_dict_type(
 
     Arguments and errors are those of ``set_state_dict_type``.
     """
-    previous = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    previous = {unit: unit.state_dict_settings for unit in units_of(module)}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        for unit in units_of(module):
-            unit.state_dict_settings = previous
+        for unit, settings in previous.items():
+            unit.state_dict_settings = settings
 
 
 # By unit, settings that replace its own while a model's state dict is made.
@@ -155,6 +157,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
+        # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
+        _encode_deferred(state, list(state), config)
         if isinstance(codec, FullCodec):
             _complete_dtensors(wrapper, state, prefix, config)
     for hook in wrapper._state_dict_hooks.values():
@@ -244,24 +248,64 @@ def _save_unit(
         )
         if codec.is_flat:
             return _save_full(unit, FULL, config, prefix, inner, None)
-    # Before names are shown, whose placeholders replace what the user assigned.
     shards = _shards_of(unit, codec, prefix)
-    # A placeholder under every original name gives the dict its keys in their order.
-    with nullcontext() if codec.is_flat else _registered(unit, None):
+    # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
+    deferred = _deferred(unit, prefix, is_kept=True)
+    with _names_shown(unit, deferred) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
-    if codec.is_flat:
-        for name in [name for param in params_of(unit, prefix) for name in param.fqns]:
-            destination.pop(name, None)
-        destination.update(dict.fromkeys(shard.label for shard in shards))
     values = _gathered(shards, codec, config) if gathered is None else gathered
-    for shard, value in zip(shards, values, strict=True):
-        for name in shard.param.fqns:
-            if value is None:
-                destination.pop(name, None)
-            elif name in destination:
-                destination[name] = value
+    if codec.is_flat:
+        destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
+    else:
+        for each, value in zip(deferred, values, strict=True):
+            each.value = value
+    _encode_deferred(destination, [name for param in params_of(unit, prefix) for name in param.fqns], config)
     unit.buffers.restore(destination, prefix)
     return destination
+
+
+def _encode_deferred(destination: dict[str, Any], names: Iterable[str], config: StateDictConfig) -> None:
+    """Replace the deferred tensors under some names by their values, or by the full tensors that hooks have changed."""
+    for name in names:
+        found = destination.get(name)
+        if isinstance(found, DeferredTensor):
+            changed = found.taken()
+            if changed is not None:
+                destination[name] = changed.detach().to("cpu" if config.offload_to_cpu else changed.device)
+            elif found.value is not None:
+                destination[name] = found.value
+            else:
+                del destination[name]
+
+
+def _deferred(unit: Unit, prefix: str, *, is_kept: bool) -> list[DeferredTensor]:
+    """Return a deferred tensor for each parameter of a unit.
+
+    If hooks compute with it, all ranks of the shard group must, except where no values are kept (``rank0_only``).
+    """
+    found = []
+    for param in params_of(unit, prefix):
+        shape, dtype, device = param.full_shape, param.handle.flat_param.dtype, unit.options.device
+        found.append(DeferredTensor.of(shape, dtype, device, read=partial(_read, param) if is_kept else None))
+    return found
+
+
+def _read(param: IndexedParam) -> torch.Tensor:
+    barrier(f"a state-dict hook that computes with {param}", param.rank_group)
+    gathered = FULL.gather([StateShard(param, param.local, param.shape)], FullStateDictConfig())
+    return param.adapter.from_local(gathered[0])
+
+
+@contextmanager
+def _names_shown(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    remaining = iter(tensors)
+    try:
+        for handle in unit.handles:
+            handle.views.show_names([next(remaining) for _ in handle.layout.param_infos])
+        yield
+    finally:
+        for handle in unit.handles:
+            handle.views.hide_names()
 
 
 def _save_full(
@@ -276,10 +320,17 @@ def _save_full(
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.whole is not None
     if gathered is None and not is_summoned:
         gathered = _gathered(_shards_of(unit, codec, ""), codec, config)
-    with full_params(unit) if is_summoned else _registered(unit, gathered if keep else None):
+    with ExitStack() as shown:
+        if is_summoned:
+            shown.enter_context(full_params(unit))
+        elif keep:
+            shown.enter_context(_registered(unit, gathered or ()))
+        else:
+            # Hooks here find every name too.
+            shown.enter_context(_names_shown(unit, _deferred(unit, prefix, is_kept=False)))
         destination = inner()
-        for param in params_of(unit, prefix):
-            present = [name for name in param.fqns if name in destination]
+        params = params_of(unit, prefix)
+        for param, present in zip(params, _names_in(destination, params), strict=True):
             if not keep:
                 for name in present:
                     del destination[name]
@@ -301,16 +352,33 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def _names_in(destination: dict[str, Any], params: Sequence[IndexedParam]) -> list[list[str]]:
+    """Return for each parameter the names of its entries, also those under which a hook has put the tensor itself."""
+    found = [[name for name in param.fqns if name in destination] for param in params]
+    lacking = [(param, names) for param, names in zip(params, found, strict=True) if len(names) < len(param.fqns)]
+    places: dict[Any, list[str]] = {}
+    for name, value in destination.items() if lacking else ():
+        places.setdefault(_place(value), []).append(name)
+    for param, names in lacking:
+        site = param.handle.views.params[param.index].sites[0]
+        place = _place(site.module._parameters.get(site.name))
+        names += [name for name in places.get(place, ()) if place and name not in names]
+    return found
+
+
+def _place(value: Any) -> tuple[int, torch.Size] | None:
+    """Return a value that is equal for tensors of one shape in the same memory; None without any memory."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return (local.data_ptr(), value.shape) if type(local) in (torch.Tensor, nn.Parameter) and local.numel() else None
+
+
 @contextmanager
-def _registered(unit: Unit, tensors: Sequence[torch.Tensor] | None) -> Iterator[None]:
-    """Register full parameters, made from ``tensors``, or without them placeholders under every original name."""
-    was_unsharded, remaining = unit.shows_unsharded, iter(tensors or ())
+def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Register full parameters made from ``tensors``."""
+    was_unsharded, remaining = unit.shows_unsharded, iter(tensors)
     try:
         for handle in unit.handles:
-            if tensors is None:
-                handle.views.show_names()
-            else:
-                handle.views.use_full_tensors([next(remaining) for _ in handle.layout.param_infos])
+            handle.views.use_full_tensors([next(remaining) for _ in handle.layout.param_infos])
         yield
     finally:
         for handle in unit.handles:

@@ -129,6 +129,9 @@ class IndexedParam:
             return False
         return self.handle.layout.param_infos[self.index].numel > 0
 
+    def __deepcopy__(self, _memo: Any) -> IndexedParam:
+        return self  # a copy of a value is of the same parameter
+
     def __str__(self) -> str:
         return f"{self.fqn!r} of unit {self.unit.name!r}"
 

@@ -401,3 +401,15 @@ def test_gradients_of_a_lower_dtype_stay_where_they_are_during_saves_and_loads(
         if grad is not None and first is not None:
             torch.testing.assert_close(grad, 3 * first, rtol=0.05, atol=0.01)
     model.double()
+
+
+@on_ranks(2)
+def test_a_type_set_on_the_root_replaces_different_ones_below_and_a_block_restores_each() -> None:
+    model = shard(seeded(), use_orig_params=True)
+    FSDP.set_state_dict_type(model.blocks[0], SHARDED)
+    with FSDP.state_dict_type(model, LOCAL):
+        assert FSDP.get_state_dict_type(model).state_dict_type is LOCAL
+    assert FSDP.get_state_dict_type(model.blocks[0]).state_dict_type is SHARDED
+    assert FSDP.get_state_dict_type(model.blocks[1]).state_dict_type is FULL
+    assert FSDP.set_state_dict_type(model, FULL).state_dict_type is FULL
+    assert FSDP.get_state_dict_type(model).state_dict_type is FULL

@@ -290,7 +290,7 @@ def test_an_entry_that_is_no_tensor_is_told_by_name() -> None:
     model = shard(seeded())
     state: dict[str, Any] = dict(seeded().state_dict())
     state["first.weight"] = [1.0]
-    with pytest.raises(RuntimeError, match=r'"first.weight", expected .*, but got .*list'):
+    with pytest.raises(RuntimeError, match=r'"first.weight", expected .* but received .*list'):
         model.load_state_dict(state)
 
 

@@ -137,6 +137,24 @@ def test_a_parameter_of_another_shape_is_an_error_on_every_rank_that_names_it(
     assert square_loss(model, batch(rank)).isfinite()
 
 
+@pytest.mark.parametrize("how", ["none", "deleted"])
+@BOTH
+@on_ranks(2)
+def test_a_parameter_that_is_removed_is_an_error_that_names_it(how: str, use_orig_params: bool, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+
+    def remove() -> None:
+        with FSDP.summon_full_params(model):
+            if how == "none":
+                model.last.bias = None
+            else:
+                del model.last.bias
+
+    assert "Parameter 'last.bias' of unit" in message(FsdpFlatError, RuntimeError, remove)
+    assert square_loss(model, batch(rank)).isfinite()
+    assert_equal(whole_state(model), dict(seeded().state_dict()))
+
+
 @pytest.mark.parametrize("recurse", [True, False])
 @on_ranks(2)
 def test_parameter_identity_inside_is_fsdp1s(recurse: bool) -> None:

@@ -1,0 +1,143 @@
+"""Shows full tensors to modules and their state-dict hooks before this rank has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.overrides import is_tensor_like
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat.guards import first_of
+from fsdp_flat.flat.torch_flat import unguarded
+
+
+class DeferredTensor(torch.Tensor):
+    """Takes the place of a parameter, or of a sharded value, while modules and their hooks save or load.
+
+    It has the shape, dtype and device of the full tensor, but no data. Hooks may rename, copy and delete it as they do
+    with any tensor. The first operation on it calls ``read`` for the full tensor, and then works with that. Without
+    ``read``, on ranks whose state dict has no such values, it works with zeros, and the result is deferred too.
+
+    Attributes:
+        given: the tensor that was copied into it last, as it is: in a load, the value of the state dict.
+        value: its value in the state dict that is made; None if it has none there.
+    """
+
+    # Modules and hooks that look for parameters find it.
+    _is_param = True
+
+    given: Any
+    value: Any
+    _read: Callable[[], torch.Tensor] | None
+    _place: torch.device
+    _full: torch.Tensor | None
+    _version_read: int
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        read: Callable[[], torch.Tensor] | None = None,
+        given: Any = None,
+    ) -> DeferredTensor:
+        """Create a tensor whose full one is ``given``, or ``read`` returns it."""
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
+        made._place, made._read = device, read
+        made.given, made.value, made._full = given, None, None
+        return made
+
+    def taken(self) -> Any:
+        """Return the tensor that was copied into it, or its full tensor if an operation has changed it; else None."""
+        if self._full is not None and (self.given is not None or self._full._version != self._version_read):
+            return self._full
+        return self.given
+
+    def _take(self, source: Any) -> None:
+        if source is self:
+            return
+        if isinstance(source, DeferredTensor):
+            taken = source.taken()
+            source = source._operand() if taken is None else taken
+        self.given, self._full = source, None
+
+    def _operand(self) -> torch.Tensor:
+        """Return the full tensor for an operation, of its own memory: the given one is the caller's."""
+        if self._full is None:
+            if _is_opaque(self.given):
+                raise UsageError(
+                    f"A load hook computes with a {type(self.given).__name__} of shape {tuple(self.shape)}, of which "
+                    "each rank has a part. Load a FULL_STATE_DICT into a module that converts values when it loads."
+                )
+            if self._read is not None and self.given is None:
+                self._full = self._read()
+            else:
+                self._full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            if self.given is not None:
+                self._full.copy_(self.given)
+            self._version_read = self._full._version
+        return self._full
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own, name = args[0] if args else None, getattr(func, "__name__", "")
+        # Getters and setters of attributes are bound to the attribute, which has the name.
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
+        if isinstance(own, DeferredTensor):
+            if attribute in ("detach", "requires_grad_") or (attribute == "data" and name == "__get__"):
+                return own
+            if attribute == "copy_" or (attribute == "data" and name == "__set__"):
+                own._take(args[1])
+                return own if attribute == "copy_" else None
+            if attribute == "module_load":
+                # torch swaps the result with this tensor, then (set_swap_module_params_on_conversion).
+                given = args[1]
+                if not isinstance(given, DeferredTensor):
+                    return given.detach()
+                return DeferredTensor.of(own.shape, own.dtype, own._place, read=own._read, given=given.taken())
+            if name == "__get__" or name in _OF_SHAPES:
+                if attribute == "device":
+                    return own._place
+                if attribute.startswith("is_") and attribute.removeprefix("is_") in _DEVICES:
+                    return attribute == f"is_{own._place.type}"
+                with unguarded():
+                    found = func(*args, **(kwargs or {}))
+                if not isinstance(found, torch.Tensor):
+                    return found
+        with torch.no_grad():
+            result = func(*_operands(args), **_operands(kwargs or {}))
+        if isinstance(own, DeferredTensor) and result is own._full:
+            return own
+        first = first_of(DeferredTensor, args, kwargs)
+        if isinstance(result, torch.Tensor) and first is not None and first._read is None:
+            return DeferredTensor.of(tuple(result.shape), result.dtype, result.device)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"A tensor of shape {tuple(self.shape)} is inside another value of a sharded state dict, where only "
+            "entries by themselves are sharded. Take a FULL_STATE_DICT of a module that saves containers of tensors."
+        )
+
+
+_DEVICES = frozenset({"cpu", "cuda", "meta", "xpu", "mps", "hpu", "mtia", "xla"})
+_OF_SHAPES = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
+    | {"__len__", "__hash__", "__repr__", "__format__", "is_contiguous"}
+)
+
+
+def _is_opaque(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) or (value is not None and not is_tensor_like(value))
+
+
+def _operands(args: Any) -> Any:
+    if isinstance(args, DeferredTensor):
+        return args._operand()
+    if type(args) in (list, tuple):
+        return type(args)(map(_operands, args))
+    return {name: _operands(each) for name, each in args.items()} if type(args) is dict else args
