@@ -44,6 +44,5 @@ from fsdp_flat.flat.torch_flat import (
     is_released,
     node_will_run,
     pytree_children,
-    retains_graph,
     unguarded,
 )

@@ -252,11 +252,13 @@ class DTensorViews(Views):
         if not changed:
             return
         params = list(self.params)
-        for index in changed:
-            before, current = params[index].param, self._assigned(index)
+        assigned = {index: self._assigned(index) for index in changed}
+        for index, current in assigned.items():
+            before = params[index].param
             if before is not current:
-                # The caller may put it back later: it keeps its values in memory of its own.
+                # The caller may put it back, or has put it elsewhere: it keeps its values in memory of its own.
                 before._local_tensor = _data(before).clone()  # type: ignore[attr-defined]
+        for index, current in assigned.items():
             params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
 

@@ -151,6 +151,16 @@ def replace_shard(flat_param: nn.Parameter, shard: torch.Tensor) -> None:
         torch.utils.swap_tensors(flat_param, other)
 
 
+def renew_shard(flat_param: nn.Parameter) -> None:
+    """Move the shard to new memory, before values that a caller has assigned are copied to it.
+
+    The caller may hold the old memory as the data to restore (``saved = p.data; p.data = averaged``).
+    """
+    shard = flat_param.data
+    copied = shard.clone()
+    flat_param.data = copied.pin_memory() if shard.is_pinned() else copied
+
+
 def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
     """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
     if copied is None:

@@ -22,6 +22,7 @@ from fsdp_flat.flat.arrangement import (
     clear_padding,
     local_part,
     rows_of,
+    shard_of,
     views_of,
 )
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
@@ -160,7 +161,9 @@ class UnshardedParams:
         """Have autograd accept the parameters again: the buffer has their values."""
         if self._versions is not None:
             set_versions(self.params, self._versions)
-            self._filled, self._versions = self._versions, None
+            self._versions = None
+        if not isinstance(self.buffer, AliasBuffer):
+            self._filled = tuple([param._version for param in self.params])
 
     def written(self) -> list[int]:
         """Return the parameters that were written since the buffer was filled; none if the buffer is the shard."""
@@ -174,6 +177,13 @@ class UnshardedParams:
         """True if parameters were given other memory than the buffer's, by an assignment to ``.data``."""
         flat = self.buffer.tensor
         return not all(map(partial(is_alias, flat), self._plain))
+
+
+def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
+    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
+        return False
+    return torch.equal(*[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)])
 
 
 class FlatParamHandle:
@@ -349,36 +359,40 @@ class FlatParamHandle:
         self.grads.sync_requires_grad()
         self.views.use_unsharded_views()
 
+    def restore_unsharded_params(self) -> list[int]:
+        """Undo assignments to the ``.data`` of unsharded parameters; return those whose values were changed by them."""
+        self.views.restore_places()
+        unsharded, flat = self._unsharded, self.buffer.tensor
+        if not unsharded.are_moved:
+            return []
+        changed = []
+        places = zip(unsharded.params, self.views.params, views_of(flat, self.layout), strict=True)
+        for index, (param, entry, place) in enumerate(places):
+            if entry.adapter is PLAIN and not is_alias(param, flat):
+                if self.state is ShardState.UNSHARDED and not _have_same_bits(param.detach(), place):
+                    changed.append(index)
+                param.data = place
+        return changed
+
     def check_after_compute(self) -> None:
-        """Undo assignments to the ``.data`` of unsharded parameters; raise if their values have changed.
+        """Raise a UsageError if a forward has changed parameters, which a reshard would lose.
 
-        A module may put other values in the place of its weights while it computes (quantized ones, for example) and
-        put the weights back. If nothing is sharded, changes last, as in a plain module.
-
-        Raises:
-            UsageError: parameters have other values, or were written in place, which a reshard would lose.
+        A module may put other values in the place of its weights while it computes (quantized ones, for example), by
+        an assignment to ``.data``, and put the weights back. Writes through ``.data`` are not seen.
         """
-        self.views.take_back()
-        unsharded = self._unsharded
-        written = unsharded.written()
-        if not (written or unsharded.are_moved):
-            return
-        flat, changed = self.buffer.tensor, written
-        with torch.no_grad():
-            places = zip(unsharded.params, self.views.params, views_of(flat, self.layout), strict=True)
-            for index, (param, entry, place) in enumerate(places):
-                if entry.adapter is PLAIN and not is_alias(param, flat):
-                    if isinstance(self.buffer, AliasBuffer):
-                        place.copy_(param)
-                    elif not torch.equal(param, place):
-                        changed.append(index)
-                    param.data = place
+        written = self._unsharded.written()
+        changed = self.restore_unsharded_params()
+        if written and not changed:
+            with torch.no_grad():
+                own = shard_of(self.layout, self.spec.rank, self.buffer.tensor)
+                if not _have_same_bits(own, self.flat_param.data.to(own.device, own.dtype)):
+                    changed = written
         if changed:
             raise UsageError(
                 f"Parameter {self.views.describe(changed[0])} was changed in forward, or while it was unsharded by "
-                f"hand, on rank {self.spec.rank} of the shard group. It is an all-gathered copy there, so the change "
-                "would be lost. Change weights between steps inside summon_full_params, compute with a changed copy "
-                "in forward, or leave the module out of sharding (ignored_modules, NO_SHARD)."
+                f"hand, on rank {self.spec.rank} of the shard group. It is a copy there, all-gathered or in the dtype "
+                "of compute, so the change would be lost. Change weights between steps inside summon_full_params, "
+                "compute with a changed copy in forward, or leave the module out of sharding (ignored_modules)."
             )
 
     def reshard(self) -> None:
@@ -398,6 +412,7 @@ class FlatParamHandle:
         """Reset to the sharded state from any state after an exception, drop all gradients, and free the buffer."""
         self.state = ShardState.SHARDED
         self.rows = None
+        self.restore_unsharded_params()
         if self._unsharded.rows is not None:
             self._unsharded.rows.drop_staging()
         if frees:

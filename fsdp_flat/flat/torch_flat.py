@@ -34,9 +34,8 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-# Return whether two tensors share a storage; and whether the running backward was given ``retain_graph=True``.
+# Returns whether two tensors share a storage; there is no public equivalent that takes fake tensors.
 is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Splits each tensor into as many chunks along a dim, padded with zeros, and concatenates the first chunks of all, the
 # second chunks of all, and so on, as rows of a matrix: the order of a reduce-scatter of rows, by one operation.

@@ -27,6 +27,7 @@ from fsdp_flat.flat.guards import (
     convert_grad,
     module_guard,
     refuse_replaced,
+    renew_shard,
     set_grad,
     warn_of_lost_hooks,
 )
@@ -123,7 +124,7 @@ class Views:
         """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
         raise NotImplementedError
 
-    def take_back(self) -> None:
+    def restore_places(self) -> None:
         """Hold unsharded parameters where they belong, if a caller has put them back elsewhere in a forward."""
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
@@ -184,9 +185,8 @@ class Views:
 
     def _hold_sharded(self) -> bool:
         """Return whether every place in a module has its sharded tensor."""
-        attributes, names, _, sharded = self._bindings
-        there = [held.get(name) is tensor for held, name, tensor in zip(attributes, names, sharded, strict=True)]
-        return all(there)
+        attributes, names, _, own = self._bindings
+        return False not in [held.get(name) is each for held, name, each in zip(attributes, names, own, strict=True)]
 
     def hide_unsharded(self) -> None:
         """Point the modules at the sharded parameters, unless they do: what a user assigned is adopted later."""
@@ -205,7 +205,7 @@ class Views:
         The current tensors, sharded or unsharded, are restored at the end.
         """
         bound = list(zip(self._bindings.attributes, self._bindings.names, strict=True))
-        places = [*bound, *[(hooks, self._guard_key) for hooks in self._guarded]]
+        places = (*bound, *[(hooks, self._guard_key) for hooks in self._guarded])
         held = [(place, name, place[name]) for place, name in places if name in place]
         for attributes, name in bound:
             if name in attributes:
@@ -385,28 +385,22 @@ class OrigViews(Views):
     def adopt_changes(self) -> None:
         if not self.changed():
             return
+        replaced = []
         for index, site in self._sites:
             current, entry = site.module._parameters.get(site.name), self.params[index]
             if isinstance(current, DTensor) and entry.adapter is PLAIN:
                 refuse_replaced(f"Parameter {self.describe(index)}")
             if current is not None and current is not entry.param:
-                entry.param.data = current.data
+                replaced.append((entry.param, current.data))
+        for param, data in replaced:  # after the loop: modules may have exchanged parameters
+            param.data = data
         assigned = [i for i, entry in enumerate(self.params) if entry.param.data_ptr() != self._pointers[i]]
         if assigned:
-            self._renew_shard()
+            renew_shard(self.flat_param)
         for index in assigned:
             self._write_back(index, self.params[index].param.data)
         self.use_sharded_views()
         self.bind_shard()
-
-    def _renew_shard(self) -> None:
-        """Move the shard to new memory before values that a caller has assigned are copied to it.
-
-        The caller may hold the old memory as the data to restore (``saved = p.data; p.data = averaged``).
-        """
-        shard = self.flat_param.data
-        copied = shard.clone()
-        self.flat_param.data = copied.pin_memory() if shard.is_pinned() else copied
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.bump_version()
@@ -446,10 +440,13 @@ class FlatViews(Views):
             [*[placeholders[index] for index, _ in self._sites], self.flat_param],
         )
 
-    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _remove_all(self) -> None:
         self.module._parameters.pop(FLAT_PARAM, None)
         for _, site in self._sites:
             site.module.__dict__.pop(site.name, None)
+
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._remove_all()
         super().use_full_tensors(tensors)
 
     def unregister_full_params(self) -> None:
@@ -457,16 +454,14 @@ class FlatViews(Views):
             site.module._parameters.pop(site.name, None)
         super().unregister_full_params()
 
-    def take_back(self) -> None:
+    def restore_places(self) -> None:
         # torch.func.functional_call puts back the Parameter that it found by an assignment, which registers it.
         for index, site in self._sites:
             if site.module._parameters.get(site.name) is self.unsharded_params[index]:
                 site.module.__dict__[site.name] = site.module._parameters.pop(site.name)
 
     def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.module._parameters.pop(FLAT_PARAM, None)
-        for _, site in self._sites:
-            site.module.__dict__.pop(site.name, None)
+        self._remove_all()
         super().show_names(tensors)
 
     def hide_names(self) -> None:

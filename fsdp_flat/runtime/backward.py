@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_flat.flat import in_backward, is_released, node_will_run, retains_graph
+from fsdp_flat.flat import is_released, node_will_run
 from fsdp_flat.runtime.unit import Unit, Weights
 
 # A program that evaluates with gradients enabled never runs backward through its iterations.
@@ -142,14 +142,11 @@ class Backward:
 
     Attributes:
         keeps_graph: the backward records a graph (``create_graph=True``).
-        retains_held: the backward was given ``retain_graph=True``: units that are unsharded for a graph of an earlier
-            backward (``create_graph=True``) stay so.
         keeps_iterations: a later backward may go through the same iterations; the same on every rank.
     """
 
     def __init__(self, join: Callable[[Unit, Weights], None], take_turn: Callable[[Unit], None]) -> None:
         self.keeps_graph = self.keeps_iterations = torch.is_grad_enabled()
-        self.retains_held = in_backward() != -1 and retains_graph()
         self._last_node: Any = None
         self._join = join
         self._take_turn = take_turn

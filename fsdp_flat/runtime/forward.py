@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import profiled
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward, is_alias
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.tensors import cast_floats, differentiable_tensors, map_tensors
+from fsdp_flat.runtime.tensors import cast_floats, differentiable_tensors, map_tensors, tensors_in
 from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
 
@@ -125,6 +126,8 @@ class UnitForward:
         backward. Elsewhere the step ends, unless an outer caller catches the exception.
         """
         recomputes = in_backward() != -1
+        for handle in self._unit.handles:
+            handle.restore_unsharded_params()
         if self._outermost and not recomputes:
             self._schedule.fail(error)
             return
@@ -160,10 +163,11 @@ class UnitForward:
         dtype = self._unit.options.precision.output_dtype
         output = output if dtype is None else cast_floats(output, dtype)
         flats = [handle.buffer.tensor for handle in self._unit.handles if handle.frees_buffer]
+        copied = functools.partial(_outside, flats)
         if flats and isinstance(output, torch.Tensor):
-            output = _outside(flats, output)
-        elif flats:
-            output = map_tensors(output, functools.partial(_outside, flats))
+            output = copied(output)
+        elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
+            output = map_tensors(output, copied)
         return output, _hook_outputs(self._record, output, always=self._outermost)
 
     def leave_open(self) -> None:
@@ -255,10 +259,10 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
 
 def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """Return an output, as a copy if it is a view of a buffer: its memory is freed while the caller has the output."""
-    # Other classes and layouts may have no storage.
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return tensor
-    return tensor.clone() if any(is_alias(tensor, flat) for flat in flats) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.layout is not torch.strided:
+        return tensor  # without a storage
+    return tensor.clone() if any(is_alias(local, flat) for flat in flats) else tensor
 
 
 def _schedule_now(unit: Unit) -> Schedule:

@@ -379,7 +379,7 @@ class Schedule(CommContext):
             return  # it is under two roots, and the other root's schedule runs it
         with profiled("post_backward", unit.name):
             unit.log_event("post_backward")
-            unit.end_backward(keeps_graph=self.backward.keeps_graph, retains_held=self.backward.retains_held)
+            unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for handle in unit.handles:
                     if handle.is_trainable:
@@ -408,7 +408,7 @@ class Schedule(CommContext):
             self._free_kept_buffers()
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
-                    unit.end_backward(keeps_graph=backward.keeps_graph, retains_held=backward.retains_held)
+                    unit.end_backward(keeps_graph=backward.keeps_graph)
             control = self.root.control
             self.is_left_open = control.finalizes_by_hand and not by_hand
             if not self.is_left_open and (control.is_last_backward or control.finalizes_by_hand):

@@ -25,6 +25,11 @@ from fsdp_flat.layout import clean_fqn, join_fqn
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
     """Return every tensor in ``value`` that requires a gradient, in order, each as often as it occurs."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return every tensor in ``value``, in order, each as often as it occurs."""
     found: list[torch.Tensor] = []
     # Keep visited objects alive: a temporary must not reuse the id of a freed one.
     seen: dict[int, Any] = {}
@@ -32,8 +37,7 @@ def differentiable_tensors(value: Any) -> list[torch.Tensor]:
     while ahead:
         item = ahead.pop()
         if isinstance(item, torch.Tensor):
-            if item.requires_grad:
-                found.append(item)
+            found.append(item)
         elif id(item) not in seen:
             seen[id(item)] = item
             # Numbers and strings are dropped here, where a large list of them costs least.

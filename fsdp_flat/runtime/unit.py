@@ -416,13 +416,15 @@ class Unit:
                 "weights. Run backward before changing weights, or forward again after it."
             )
 
-    def end_backward(self, *, keeps_graph: bool, retains_held: bool = False) -> None:
+    def end_backward(self, *, keeps_graph: bool) -> None:
         """End the unit's part of a backward: reshard the parameters, unless they are still needed.
 
         With ``keeps_graph`` (``create_graph=True``) a second backward may follow through tensors that the first one
-        computed with the parameters; with ``retains_held`` (``retain_graph=True``) another one through the same.
+        computed with the parameters.
         """
-        keeps_graph = keeps_graph or (retains_held and self._held_for_graph)
+        # A checkpoint's recomputation may have ended before its modules put their weights back.
+        for handle in self.handles:
+            handle.restore_unsharded_params()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self._held_for_graph = keeps_graph
         for handle in self.handles:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from fsdp_flat import unshard_for
+from fsdp_flat import fully_shard, unshard_for
 from fsdp_flat.errors import UsageError
 from tests.composable.sides import children_and_root
-from tests.step.pairs import CLOSE, KINDS, WIDTH, Pair, batch, placed
+from tests.step.pairs import KINDS, WIDTH, Pair, batch, placed
 from tests.support import assert_close, on_ranks
 from tests.support.kit import full_params, square_loss, wrapped
 
@@ -119,12 +120,15 @@ def test_weights_changed_in_a_forward_raise_and_the_next_step_is_right(layout: s
 
 def change_in_block(model: nn.Module) -> None:
     with unshard_for(model), torch.no_grad():
+        model[0].weight.add_(1)
         model[0].bias.add_(1)
 
 
 def change_by_hand(model: nn.Module) -> None:
     model[0].unshard()
-    model[0].bias.detach().add_(1)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+        model[0].bias.add_(1)
     model[0].reshard()
 
 
@@ -134,7 +138,7 @@ def test_weights_changed_while_a_caller_has_unsharded_them_raise(change: Callabl
     model = by_layer(layers(nn.Linear), use_orig_params=True)
     x = torch.ones(3, WIDTH)
     before = model(x).detach()
-    with pytest.raises(UsageError, match=r"'bias' of unit '0' was changed .*while it was unsharded by hand"):
+    with pytest.raises(UsageError, match=r"'weight' of unit '0' was changed .*while it was unsharded by hand"):
         change(model)
     assert torch.equal(model(x), before)
 
@@ -185,15 +189,104 @@ def test_a_numpy_array_of_a_weight_keeps_its_values_while_other_units_run(layout
     pair.train(first=1)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @LAYOUTS
 @KINDS
 @on_ranks(2)
-def test_a_graph_of_gradients_can_be_passed_twice(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(layers(nn.Linear), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
-    found = []
-    for model in (pair.model, pair.plain):
-        x = batch(0).requires_grad_()
-        (grad,) = torch.autograd.grad(square_loss(model, x), x, create_graph=True)
-        found.append([torch.autograd.grad(grad.pow(power).sum(), x, retain_graph=True)[0] for power in (2, 3, 2)])
-    assert_close(found[0], found[1], **CLOSE)
-    pair.train()
+def test_weights_that_a_recomputed_forward_replaces_train_as_in_a_plain_module(
+    layout: str, use_orig_params: bool, reentrant: bool
+) -> None:
+    def checkpointed(module: nn.Module, **options: object) -> nn.Module:
+        impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        for index in (0, 2):
+            module[index] = checkpoint_wrapper(module[index], checkpoint_impl=impl)
+        return by_layer(module, **options)
+
+    pair = Pair.of(layers(Rounded), wrap=checkpointed, use_orig_params=use_orig_params, **placed(layout))
+    pair.train(lambda model, x, _: square_loss(model, x.clone().requires_grad_()), num_steps=3)
+
+
+class Failing(Rounded):
+    """Raises once, with other weights in the place of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "has_failed", False):
+            self.has_failed = True
+            self.weight.data = self.weight.data * 0
+            raise ArithmeticError
+        return super().forward(x)
+
+
+@LAYOUTS
+@KINDS
+@on_ranks(2)
+def test_weights_that_a_failed_forward_has_replaced_are_the_old_ones_in_the_next(
+    layout: str, use_orig_params: bool
+) -> None:
+    pair = Pair.of(layers(Failing), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
+    for layer in pair.plain:
+        layer.has_failed = True
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            pair.model(batch(0))
+    pair.train(num_steps=2)
+
+
+@pytest.mark.parametrize("write", ["in place", "data"])
+@LAYOUTS
+@on_ranks(2)
+def test_weights_written_with_their_own_values_or_nan_raise_nothing(layout: str, write: str) -> None:
+    class Same(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if write == "data":
+                self.weight.data = self.weight.data.clone()
+            elif not self.weight.isnan().any():
+                with torch.no_grad():
+                    self.weight.clamp_(-100, 100)
+            return super().forward(x)
+
+    pair = Pair.of(layers(Same), wrap=by_layer, use_orig_params=True, **placed(layout))
+    pair.train(num_steps=2)
+    with torch.no_grad():
+        for param in pair.model.parameters():
+            param.fill_(torch.nan)
+    assert pair.model(batch(0)).isnan().all()
+
+
+@on_ranks(2)
+def test_outputs_with_cycles_and_shared_parts_are_returned_as_they_are() -> None:
+    class Cyclic(nn.Linear):
+        def forward(self, x: torch.Tensor) -> list[object]:
+            found: list[object] = [super().forward(x)]
+            found.append(found)
+            return found
+
+    model = wrapped(Cyclic(WIDTH, WIDTH), use_orig_params=True)
+    found = model(torch.ones(2, WIDTH))
+    assert found[1] is found
+    found[0].sum().backward()
+
+
+@on_ranks(2)
+def test_parameters_that_two_modules_of_a_unit_exchange_are_exchanged() -> None:
+    model, plain = fully_shard(layers(nn.Linear)), layers(nn.Linear)
+    x = torch.ones(2, WIDTH)
+    for each in (model, plain):
+        first, last = each[0], each[2]
+        first.weight, last.weight = last.weight, first.weight
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            square_loss(each, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_unsharded_parameters_raises_at_its_first_step() -> None:
+    model = fully_shard(layers(nn.Linear))
+    model(torch.ones(2, WIDTH))  # without a backward, so the parameters stay unsharded
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(model, torch.ones(2, WIDTH)).backward()
+    with pytest.raises(UsageError, match=r"SGD holds an unsharded parameter of shape \(8, 8\)"):
+        optimizer.step()
