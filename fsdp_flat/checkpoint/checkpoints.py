@@ -29,7 +29,6 @@ from fsdp_flat.checkpoint.directory import (
     boxed_state_dict,
     progress_bar,
 )
-from fsdp_flat.checkpoint.plain_values import check_optim, packed, serialized, unpacked
 from fsdp_flat.comm import digest_of, outliving_group
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
@@ -227,6 +226,8 @@ class CheckpointValues:
         progress: bool,
     ) -> None:
         """Collect the values that this rank writes; raise on every rank if any cannot save."""
+        from fsdp_flat.checkpoint.dcp_files import check_optim, packed
+
         rank, contents = self._together.rank, None
         self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
         self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
@@ -265,6 +266,8 @@ class CheckpointValues:
 
     def _add_model(self, *, copy: bool) -> None:
         """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
+        from fsdp_flat.checkpoint.dcp_files import packed, unpacked
+
         for unit in units_of(self._model):
             unit.check_idle("save_checkpoint")
         # The state dict of a compiled model has torch.compile's prefix in its names.
@@ -320,6 +323,8 @@ class CheckpointValues:
 
         Rows are serialized, so that training can change the live ones while a thread writes.
         """
+        from fsdp_flat.checkpoint.dcp_files import serialized
+
         index, rank = self._index, self._together.rank
         by_name = {**index.by_name, **index.dtensors_by_name}
 
@@ -354,12 +359,15 @@ class CheckpointValues:
     @property
     def nbytes(self) -> int:
         """Size of this rank's tensors in bytes."""
+
         states = self.tensors.get("optim", {"state": {}})["state"]
         tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
         return sum(_nbytes_of(each) for each in tensors)
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
+        from fsdp_flat.checkpoint.dcp_files import serialized, unpacked
+
         if "optim" in self.plain:
             state: dict[str, dict[str, Any]] = {}
             for text in filter(None, each_rows):

@@ -97,8 +97,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if hasattr(param, "_fsdp_flat_index"):
                 raise UsageError(
                     f"{type(optimizer).__name__} holds an unsharded parameter of shape {tuple(param.shape)}, which "
-                    "gets no gradients: it was built while a unit was unsharded, after a forward without a backward. Build "
-                    "it from model.parameters() before the first forward, or call reshard() of the modules before."
+                    "gets no gradients: it was built after a forward without a backward. Build it from "
+                    "model.parameters() before the first forward, or call reshard() of the modules before."
                 )
             if param in owners or not owner:
                 continue

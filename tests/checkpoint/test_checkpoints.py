@@ -34,7 +34,7 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.checkpoint.checkpoints import CheckpointValues
-from fsdp_flat.checkpoint.plain_values import unpacked
+from fsdp_flat.checkpoint.dcp_files import unpacked
 from fsdp_flat.errors import (
     LoadError,
     OptionError,
