@@ -256,6 +256,7 @@ def test_methods_of_a_module_are_for_its_parameters_on_all_meshes() -> None:
     block.set_unshard_in_backward(False)
     assert not any(unit.control.unshard_in_backward for unit in units)
     block.set_unshard_in_backward(True)
+    block.reshard()
     train(model, range(1))
     for set_it in (block.set_all_reduce_hook, block.set_custom_all_gather, block.set_custom_reduce_scatter):
         # As by torch: one object cannot know which mesh it is called for.

@@ -78,10 +78,11 @@ def test_lists_of_prefetched_modules_and_open_backwards_are_ordered(reshards: An
 def test_units_unsharded_by_hand_after_the_optimizer_are_ordered(async_op: bool) -> None:
     with rehearsal() as run:
         model = sharded(run)
+        optimizer = LocalUpdates(model.parameters())
         for _ in range(2):
             for block in model.blocks:
                 block.unshard(async_op=async_op)
-            train(run, model, num_steps=1)
+            train_with(run, model, num_steps=1, optimizer=lambda _: optimizer)
         model.blocks[0].unshard()
         model.blocks[0].reshard()
         model(batch()).pow(2).mean().backward()
