@@ -373,7 +373,8 @@ def list_steps(directory: Path) -> list[int]:
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
-    return sorted(name for name in _names_in(directory) if name.endswith((_WRITING, _REMOVING)))
+    names = [name for name in _names_in(directory) if name.endswith((_WRITING, _REMOVING))]
+    return sorted(name for name in names if _NAME.match(Path(name).stem))
 
 
 def _names_in(directory: Path) -> list[str]:

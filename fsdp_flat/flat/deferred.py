@@ -33,6 +33,7 @@ class DeferredTensor(torch.Tensor):
     value: Any
     _read: Callable[[], torch.Tensor] | None
     _place: torch.device
+    _trains: bool
     _full: torch.Tensor | None
     _version_read: int
 
@@ -42,12 +43,13 @@ class DeferredTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         *,
+        trains: bool = False,
         read: Callable[[], torch.Tensor] | None = None,
         given: Any = None,
     ) -> DeferredTensor:
-        """Create a tensor whose full one is ``given``, or ``read`` returns it."""
+        """Create a tensor whose full one is ``given``, or ``read`` returns it; ``trains`` is its ``requires_grad``."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
-        made._place, made._read = device, read
+        made._place, made._read, made._trains = device, read, trains
         made.given, made.value, made._full = given, None, None
         return made
 
@@ -78,6 +80,11 @@ class DeferredTensor(torch.Tensor):
             else:
                 self._full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             if self.given is not None:
+                if self.given.shape != self.shape:
+                    raise UsageError(
+                        f"A load hook computes with a tensor of shape {tuple(self.given.shape)} in place of a "
+                        f"parameter of shape {tuple(self.shape)}. Give the state dict's value the parameter's shape."
+                    )
                 self._full.copy_(self.given)
             self._version_read = self._full._version
         return self._full
@@ -90,6 +97,10 @@ class DeferredTensor(torch.Tensor):
         if isinstance(own, DeferredTensor):
             if attribute in ("detach", "requires_grad_") or (attribute == "data" and name == "__get__"):
                 return own
+            if attribute == "requires_grad":
+                return own._trains if name == "__get__" else None
+            if _is_opaque(own.given) and _keeps_values(own, attribute, args):
+                return own
             if attribute == "copy_" or (attribute == "data" and name == "__set__"):
                 own._take(args[1])
                 return own if attribute == "copy_" else None
@@ -98,7 +109,8 @@ class DeferredTensor(torch.Tensor):
                 given = args[1]
                 if not isinstance(given, DeferredTensor):
                     return given.detach()
-                return DeferredTensor.of(own.shape, own.dtype, own._place, read=own._read, given=given.taken())
+                parts = {"trains": own._trains, "read": own._read, "given": given.taken()}
+                return DeferredTensor.of(own.shape, own.dtype, own._place, **parts)
             if name == "__get__" or name in _OF_SHAPES:
                 if attribute == "device":
                     return own._place
@@ -129,6 +141,19 @@ _OF_SHAPES = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
     | {"__len__", "__hash__", "__repr__", "__format__", "is_contiguous"}
 )
+
+
+# Operations that return the values of their tensor in another dtype, or on another device; a load converts both.
+_CONVERSIONS = frozenset(
+    {"contiguous", "clone", "cpu", "cuda", "to", "type", "float", "double", "half", "bfloat16", "type_as"}
+)
+
+
+def _keeps_values(own: DeferredTensor, name: str, args: Any) -> bool:
+    """Return whether an operation returns the values of a sharded value, in the same shape."""
+    if name in ("view", "reshape"):
+        return torch.Size(args[1] if isinstance(args[1], (tuple, list)) else args[1:]) == own.shape
+    return name in _CONVERSIONS or (name == "view_as" and args[1].shape == own.shape)
 
 
 def _is_opaque(value: Any) -> bool:

@@ -142,7 +142,8 @@ class BoxedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in (_aten.detach.default, _aten.alias.default):
+        is_same = func is _aten.view.default and tuple(args[1]) == tuple(args[0].shape)
+        if is_same or func in (_aten.detach.default, _aten.alias.default):
             return args[0]._with(torch.Tensor.detach)
         if func in (_aten.clone.default, _aten._to_copy.default, _aten.empty_like.default):
             kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}

@@ -74,7 +74,9 @@ class ModelLoad:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
             else:
-                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
+                for handle in unit.handles:
+                    handle.views.hide_names()  # an exception may have ended a load below a plain module
+                    managed.update(handle.views.visible_params())
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         self._wrappers: list[nn.Module] = []
         for module in modules_of(wrapper):
@@ -144,10 +146,11 @@ class ModelLoad:
         found: dict[str, DeferredTensor] = {}
         params = params_of(unit, clean_fqn(prefix))
         for handle in unit.handles:
-            own = []
+            own, requires_grad = [], handle.views.requires_grad()
             for param in (each for each in params if each.handle is handle):
                 shape, dtype, device = param.full_shape, handle.flat_param.dtype, unit.options.device
-                own.append(DeferredTensor.of(shape, dtype, device, read=partial(_refuse_reading, param)))
+                trains, read = requires_grad[param.index], partial(_refuse_reading, param)
+                own.append(DeferredTensor.of(shape, dtype, device, trains=trains, read=read))
                 self._deferred.append((StateShard(param, param.local, param.shape), own[-1], codec))
                 found.update(dict.fromkeys(param.fqns, own[-1]))
             handle.views.show_names(own)
@@ -298,7 +301,9 @@ def load_unit(
         if codec.is_flat:
             _load_flats(unit, codec, state_dict, values, prefix, load)
         # Each visible parameter itself, so that the modules' own load finds every name.
-        sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
+        modules, entries = set(unit.module.modules()), [each for h in unit.handles for each in h.views.params]
+        # A module that has taken the place of another one loads its own.
+        sites = [site for entry in entries for site in entry.sites if site.module in modules]
         found = [(site.fqn, site.module._parameters.get(site.name)) for site in sites]
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)

@@ -13,7 +13,15 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from fsdp_flat import FullStateDictConfig, iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
+from fsdp_flat import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    iter_full_state_dict,
+    load_checkpoint,
+    load_full,
+    save_checkpoint,
+    save_full,
+)
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, LOCAL, SHARDED
@@ -431,3 +439,62 @@ def test_modules_that_swap_parameters_when_they_load_get_the_values(kind: Any, u
             torch.__future__.set_swap_module_params_on_conversion(False)
     assert_equal(dict(whole_state(model)), dict(whole_state(other)))
     assert [id(param) for param in model.parameters()] == [id(param) for param in params]
+
+
+class TrainableOnly(nn.Linear):
+    """Saves and loads its trainable parameters alone, as adapters do."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state, prefix = super().state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        for name, param in self.named_parameters():
+            if not param.requires_grad:
+                del state[prefix + name]
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, param in self.named_parameters(recurse=False):
+            if param.requires_grad:
+                param.data.copy_(state_dict[prefix + name])
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_modules_that_save_and_load_trainable_parameters_find_them(kind: Any) -> None:
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        plain = nn.Sequential(TrainableOnly(5, 3), TrainableOnly(3, 2))
+        for layer in plain:
+            layer.bias.requires_grad_(False)
+        return FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({TrainableOnly}), use_orig_params=True)
+
+    model, other = made(0), made(1)
+    names = ["0.weight", "1.weight"]
+    with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
+        state = other.state_dict()
+        assert list(state) == names
+        model.load_state_dict(state, strict=False)
+    with FSDP.summon_full_params(model), FSDP.summon_full_params(other):
+        for (name, param), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(param, expected) == (name in names), name
+
+
+def as_they_are(values: Any, like: nn.Module) -> Any:
+    same = values.to(torch.float32).to(like.weight.device).float().cpu().contiguous().clone()
+    return same.view(like.weight.shape).detach()
+
+
+@KINDS
+@pytest.mark.parametrize("boxes", [False, True])
+@on_ranks(2)
+def test_load_hooks_may_convert_sharded_values(boxes: bool, use_orig_params: bool) -> None:
+    def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "weight"] = as_they_are(state[prefix + "weight"], module)
+
+    model, other = model_of(Plain, use_orig_params), model_of(Plain, use_orig_params, seed=1)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_load_state_dict_pre_hook(convert)
+    config = ShardedStateDictConfig(boxes=boxes)
+    with FSDP.state_dict_type(model, SHARDED, config), FSDP.state_dict_type(other, SHARDED, config):
+        model.load_state_dict(other.state_dict())
+    assert_equal(dict(whole_state(model)), dict(whole_state(other)))
