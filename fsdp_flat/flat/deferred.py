@@ -33,7 +33,7 @@ class DeferredTensor(torch.Tensor):
     value: Any
     _read: Callable[[], torch.Tensor] | None
     _place: torch.device
-    _trains: bool
+    _trains: Callable[[], bool]
     _full: torch.Tensor | None
     _version_read: int
 
@@ -43,11 +43,11 @@ class DeferredTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        trains: bool = False,
+        trains: Callable[[], bool] = lambda: False,
         read: Callable[[], torch.Tensor] | None = None,
         given: Any = None,
     ) -> DeferredTensor:
-        """Create a tensor whose full one is ``given``, or ``read`` returns it; ``trains`` is its ``requires_grad``."""
+        """Create a tensor whose full one is ``given``, or ``read`` returns it; ``trains`` returns ``requires_grad``."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
         made._place, made._read, made._trains = device, read, trains
         made.given, made.value, made._full = given, None, None
@@ -98,7 +98,7 @@ class DeferredTensor(torch.Tensor):
             if attribute in ("detach", "requires_grad_") or (attribute == "data" and name == "__get__"):
                 return own
             if attribute == "requires_grad":
-                return own._trains if name == "__get__" else None
+                return own._trains() if name == "__get__" else None
             if _is_opaque(own.given) and _keeps_values(own, attribute, args):
                 return own
             if attribute == "copy_" or (attribute == "data" and name == "__set__"):
@@ -109,8 +109,8 @@ class DeferredTensor(torch.Tensor):
                 given = args[1]
                 if not isinstance(given, DeferredTensor):
                     return given.detach()
-                parts = {"trains": own._trains, "read": own._read, "given": given.taken()}
-                return DeferredTensor.of(own.shape, own.dtype, own._place, **parts)
+                read, taken = own._read, given.taken()
+                return DeferredTensor.of(own.shape, own.dtype, own._place, trains=own._trains, read=read, given=taken)
             if name == "__get__" or name in _OF_SHAPES:
                 if attribute == "device":
                     return own._place

@@ -146,11 +146,11 @@ class ModelLoad:
         found: dict[str, DeferredTensor] = {}
         params = params_of(unit, clean_fqn(prefix))
         for handle in unit.handles:
-            own, requires_grad = [], handle.views.requires_grad()
+            own = []
             for param in (each for each in params if each.handle is handle):
                 shape, dtype, device = param.full_shape, handle.flat_param.dtype, unit.options.device
-                trains, read = requires_grad[param.index], partial(_refuse_reading, param)
-                own.append(DeferredTensor.of(shape, dtype, device, trains=trains, read=read))
+                read = partial(_refuse_reading, param)
+                own.append(DeferredTensor.of(shape, dtype, device, trains=param.trains, read=read))
                 self._deferred.append((StateShard(param, param.local, param.shape), own[-1], codec))
                 found.update(dict.fromkeys(param.fqns, own[-1]))
             handle.views.show_names(own)

@@ -287,8 +287,7 @@ def _deferred(unit: Unit, prefix: str, *, is_kept: bool) -> list[DeferredTensor]
     for param in params_of(unit, prefix):
         shape, dtype, device = param.full_shape, param.handle.flat_param.dtype, unit.options.device
         read = partial(_read, param) if is_kept else None
-        trains = param.handle.views.requires_grad()[param.index]
-        found.append(DeferredTensor.of(shape, dtype, device, trains=trains, read=read))
+        found.append(DeferredTensor.of(shape, dtype, device, trains=param.trains, read=read))
     return found
 
 

@@ -88,6 +88,10 @@ class IndexedParam:
         """Unsharded shape; that of this rank's part if tensor parallelism has split the parameter."""
         return self.handle.layout.param_infos[self.index].shape
 
+    def trains(self) -> bool:
+        """Return whether the parameter requires a gradient."""
+        return self.handle.views.requires_grad()[self.index]
+
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape in state dicts of full tensors."""
