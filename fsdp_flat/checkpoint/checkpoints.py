@@ -359,7 +359,6 @@ class CheckpointValues:
     @property
     def nbytes(self) -> int:
         """Size of this rank's tensors in bytes."""
-
         states = self.tensors.get("optim", {"state": {}})["state"]
         tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
         return sum(_nbytes_of(each) for each in tensors)

@@ -117,12 +117,6 @@ def path_of_user(value: Any, name: str) -> Path:
         raise OptionTypeError(f"{name} must be a path, as a str or a Path; got {value!r}.") from error
 
 
-def check_model(model: Any) -> None:
-    """Raise unless ``model`` is a module."""
-    if not isinstance(model, nn.Module):
-        raise OptionTypeError(f"model must be a wrapped model, or a module that holds wrappers; got {model!r}.")
-
-
 def check_number(value: Any, name: str, least: int, *, is_optional: bool = False) -> None:
     """Raise unless an argument is an int of at least ``least``, or None if it ``is_optional``."""
     if value is None and is_optional:
@@ -136,7 +130,6 @@ def check_number(value: Any, name: str, least: int, *, is_optional: bool = False
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup:
     """Return the process group of all ranks that hold a shard or a replica of the model."""
-    check_model(model)
     units = units_of(model)
     if not units:
         raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")

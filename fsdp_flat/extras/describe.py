@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat.api import ShardingStrategy
 from fsdp_flat.comm import RankGroup, ShardingGroups, strategy_from
 from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
+from fsdp_flat.flat import FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
     UnitControl,
@@ -260,7 +260,7 @@ def _described(
     name: str, options: UnitOptions, handles: Sequence[FlatParamHandle], reshard_after_forward: bool | None
 ) -> UnitDescription:
     trainable = [handle for handle in handles if handle.is_trainable]
-    gathered = [handle for handle in handles if not isinstance(handle.buffer, AliasBuffer)]
+    gathered = [handle for handle in handles if handle.frees_buffer]
     return UnitDescription(
         name=name,
         strategy=options.strategy.member.name,

@@ -32,7 +32,7 @@ from fsdp_flat.flat.params import (
     to_local_param,
     unsharded_shape,
 )
-from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
+from fsdp_flat.flat.storage import MemoryPool
 from fsdp_flat.flat.torch_flat import (
     active_compiler,
     concatenated_mesh,

@@ -156,18 +156,18 @@ def renew_shard(flat_param: nn.Parameter) -> None:
 
     The caller may hold the old memory as the data to restore (``saved = p.data; p.data = averaged``).
     """
-    shard = flat_param.data
-    copied = shard.clone()
-    flat_param.data = copied.pin_memory() if shard.is_pinned() else copied
+    flat_param.data = _copied(flat_param.data)
+
+
+def _copied(shard: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a shard, in pinned memory if the shard is, as an offloaded one."""
+    return shard.clone().pin_memory() if shard.is_pinned() else shard.clone()
 
 
 def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
     """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
     if copied is None:
-        shard = flat_param.data.clone()
-        # Offloaded shards are in pinned memory.
-        shard = shard.pin_memory() if flat_param.data.is_pinned() else shard
-        copied = nn.Parameter(shard, flat_param.requires_grad)
+        copied = nn.Parameter(_copied(flat_param.data), flat_param.requires_grad)
     return as_flat_parameter(copied)
 
 

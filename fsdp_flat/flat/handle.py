@@ -443,11 +443,14 @@ class FlatParamHandle:
             self.views.fill(loaded)
         if not self._is_current(self.flat_param.data):
             self.convert(lambda tensor: tensor)
+        # An exception may have ended a load below a plain module, where nothing restores the parameters.
+        self.views.hide_names()
         self.views.adopt_changes()
         if not self._is_current(self.flat_param.data):
             if any(isinstance(each.buffer, AliasBuffer) for each in self._by_dtype.values()):
                 self._rebuild(self.flat_param.data)
-            self._shard_pointer = self.flat_param.data_ptr()
+            else:
+                self._shard_pointer = self.flat_param.data_ptr()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""

@@ -370,8 +370,6 @@ class OrigViews(Views):
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
 
     def changed(self) -> list[int]:
-        # An exception may have ended a load below a plain module, which tells nobody.
-        self.hide_names()
         pointers = tuple([each.param.data_ptr() for each in self.visible])
         if self._pointers == pointers and self._hold_sharded():
             return []
@@ -479,7 +477,6 @@ class FlatViews(Views):
         return {}
 
     def changed(self) -> list[int]:
-        self.hide_names()  # as above
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
         return [
             index

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, joined, modules_of
+from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
@@ -171,7 +171,7 @@ class Unit:
     @property
     def holds_copies(self) -> bool:
         """True if unsharded parameters take separate memory, which a reshard frees."""
-        return any(not isinstance(handle.buffer, AliasBuffer) for handle in self.handles)
+        return any(handle.frees_buffer for handle in self.handles)
 
     @property
     def is_trainable(self) -> bool:

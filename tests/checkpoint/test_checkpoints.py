@@ -512,7 +512,7 @@ def test_bad_arguments_of_a_save_are_named_on_every_rank_and_nothing_is_written(
         with pytest.raises(OptionTypeError, match="directory must be a path, as a str or a Path; got None"):
             call()
     for call in (lambda: save_checkpoint(tmp_path, None), lambda: load_checkpoint(tmp_path, None)):
-        with pytest.raises(OptionTypeError, match=r"model must be a wrapped model.*; got None"):
+        with pytest.raises(OptionTypeError, match=r"takes a model, an nn\.Module; got NoneType"):
             call()
     with pytest.raises(OptionTypeError, match="step must be an int of at least 0, or None; got '3'"):
         load_checkpoint(tmp_path, model, step="3")
