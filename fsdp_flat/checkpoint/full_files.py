@@ -19,7 +19,6 @@ from fsdp_flat.checkpoint.directory import (
     SAVING,
     Consensus,
     boxed_state_dict,
-    check_model,
     is_replica,
     path_of_user,
     progress_bar,
@@ -70,7 +69,6 @@ def _entries_of(
     trainable_only: bool = False,
 ) -> list[_Entry]:
     """List the entries of a model's state dict in its order, without communication; see :func:`save_full`."""
-    check_model(model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise OptionTypeError(f"dtype must be a floating-point torch.dtype or None; got {dtype!r}.")
     if dtype is not None and not dtype.is_floating_point:

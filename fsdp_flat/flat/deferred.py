@@ -11,7 +11,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import first_of
-from fsdp_flat.flat.torch_flat import unguarded
+from fsdp_flat.flat.torch_flat import unguarded, without_data
 
 
 class DeferredTensor(torch.Tensor):
@@ -32,8 +32,9 @@ class DeferredTensor(torch.Tensor):
     given: Any
     value: Any
     _read: Callable[[], torch.Tensor] | None
-    _place: torch.device
     _trains: Callable[[], bool]
+    _shape: torch.Size
+    _is_meta: bool
     _full: torch.Tensor | None
     _version_read: int
 
@@ -48,10 +49,62 @@ class DeferredTensor(torch.Tensor):
         given: Any = None,
     ) -> DeferredTensor:
         """Create a tensor whose full one is ``given``, or ``read`` returns it; ``trains`` returns ``requires_grad``."""
-        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
-        made._place, made._read, made._trains = device, read, trains
+        made: DeferredTensor = without_data(DeferredTensor, shape, dtype=dtype, device=device)
+        made._shape, made._is_meta = torch.Size(shape), device.type == "meta"
+        made._read, made._trains = read, trains
         made.given, made.value, made._full = given, None, None
         return made
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Shape of the full tensor."""
+        return self._shape
+
+    @property  # type: ignore[override]
+    def data(self) -> DeferredTensor:
+        """This tensor; a tensor that is assigned takes its place."""
+        return self
+
+    @data.setter
+    def data(self, source: Any) -> None:
+        self._take(source)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether the parameter requires gradients; ignore assignments."""
+        return self._trains()
+
+    @requires_grad.setter
+    def requires_grad(self, _value: bool) -> None:
+        pass
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Return whether the full tensor has no data."""
+        return self._is_meta
+
+    def detach(self) -> DeferredTensor:
+        """Return this tensor, which autograd does not see."""
+        return self
+
+    def requires_grad_(self, _requires_grad: bool = True) -> DeferredTensor:
+        """Return this tensor: a save or a load does not change which parameters train."""
+        return self
+
+    def copy_(self, source: Any, _non_blocking: bool = False) -> DeferredTensor:
+        """Take ``source`` in place of the full tensor, without a copy."""
+        self._take(source)
+        return self
+
+    def module_load(self, other: Any, assign: bool = False) -> Any:
+        """Return the tensor that torch swaps with this one (``set_swap_module_params_on_conversion``)."""
+        if not isinstance(other, DeferredTensor):
+            return other.detach()
+        given, device = other.taken(), self.device
+        return DeferredTensor.of(self.shape, self.dtype, device, trains=self._trains, read=self._read, given=given)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def taken(self) -> Any:
         """Return the tensor that was copied into it, or its full tensor if an operation has changed it; else None."""
@@ -91,43 +144,33 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own, name = args[0] if args else None, getattr(func, "__name__", "")
+        own, name, kwargs = args[0] if args else None, getattr(func, "__name__", ""), kwargs or {}
         # Getters and setters of attributes are bound to the attribute, which has the name.
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
         if isinstance(own, DeferredTensor):
-            if attribute in ("detach", "requires_grad_") or (attribute == "data" and name == "__get__"):
-                return own
-            if attribute == "requires_grad":
-                return own._trains() if name == "__get__" else None
             if _is_opaque(own.given) and _keeps_values(own, attribute, args):
                 return own
-            if attribute == "copy_" or (attribute == "data" and name == "__set__"):
-                own._take(args[1])
-                return own if attribute == "copy_" else None
-            if attribute == "module_load":
-                # torch swaps the result with this tensor, then (set_swap_module_params_on_conversion).
-                given = args[1]
-                if not isinstance(given, DeferredTensor):
-                    return given.detach()
-                read, taken = own._read, given.taken()
-                return DeferredTensor.of(own.shape, own.dtype, own._place, trains=own._trains, read=read, given=taken)
+            if attribute in _OWN:
+                # ``torch.detach(tensor)``, as ``tensor.detach()``.
+                return getattr(own, attribute)(*args[1:], **kwargs)
             if name == "__get__" or name in _OF_SHAPES:
-                if attribute == "device":
-                    return own._place
-                if attribute.startswith("is_") and attribute.removeprefix("is_") in _DEVICES:
-                    return attribute == f"is_{own._place.type}"
                 with unguarded():
-                    found = func(*args, **(kwargs or {}))
+                    found = func(*args, **kwargs)
                 if not isinstance(found, torch.Tensor):
                     return found
         with torch.no_grad():
-            result = func(*_operands(args), **_operands(kwargs or {}))
+            result = func(*_operands(args), **_operands(kwargs))
         if isinstance(own, DeferredTensor) and result is own._full:
             return own
         first = first_of(DeferredTensor, args, kwargs)
         if isinstance(result, torch.Tensor) and first is not None and first._read is None:
             return DeferredTensor.of(tuple(result.shape), result.dtype, result.device)
         return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # For operations that do not come by __torch_function__.
+        return func(*_operands(args), **_operands(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -136,10 +179,10 @@ class DeferredTensor(torch.Tensor):
         )
 
 
-_DEVICES = frozenset({"cpu", "cuda", "meta", "xpu", "mps", "hpu", "mtia", "xla"})
+_OWN = frozenset({"detach", "copy_", "module_load", "requires_grad_"})
 _OF_SHAPES = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
-    | {"__len__", "__hash__", "__repr__", "__format__", "is_contiguous"}
+    | {"__len__", "__hash__", "is_contiguous"}
 )
 
 

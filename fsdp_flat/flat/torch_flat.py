@@ -23,6 +23,9 @@ swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 # Context in which subclasses of tensors are plain ones, for the library's own operations on sharded gradients.
 unguarded = torch._C.DisableTorchFunctionSubclass
 
+# Creates a tensor of a subclass that has a shape, dtype and device, but no memory; there is no public equivalent.
+without_data: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
 # Sets the version counters of tensors, which autograd compares with those of the tensors that it has saved.
 # ``torch.autograd._unsafe_preserve_version_counter`` does so, inside a block.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (

@@ -107,8 +107,9 @@ class FullCodec(StateDictCodec):
         local = full.reshape(-1)[run]
         if local.is_meta and not target.local.is_meta:
             raise LoadError(f"{target.label}: a tensor on the meta device, which has no data to load.")
-        # A dtype that is not converted fails here, and not in the middle of the writes.
-        target.local[:0].copy_(local[:0])
+        if local.dtype is not target.local.dtype:
+            # A dtype that is not converted fails here, and not in the middle of the writes.
+            target.local[:0].copy_(local[:0])
         plan.copy(target.local, local if is_read else local.clone())
 
 

@@ -23,7 +23,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import DeferredTensor, modules_of
+from fsdp_flat.flat import DeferredTensor, FlatParamHandle, Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
@@ -34,9 +34,11 @@ from fsdp_flat.state.shards import (
     StateDictCodec,
     StateShard,
     dtype_of,
+    hide_names,
     params_of,
     rank_groups_of,
     shape_of,
+    show_names,
 )
 
 LOADING = ErrorTexts(
@@ -74,8 +76,8 @@ class ModelLoad:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
             else:
+                hide_names(unit)  # an exception may have ended a load below a plain module
                 for handle in unit.handles:
-                    handle.views.hide_names()  # an exception may have ended a load below a plain module
                     managed.update(handle.views.visible_params())
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         self._wrappers: list[nn.Module] = []
@@ -107,8 +109,7 @@ class ModelLoad:
 
     def undo(self) -> None:
         """Restore the tensors that have changed, unless the values were written."""
-        for target, _, _ in self._deferred:
-            target.param.handle.views.hide_names()
+        self._hide_deferred()
         with torch.no_grad():
             for tensors, name, tensor, copied in self._held:
                 tensors[name] = tensor
@@ -144,16 +145,16 @@ class ModelLoad:
         if not isinstance(codec, FullCodec) and unit.handles:
             self.units.append(unit)
         found: dict[str, DeferredTensor] = {}
-        params = params_of(unit, clean_fqn(prefix))
-        for handle in unit.handles:
-            own = []
-            for param in (each for each in params if each.handle is handle):
-                shape, dtype, device = param.full_shape, handle.flat_param.dtype, unit.options.device
-                read = partial(_refuse_reading, param)
-                own.append(DeferredTensor.of(shape, dtype, device, trains=param.trains, read=read))
-                self._deferred.append((StateShard(param, param.local, param.shape), own[-1], codec))
-                found.update(dict.fromkeys(param.fqns, own[-1]))
-            handle.views.show_names(own)
+        device, own = unit.options.device, []
+        for param in params_of(unit, clean_fqn(prefix)):
+            target, read = StateShard(param, param.local, param.shape), partial(_refuse_reading, param)
+            dtype = target.local.dtype
+            deferred = DeferredTensor.of(target.full_shape, dtype, device, trains=param.trains, read=read)
+            self._deferred.append((target, deferred, codec))
+            own.append(deferred)
+            for fqn in param.fqns:
+                found[fqn] = deferred
+        show_names(unit, own)
         return found
 
     def _plan_deferred(self) -> None:
@@ -163,11 +164,10 @@ class ModelLoad:
             entry = target.param.handle.views.params[target.param.index]
             # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
             there = [site.module._parameters.get(site.name) for site in entry.sites]
-            set_there = [each for each in there if each is not None and each is not entry.param]
-            others = [each for each in set_there if not isinstance(each, DeferredTensor)]
-            values.append(others[0] if others else deferred.taken())
-        for target, _, _ in self._deferred:
-            target.param.handle.views.hide_names()
+            others = [each for each in there if each is not entry.param and not isinstance(each, DeferredTensor)]
+            own = next((each for each in others if each is not None), None)
+            values.append(deferred.taken() if own is None else own)
+        self._hide_deferred()
         for (target, _, codec), value in zip(self._deferred, values, strict=True):
             if value is not None:
                 decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
@@ -177,6 +177,10 @@ class ModelLoad:
                     self.plan.lines.append(f"{target.label}: {shape_of(value)} without chunks")
                 _decode(decoder, value, target, self)
         self._deferred.clear()
+
+    def _hide_deferred(self) -> None:
+        for unit in dict.fromkeys(target.param.unit for target, _, _ in self._deferred):
+            hide_names(unit)
 
     def write_late(self) -> None:
         """Write the values that were put off, since torch has not raised."""
@@ -301,9 +305,7 @@ def load_unit(
         if codec.is_flat:
             _load_flats(unit, codec, state_dict, values, prefix, load)
         # Each visible parameter itself, so that the modules' own load finds every name.
-        modules, entries = set(unit.module.modules()), [each for h in unit.handles for each in h.views.params]
-        # A module that has taken the place of another one loads its own.
-        sites = [site for entry in entries for site in entry.sites if site.module in modules]
+        sites = [site for sites in _sites_of(unit).values() for site in sites]
         found = [(site.fqn, site.module._parameters.get(site.name)) for site in sites]
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
@@ -394,8 +396,8 @@ def _rename(unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad
             # Names here are without wrapper prefixes; FSDP1 leaves torch.compile's "_orig_mod." in its state dicts.
             state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
     flats = [key for key in state_dict if key.startswith(inner) and is_flat_param_name(key[len(inner) :])]
-    params = params_of(unit, prefix)
-    if flats and params and not loads_flats:
+    params = params_of(unit, prefix) if flats and not loads_flats else []
+    if params:
         for key in flats:
             del state_dict[key]
         load.errors.append(
@@ -406,17 +408,28 @@ def _rename(unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad
         )
     for remember in unit.buffers.remember(state_dict, inner):
         load.plan.call(remember)
-    return bool(flats and params and not loads_flats)
+    return bool(params)
+
+
+def _sites_of(unit: Unit) -> dict[tuple[FlatParamHandle, int], list[Site]]:
+    """Return the sites of each parameter of a unit, by handle and index, in modules that the unit still has.
+
+    A module that has taken the place of another one has entries of its own.
+    """
+    modules = set(unit.module.modules())
+    return {
+        (handle, index): [site for site in entry.sites if site.module in modules]
+        for handle in unit.handles
+        for index, entry in enumerate(handle.views.params)
+    }
 
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
     own = {id(param) for handle in unit.handles for param in handle.views.visible_params()}
-    modules, found = set(unit.module.modules()), []
+    sites, found = _sites_of(unit), []
     for param in params_of(unit, prefix):
-        # A module that has taken the place of the parameter's own has entries of its own.
-        sites = param.handle.views.params[param.index].sites
-        names = [prefix + FSDP_PREFIX + site.fqn for site in sites if site.module in modules]
+        names = [prefix + FSDP_PREFIX + site.fqn for site in sites[param.handle, param.index]]
         given = [state_dict.pop(name, None) for name in names]
         value = next((value for value in given if value is not None and id(value) not in own), None)
         found.append((StateShard(param, param.local, param.shape), value))

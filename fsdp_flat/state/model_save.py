@@ -20,7 +20,15 @@ from fsdp_flat.flat import DeferredTensor, FlatParamHandle, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Unit, full_params, unit_of, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
-from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
+from fsdp_flat.state.shards import (
+    IndexedParam,
+    ParamIndex,
+    StateDictCodec,
+    StateShard,
+    hide_names,
+    params_of,
+    show_names,
+)
 from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
 
@@ -250,7 +258,8 @@ def _save_unit(
             return _save_full(unit, FULL, config, prefix, inner, None)
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
-    deferred = _deferred(unit, prefix, is_kept=True)
+    params = params_of(unit, prefix)
+    deferred = _deferred(params, is_kept=True)
     with _names_shown(unit, deferred) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
     values = _gathered(shards, codec, config) if gathered is None else gathered
@@ -259,7 +268,7 @@ def _save_unit(
     else:
         for each, value in zip(deferred, values, strict=True):
             each.value = value
-    _encode_deferred(destination, [name for param in params_of(unit, prefix) for name in param.fqns], config)
+    _encode_deferred(destination, [name for param in params for name in param.fqns], config)
     unit.buffers.restore(destination, prefix)
     return destination
 
@@ -278,14 +287,14 @@ def _encode_deferred(destination: dict[str, Any], names: Iterable[str], config: 
                 del destination[name]
 
 
-def _deferred(unit: Unit, prefix: str, *, is_kept: bool) -> list[DeferredTensor]:
-    """Return a deferred tensor for each parameter of a unit.
+def _deferred(params: Iterable[IndexedParam], *, is_kept: bool) -> list[DeferredTensor]:
+    """Return a deferred tensor for each of a unit's parameters.
 
     If hooks compute with it, all ranks of the shard group must, except where no values are kept (``rank0_only``).
     """
     found = []
-    for param in params_of(unit, prefix):
-        shape, dtype, device = param.full_shape, param.handle.flat_param.dtype, unit.options.device
+    for param in params:
+        shape, dtype, device = param.full_shape, param.handle.flat_param.dtype, param.unit.options.device
         read = partial(_read, param) if is_kept else None
         found.append(DeferredTensor.of(shape, dtype, device, trains=param.trains, read=read))
     return found
@@ -299,14 +308,11 @@ def _read(param: IndexedParam) -> torch.Tensor:
 
 @contextmanager
 def _names_shown(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    remaining = iter(tensors)
     try:
-        for handle in unit.handles:
-            handle.views.show_names([next(remaining) for _ in handle.layout.param_infos])
+        show_names(unit, tensors)
         yield
     finally:
-        for handle in unit.handles:
-            handle.views.hide_names()
+        hide_names(unit)
 
 
 def _save_full(
@@ -321,6 +327,7 @@ def _save_full(
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.whole is not None
     if gathered is None and not is_summoned:
         gathered = _gathered(_shards_of(unit, codec, ""), codec, config)
+    params = params_of(unit, prefix)
     with ExitStack() as shown:
         if is_summoned:
             shown.enter_context(full_params(unit))
@@ -328,9 +335,8 @@ def _save_full(
             shown.enter_context(_registered(unit, gathered or ()))
         else:
             # Hooks here find every name too.
-            shown.enter_context(_names_shown(unit, _deferred(unit, prefix, is_kept=False)))
+            shown.enter_context(_names_shown(unit, _deferred(params, is_kept=False)))
         destination = inner()
-        params = params_of(unit, prefix)
         for param, present in zip(params, _names_in(destination, params), strict=True):
             if not keep:
                 for name in present:

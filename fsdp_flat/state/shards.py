@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle, TensorAdapter
+from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -56,7 +56,7 @@ def dtype_of(value: Any) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class IndexedParam:
     """Locates one parameter that a unit manages: the parameter ``index`` of a handle.
 
@@ -159,6 +159,19 @@ def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
     ]
 
 
+def show_names(unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
+    """Show a unit's modules a tensor for each of its :func:`params_of`, until :func:`hide_names`."""
+    remaining = iter(tensors)
+    for handle in unit.handles:
+        handle.views.show_names([next(remaining) for _ in handle.layout.param_infos])
+
+
+def hide_names(unit: Unit) -> None:
+    """Show a unit's modules the parameters again that they had before :func:`show_names`, if that was called."""
+    for handle in unit.handles:
+        handle.views.hide_names()
+
+
 class ParamIndex:
     """Maps the parameters of a model, which is a wrapper, holds wrappers, or is a plain module.
 
@@ -173,6 +186,7 @@ class ParamIndex:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_module(model)
         self.params: list[IndexedParam] = []
         self.managed: dict[nn.Parameter, tuple[IndexedParam, ...]] = {}
         rows: dict[nn.Parameter, IndexedParam] = {}
@@ -321,7 +335,7 @@ def plain_from_json(kind: str, value: Any) -> Any:
     return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StateShard:
     """Holds this rank's part of one tensor: of a parameter, of an optimizer state of one, or of a flat parameter.
 
