@@ -18,18 +18,21 @@ class DeferredTensor(torch.Tensor):
     """Takes the place of a parameter, or of a sharded value, while modules and their hooks save or load.
 
     It has the shape, dtype and device of the full tensor, but no data. Hooks may rename, copy and delete it as they do
-    with any tensor. The first operation on it calls ``read`` for the full tensor, and then works with that. Without
-    ``read``, on ranks whose state dict has no such values, it works with zeros, and the result is deferred too.
+    with any tensor, and create others like it. Any other operation calls ``read`` for the full tensor, the first time,
+    and works with that. Without ``read``, on ranks whose state dict has no such values, it works with zeros, and the
+    result is deferred too.
 
     Attributes:
         given: the tensor that was copied into it last, as it is: in a load, the value of the state dict.
-        value: its value in the state dict that is made; None if it has none there.
+        origin: the deferred tensor that it is a copy of; itself if it is none.
+        value: its value in the state dict that is made; None if it has none there. A copy has that of its origin.
     """
 
     # Modules and hooks that look for parameters find it.
     _is_param = True
 
     given: Any
+    origin: DeferredTensor
     value: Any
     _read: Callable[[], torch.Tensor] | None
     _trains: Callable[[], bool]
@@ -52,7 +55,7 @@ class DeferredTensor(torch.Tensor):
         made: DeferredTensor = without_data(DeferredTensor, shape, dtype=dtype, device=device)
         made._shape, made._is_meta = torch.Size(shape), device.type == "meta"
         made._read, made._trains = read, trains
-        made.given, made.value, made._full = given, None, None
+        made.given, made.value, made.origin, made._full = given, None, made, None
         return made
 
     @property
@@ -87,6 +90,15 @@ class DeferredTensor(torch.Tensor):
         """Return this tensor, which autograd does not see."""
         return self
 
+    def clone(self, **_memory_format: Any) -> torch.Tensor:
+        """Return a deferred copy of the values that it has now."""
+        if self._full is not None:
+            return _computed(torch.clone, (self,), {})
+        read, trains = self._read, self._trains
+        copied = DeferredTensor.of(self.shape, self.dtype, self.device, trains=trains, read=read, given=self.given)
+        copied.origin = self.origin
+        return copied
+
     def requires_grad_(self, _requires_grad: bool = True) -> DeferredTensor:
         """Return this tensor: a save or a load does not change which parameters train."""
         return self
@@ -113,10 +125,10 @@ class DeferredTensor(torch.Tensor):
         return self.given
 
     def _take(self, source: Any) -> None:
-        if source is self:
-            return
         if isinstance(source, DeferredTensor):
             taken = source.taken()
+            if taken is None and source.origin is self.origin:
+                return
             source = source._operand() if taken is None else taken
         self.given, self._full = source, None
 
@@ -142,6 +154,10 @@ class DeferredTensor(torch.Tensor):
             self._version_read = self._full._version
         return self._full
 
+    def _like(self) -> torch.Tensor:
+        """Return a tensor without meaningful values for an operation that needs the shape, dtype and device only."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own, name, kwargs = args[0] if args else None, getattr(func, "__name__", ""), kwargs or {}
@@ -158,19 +174,12 @@ class DeferredTensor(torch.Tensor):
                     found = func(*args, **kwargs)
                 if not isinstance(found, torch.Tensor):
                     return found
-        with torch.no_grad():
-            result = func(*_operands(args), **_operands(kwargs))
-        if isinstance(own, DeferredTensor) and result is own._full:
-            return own
-        first = first_of(DeferredTensor, args, kwargs)
-        if isinstance(result, torch.Tensor) and first is not None and first._read is None:
-            return DeferredTensor.of(tuple(result.shape), result.dtype, result.device)
-        return result
+        return _computed(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # For operations that do not come by __torch_function__.
-        return func(*_operands(args), **_operands(kwargs or {}))
+        return _computed(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -179,7 +188,7 @@ class DeferredTensor(torch.Tensor):
         )
 
 
-_OWN = frozenset({"detach", "copy_", "module_load", "requires_grad_"})
+_OWN = frozenset({"clone", "detach", "copy_", "module_load", "requires_grad_"})
 _OF_SHAPES = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
     | {"__len__", "__hash__", "is_contiguous"}
@@ -199,13 +208,33 @@ def _keeps_values(own: DeferredTensor, name: str, args: Any) -> bool:
     return name in _CONVERSIONS or (name == "view_as" and args[1].shape == own.shape)
 
 
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation on full tensors."""
+    own, name = args[0] if args else None, getattr(func, "__name__", "")
+    creates = name.endswith("_like") or name.startswith("new_")
+    converts_other = name in ("to", "type_as") and not isinstance(own, DeferredTensor)
+    operand = DeferredTensor._like if creates or converts_other else DeferredTensor._operand
+    with torch.no_grad():
+        result = func(*_replaced(args, operand), **_replaced(kwargs, operand))
+    if isinstance(own, DeferredTensor) and result is own._full:
+        return own
+    first = first_of(DeferredTensor, args, kwargs)
+    return _without_values(result) if first is not None and first._read is None else result
+
+
+def _without_values(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return DeferredTensor.of(tuple(result.shape), result.dtype, result.device)
+    return type(result)(map(_without_values, result)) if isinstance(result, (list, tuple)) else result
+
+
 def _is_opaque(value: Any) -> bool:
     return isinstance(value, ShardedTensor) or (value is not None and not is_tensor_like(value))
 
 
-def _operands(args: Any) -> Any:
+def _replaced(args: Any, operand: Callable[[DeferredTensor], torch.Tensor]) -> Any:
     if isinstance(args, DeferredTensor):
-        return args._operand()
+        return operand(args)
     if type(args) in (list, tuple):
-        return type(args)(map(_operands, args))
-    return {name: _operands(each) for name, each in args.items()} if type(args) is dict else args
+        return type(args)(_replaced(each, operand) for each in args)
+    return {name: _replaced(each, operand) for name, each in args.items()} if type(args) is dict else args

@@ -281,8 +281,8 @@ def _encode_deferred(destination: dict[str, Any], names: Iterable[str], config: 
             changed = found.taken()
             if changed is not None:
                 destination[name] = changed.detach().to("cpu" if config.offload_to_cpu else changed.device)
-            elif found.value is not None:
-                destination[name] = found.value
+            elif found.origin.value is not None:
+                destination[name] = found.origin.value
             else:
                 del destination[name]
 
