@@ -24,7 +24,6 @@ class DeferredTensor(torch.Tensor):
 
     Attributes:
         given: the tensor that was copied into it last, as it is: in a load, the value of the state dict.
-        origin: the deferred tensor that it is a copy of; itself if it is none.
         value: its value in the state dict that is made; None if it has none there. A copy has that of its origin.
     """
 
@@ -32,8 +31,8 @@ class DeferredTensor(torch.Tensor):
     _is_param = True
 
     given: Any
-    origin: DeferredTensor
     value: Any
+    _copied: DeferredTensor | None
     _read: Callable[[], torch.Tensor] | None
     _trains: Callable[[], bool]
     _shape: torch.Size
@@ -55,7 +54,7 @@ class DeferredTensor(torch.Tensor):
         made: DeferredTensor = without_data(DeferredTensor, shape, dtype=dtype, device=device)
         made._shape, made._is_meta = torch.Size(shape), device.type == "meta"
         made._read, made._trains = read, trains
-        made.given, made.value, made.origin, made._full = given, None, made, None
+        made.given, made.value, made._copied, made._full = given, None, None, None
         return made
 
     @property
@@ -96,7 +95,7 @@ class DeferredTensor(torch.Tensor):
             return _computed(torch.clone, (self,), {})
         read, trains = self._read, self._trains
         copied = DeferredTensor.of(self.shape, self.dtype, self.device, trains=trains, read=read, given=self.given)
-        copied.origin = self.origin
+        copied._copied = self.origin
         return copied
 
     def requires_grad_(self, _requires_grad: bool = True) -> DeferredTensor:
@@ -117,6 +116,11 @@ class DeferredTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def origin(self) -> DeferredTensor:
+        """The tensor that it is a copy of; itself if it is none."""
+        return self if self._copied is None else self._copied
 
     def taken(self) -> Any:
         """Return the tensor that was copied into it, or its full tensor if an operation has changed it; else None."""
@@ -225,7 +229,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 def _without_values(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return DeferredTensor.of(tuple(result.shape), result.dtype, result.device)
-    return type(result)(map(_without_values, result)) if isinstance(result, (list, tuple)) else result
+    return type(result)([_without_values(each) for each in result]) if isinstance(result, (list, tuple)) else result
 
 
 def _is_opaque(value: Any) -> bool:
