@@ -283,7 +283,8 @@ def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     unit = own_unit(wrapper)
     twin = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
-    copied = _copy_unit(unit, memo)
+    with unrecorded():
+        copied = _copy_unit(unit, memo)
     remade = {"_unit", "_handle_names", "_load", *unit.forward_methods}
     for name, value in wrapper.__dict__.items():
         if name not in remade:

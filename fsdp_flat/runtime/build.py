@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank
+from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
 from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -197,6 +197,11 @@ def handles_of(
     shard, precision = options.groups.shard, options.precision
     groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
     for entry in params:
+        if options.use_orig_params and entry.param.is_inference():
+            raise OptionError(
+                f"Parameter {entry.fqn!r} of unit {name!r} was created inside torch.inference_mode(), so it could "
+                "never be trained. Create the model outside of it; it may be wrapped and called inside."
+            )
         full = precision.is_full_in(entry.sites[0].module)
         groups.setdefault((entry.param.dtype, entry.param.requires_grad, full), []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
@@ -228,7 +233,8 @@ def handles_of(
             keep_reduce_dtype=precision.keep_low_precision_grads,
             rows=options.rows,
         )
-        handles.append(FlatParamHandle(group, spec))
+        with unrecorded():
+            handles.append(FlatParamHandle(group, spec))
     return handles
 
 

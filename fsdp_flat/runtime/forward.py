@@ -17,7 +17,7 @@ from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_her
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.tensors import cast_floats, differentiable_tensors, map_tensors, tensors_in
+from fsdp_flat.runtime.tensors import Substitutes, cast_floats, differentiable_tensors, map_tensors, tensors_in
 from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
 
@@ -58,7 +58,17 @@ def run_forward(
 class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = ("_entered", "_hooked_inputs", "_outermost", "_record", "_schedule", "_unit")
+    __slots__ = (
+        "_containers",
+        "_entered",
+        "_given",
+        "_hooked_inputs",
+        "_outermost",
+        "_record",
+        "_schedule",
+        "_substitutes",
+        "_unit",
+    )
 
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -70,6 +80,10 @@ class UnitForward:
             _check_compiles(schedule, unit, wrapped, compiler)
         self._entered = False
         self._hooked_inputs: list[_HookedInput] = []
+        self._substitutes = Substitutes()
+        # Inputs to which the module may write tensors, and the tensors that were in them.
+        self._containers: list[Any] = []
+        self._given: list[torch.Tensor] = []
         self._outermost = False
         if schedule.recomputes:
             self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
@@ -95,10 +109,39 @@ class UnitForward:
             if unit.cast_inputs is not None and not record.weights.full_precision:
                 precision = unit.options.precision
                 if precision.cast_forward_inputs or (unit is schedule.root and precision.cast_root_forward_inputs):
-                    args, kwargs = unit.cast_inputs(args, kwargs)
+                    args, kwargs = unit.cast_inputs(self._substitutes, args, kwargs)
             if is_first and unit.handles and torch.is_grad_enabled():
-                args, kwargs = _hook_inputs(record, args, kwargs, self._hooked_inputs)
+                args, kwargs = self._hook_inputs(args, kwargs)
         return args, kwargs
+
+    def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put an autograd node on the inputs that require gradients.
+
+        Without such inputs, the forward's part of the backward ends with the backward.
+        """
+        record, hooked = self._record, self._hooked_inputs
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            if not args[0].requires_grad:
+                return args, kwargs
+            aliases = _PostBackwardNode.apply(record, args[0])
+            hooked.append(_HookedInput(args[0], aliases[0]))
+            return aliases, kwargs
+        self._containers = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
+        self._given = differentiable_tensors(self._containers)
+        found: dict[int, torch.Tensor] = {}
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                found[id(tensor)] = tensor
+            return tensor
+
+        map_tensors((args, kwargs), collect)
+        unique = list(found.values())
+        if not unique:
+            return args, kwargs
+        aliases = dict(zip(map(id, unique), _PostBackwardNode.apply(record, *unique), strict=True))
+        hooked.extend(_HookedInput(tensor, aliases[id(tensor)]) for tensor in unique)
+        return self._substitutes.replace_inputs(args, kwargs, lambda tensor: aliases.get(id(tensor), tensor))
 
     def _unshard(self) -> None:
         unit, schedule, record = self._unit, self._schedule, self._record
@@ -125,6 +168,7 @@ class UnitForward:
         Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
         backward. Elsewhere the step ends, unless an outer caller catches the exception.
         """
+        self._substitutes.restore()
         recomputes = in_backward() != -1
         for handle in self._unit.handles:
             handle.restore_unsharded_params()
@@ -168,7 +212,16 @@ class UnitForward:
             output = copied(output)
         elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
             output = map_tensors(output, copied)
-        return output, _hook_outputs(self._record, output, always=self._outermost)
+        returns = _hook_outputs(self._record, output, self._written(), always=self._outermost)
+        self._substitutes.restore()
+        return output, returns
+
+    def _written(self) -> list[torch.Tensor]:
+        """Return the tensors with autograd history that the module has put into its inputs, which are outputs too."""
+        held = differentiable_tensors(self._containers) if self._containers else []
+        known = {id(tensor) for tensor in self._given}
+        self._containers, self._given = [], []
+        return [each for each in held if not (each.is_leaf or id(each) in known or each in self._substitutes)]
 
     def leave_open(self) -> None:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
@@ -229,8 +282,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
-def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
-    """Register backward hooks on the outputs; return whether a backward may need the unit's parameters.
+def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor], *, always: bool) -> bool:
+    """Register backward hooks on the outputs, those ``written`` to inputs too.
+
+    Returns whether a backward may need the unit's parameters.
 
     With ``always`` those of a unit without parameters too, so that a backward begins at the outermost unit.
     """
@@ -241,10 +296,9 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
         outputs = [output] if output.requires_grad else []
     else:
         outputs = differentiable_tensors(output)
-    stored = unit.stored
-    stored.num_until_search -= 1
-    if unit.handles and (stored.places or stored.num_until_search <= 0):
-        outputs += stored.tensors()
+    outputs += written
+    if unit.handles:
+        outputs += unit.stored.tensors()
     if not outputs:
         return False
     hook = functools.partial(_outputs_reached, record)
@@ -335,33 +389,3 @@ class _HookedInput:
             # Values that autograd saved stay valid: the data does not change here.
             with torch.autograd._unsafe_preserve_version_counter(self._given):
                 _TakeHistory.apply(self._given, self._alias)
-
-
-def _hook_inputs(
-    record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: list[_HookedInput]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put an autograd node on the inputs that require gradients, and append these to ``hooked``.
-
-    Without such inputs, the forward's part of the backward ends with the backward.
-    """
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        if not args[0].requires_grad:
-            return args, kwargs
-        aliases = _PostBackwardNode.apply(record, args[0])
-        hooked.append(_HookedInput(args[0], aliases[0]))
-        return aliases, kwargs
-    found: dict[int, torch.Tensor] = {}
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found[id(tensor)] = tensor
-        return tensor
-
-    map_tensors((args, kwargs), collect)
-    unique = list(found.values())
-    if not unique:
-        return args, kwargs
-    aliases = dict(zip(map(id, unique), _PostBackwardNode.apply(record, *unique), strict=True))
-    hooked.extend(_HookedInput(tensor, aliases[id(tensor)]) for tensor in unique)
-    args, kwargs = map_tensors((args, kwargs), lambda tensor: aliases.get(id(tensor), tensor))
-    return args, kwargs

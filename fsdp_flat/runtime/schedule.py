@@ -67,8 +67,7 @@ class Schedule(CommContext):
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(", ".join(filter(None, names)))
         check_units(self.units)
-        for unit in self.units:
-            self._adopt_unit(unit)
+        self._adopt_units()
         settings = {unit.averages_ignored for unit in self.units} - {None}
         if self.root.averages_ignored is None and len(settings) == 1:
             # A wrapper put around roots continues what they were told.
@@ -82,16 +81,20 @@ class Schedule(CommContext):
         self._cast_buffers()
         log_units(self.units)
 
-    def _adopt_unit(self, unit: Unit) -> None:
-        before = unit.context
-        if isinstance(before, Schedule):
-            self.trace = self.trace if self.trace is not None else before.trace
-            self._position = max(self._position, before._position)
-            if before.root in self.units:
-                self._pending.adopt(before._pending)
-        unit.use_context(self)
-        for handle in unit.handles:
-            handle.grads.on_ready = partial(self.grads_ready, unit)
+    def _adopt_units(self) -> None:
+        """Take over every unit, also one that another root has run since, unless that root's backward is running."""
+        for unit in self.units:
+            before = unit.context
+            if before is self or (isinstance(before, Schedule) and before.backward is not None):
+                continue
+            if isinstance(before, Schedule):
+                self.trace = self.trace if self.trace is not None else before.trace
+                self._position = max(self._position, before._position)
+                if before.root in self.units:
+                    self._pending.adopt(before._pending)
+            unit.use_context(self)
+            for handle in unit.handles:
+                handle.grads.on_ready = partial(self.grads_ready, unit)
 
     def is_outermost(self, unit: Unit) -> bool:
         """Return whether a unit is the root, or another one of the root's modules."""
@@ -130,6 +133,7 @@ class Schedule(CommContext):
         """Record the begin of a unit's forward outside of a backward of this tree."""
         if self.iteration is None:
             self.recover()
+            self._adopt_units()
             self.rank_checks.before_iteration()
             self.iteration = Iteration()
             if self.iteration.trains:
@@ -300,6 +304,7 @@ class Schedule(CommContext):
         return self.backward
 
     def _begin_backward(self) -> Backward:
+        self._adopt_units()
         if any(unit.control.sync_gradients for unit in self.units):
             try:
                 self.rank_checks.before_backward()

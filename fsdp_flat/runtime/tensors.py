@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -63,77 +64,130 @@ def _children(value: Any) -> Iterable[Any]:
 class StoredTensors:
     """Finds differentiable tensors that modules store as attributes in forward (an auxiliary loss, a cache).
 
-    A loss may use them, so backward may reach the unit through them instead of its outputs. All attributes are searched
-    after the first forward that saves for backward; after that only those that held such a tensor, and periodically all
-    again.
-
-    Attributes:
-        places: attributes that held such a tensor, as ``(attributes, name)``.
-        num_until_search: forwards until all attributes are searched; the caller counts down.
+    A loss may use them, so backward may reach the unit through them instead of its outputs. After each forward those
+    attributes are searched that may hold such a tensor: that held a tensor, None or an empty container when all were
+    searched. All are searched again when modules have got other attributes, and periodically.
     """
 
     _SEARCH_EVERY = 64
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self.places: list[tuple[dict[str, Any], str]] = []
-        self.num_until_search = 0
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._num_attributes = self._num_until_search = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensors:
         return StoredTensors(copy.deepcopy(self._modules, memo))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that are stored now."""
-        if self.num_until_search <= 0:
-            self.num_until_search = self._SEARCH_EVERY
-            self.places = [
+        self._num_until_search -= 1
+        num_attributes = sum([len(module.__dict__) for module in self._modules])
+        if self._num_until_search < 0 or num_attributes != self._num_attributes:
+            self._num_until_search, self._num_attributes = self._SEARCH_EVERY, num_attributes
+            self._places = [
                 (module.__dict__, name)
                 for module in self._modules
                 for name, value in module.__dict__.items()
-                if name not in _MODULE_STATE and _derived(value)
+                if name not in _MODULE_STATE and _may_hold_tensors(value)
             ]
-        return [tensor for attributes, name in self.places for tensor in _derived(attributes.get(name))]
+        values = [value for attributes, name in self._places if (value := attributes.get(name)) is not None]
+        return [tensor for tensor in differentiable_tensors(values) if not tensor.is_leaf] if values else []
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    is_container = isinstance(value, (Mapping, list, tuple, set, deque))
+    return value is None or (is_container and not value) or bool(tensors_in(value))
 
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 
 
-def _derived(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
-
-
-def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor], in_place: list[Any] | None = None) -> Any:
     """Apply ``fn`` to every tensor in lists, tuples, named tuples, sets, dicts and dataclasses; return the result.
 
-    A container in which nothing changed is returned as it is.
+    A container in which nothing changed is returned as it is, others are copied. With ``in_place`` lists, dicts and
+    dataclasses are changed themselves, and appended to it. A mapping that cannot be written to is opaque.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(item, fn) for key, item in value.items()}
-        if all(items[key] is value[key] for key in items):
-            return value
-        if type(value) is dict:
-            return items
-        copied: Any = copy.copy(value)
-        for key, item in items.items():
-            copied[key] = item
-        return copied
-    if isinstance(value, (list, tuple, set, frozenset)):
-        mapped = [map_tensors(item, fn) for item in value]
-        if all(new is old for new, old in zip(mapped, value, strict=True)):
-            return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*mapped)
-        return type(value)(mapped)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            field.name: new
-            for field in dataclasses.fields(value)
-            if field.init and (new := map_tensors(old := getattr(value, field.name), fn)) is not old
-        }
-        return dataclasses.replace(value, **changed) if changed else value
+    assign: Callable[[Any, Any, Any], None] = operator.setitem
+    if isinstance(value, MutableMapping):
+        entries = list(value.items())
+    elif isinstance(value, list):
+        entries = list(enumerate(value))
+    elif isinstance(value, (tuple, set, frozenset)):
+        mapped = [map_tensors(item, fn, in_place) for item in value]
+        return value if all(map(operator.is_, mapped, value)) else _rebuilt(value, mapped)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+        assign = object.__setattr__  # a frozen one too
+    else:
+        return value
+    changed = [(key, new) for key, old in entries if (new := map_tensors(old, fn, in_place)) is not old]
+    if changed and in_place is None:
+        value = copy.copy(value)
+    elif changed and in_place is not None:
+        in_place.append(value)
+    for key, new in changed:
+        assign(value, key, new)
     return value
+
+
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    """Return a tuple or set like ``value`` with other items; the constructor of a subclass may take other arguments."""
+    if not isinstance(value, tuple) or hasattr(value, "n_sequence_fields"):  # results of torch.max, for example
+        return type(value)(items)
+    rebuilt: Any = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        rebuilt.__dict__.update(value.__dict__)
+    return rebuilt
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Substitutes:
+    """Replaces tensors in the inputs of a forward until it has ended, also inside of the caller's own containers.
+
+    A module may write to these containers (a cache, a batch), so it must not be given copies.
+    """
+
+    def __init__(self) -> None:
+        self._containers: list[Any] = []
+        # By id, each substitute and the caller's tensor in whose place it is.
+        self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def replace(self, value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Apply ``fn`` to every tensor in an input, as :func:`map_tensors`; return what the module gets."""
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor:
+            new = fn(tensor)
+            if new is not tensor:
+                self._given[id(new)] = (new, self._original(tensor))
+            return new
+
+        return map_tensors(value, replaced, self._containers)
+
+    def replace_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Inputs:
+        """Apply ``fn`` to every tensor in all inputs."""
+        replaced = tuple([self.replace(each, fn) for each in args])
+        return replaced, {name: self.replace(each, fn) for name, each in kwargs.items()}
+
+    def restore(self) -> None:
+        """Put the caller's tensors back, wherever their substitutes still are in the caller's containers."""
+        for container in self._containers:
+            map_tensors(container, self._original, [])
+        self._containers.clear()
+        self._given.clear()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._given
+
+    def _original(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._given.get(id(tensor), (tensor, tensor))[1]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -145,22 +199,19 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
 
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def input_cast(
     module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Inputs]:
+) -> Callable[[Substitutes, tuple[Any, ...], dict[str, Any]], Inputs]:
     """Return a function that casts floating-point inputs of a module's forward, except arguments named ``uncast``."""
     cast = partial(_cast, dtype)
     if not uncast:
-        return lambda args, kwargs: map_tensors((args, kwargs), cast)
+        return lambda substitutes, args, kwargs: substitutes.replace_inputs(args, kwargs, cast)
     positional = tuple(inspect.signature(module.forward).parameters)
 
-    def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def cast_others(substitutes: Substitutes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         names = positional + ("",) * len(args)
         named = [*zip(names, args, strict=False), *kwargs.items()]
-        values = [value if name in uncast else map_tensors(value, cast) for name, value in named]
+        values = [value if name in uncast else substitutes.replace(value, cast) for name, value in named]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     return cast_others

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import fully_shard
 from fsdp_flat.errors import UsageError
 from tests.step.pairs import CLOSE, KINDS, WIDTH, Pair, batch
 from tests.support import OWN_PARAMETERS, assert_close, on_ranks
@@ -89,6 +90,44 @@ def test_a_trunk_shared_by_two_roots_and_both_heads_get_their_gradients(rank: in
         for model, twin in zip(sharded, plain, strict=True):
             expected = {name: param.grad for name, param in twin.named_parameters()}
             assert_close(full_grads(model), expected, **CLOSE, what=f"gradients of step {step}")
+
+
+# Steps of models that share a trunk: 0 and 1 run forward and backward, "look at 1" is a forward without gradients.
+PROGRAMS: dict[str, list[Any]] = {
+    "in turns": [0, 1, 0, 0, 1],
+    "evaluated": [0, "look at 1", 0, "look at 0", 1],
+    "forwards first": [(0, 1), (1, 0), 0],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("front", ["flat", "orig", "fully_shard"])
+@on_ranks(2)
+def test_roots_that_share_a_trunk_may_run_in_any_order(front: str, program: str, rank: int) -> None:
+    def wrap(module: nn.Module) -> nn.Module:
+        return fully_shard(module) if front == "fully_shard" else FSDP(module, use_orig_params=front == "orig")
+
+    trunk = Block().double()
+    models = [Head(trunk).double(), Head(trunk).double()]
+    plain = copy.deepcopy(nn.ModuleList(models))
+    models[0].trunk = models[1].trunk = wrap(trunk)
+    sharded = [wrap(model) for model in models]
+    for step, ran in enumerate(PROGRAMS[program]):
+        if isinstance(ran, str):
+            with torch.no_grad():
+                sharded[int(ran[-1])](batch(rank, step))
+            continue
+        which = ran if isinstance(ran, tuple) else (ran,)
+        for loss in [square_loss(sharded[index], batch(rank, step)) for index in which]:
+            loss.backward()
+        for other in range(dist.get_world_size()):
+            (sum(square_loss(plain[index], batch(other, step)) for index in which) / 2).backward()
+        # Gradients of all steps are summed.
+        for index in (0, 1):
+            expected = {name: param.grad for name, param in plain[index].named_parameters()}
+            found = full_grads(sharded[index])
+            expected = {name: grad for name, grad in expected.items() if grad is not None}
+            assert_close({name: found[name] for name in expected}, expected, **CLOSE, what=f"step {step} of {index}")
 
 
 @KINDS

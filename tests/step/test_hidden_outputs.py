@@ -240,6 +240,33 @@ def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(use_orig_pa
 
 
 @KINDS
+@pytest.mark.parametrize("before", ["absent", "None", "an empty list"])
+@on_ranks(2)
+def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(
+    before: str, use_orig_params: bool
+) -> None:
+    def loss_of(model: Any, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        keeper = next(module for module in model.modules() if isinstance(module, Keeper))
+        out = model(x).square().mean()
+        return out + (keeper.kept[0] if isinstance(keeper.kept, list) else keeper.kept).square().mean()
+
+    model = Around(lambda *_: None)
+    if before != "absent":
+        model.keeper.kept = [] if before == "an empty list" else None
+    policy = ModuleWrapPolicy({Giver, Keeper})
+    pair = Pair.of(model, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    pair.train(num_steps=2)
+    for keeper in (module for both in (pair.model, pair.plain) for module in both.modules()):
+        if isinstance(keeper, Keeper):
+            keeper.keep = _kept_in_a_list if before == "an empty list" else _kept_as_attribute
+    pair.train(loss_of, num_steps=2, first=2)
+
+
+def _kept_in_a_list(module: Any, z: torch.Tensor) -> None:
+    module.kept[:] = [z]
+
+
+@KINDS
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside the output"])
 @pytest.mark.parametrize("way", [way for way in KEEPS if way not in FOUND])
 @on_ranks(2)

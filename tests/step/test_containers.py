@@ -1,0 +1,189 @@
+"""Inputs in containers: modules write to them, and containers may have state of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import MixedPrecision
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.step.pairs import KINDS, WIDTH, Pair
+from tests.support import on_ranks
+from tests.support.kit import Block, wrapped
+
+
+@dataclasses.dataclass
+class Record:
+    """Computes when it is made, and has an attribute that is no field."""
+
+    hidden: torch.Tensor
+    scale: float = 1.0
+    offset: dataclasses.InitVar[float] = 2.0
+
+    def __post_init__(self, offset: float) -> None:
+        self.scale *= 2
+        self.moved = offset
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    hidden: torch.Tensor
+    others: dict[str, torch.Tensor]
+
+
+class Marked(list[Any]):
+    """A list with an attribute."""
+
+    scale = 1.0
+
+
+class Both(tuple[Any, Any]):
+    """A tuple whose constructor takes two arguments, with an attribute."""
+
+    scale: float
+
+    def __new__(cls, hidden: torch.Tensor, other: float) -> Both:
+        made = super().__new__(cls, (hidden, other))
+        made.scale = 3.0
+        return made
+
+
+def _marked(hidden: torch.Tensor) -> Marked:
+    made = Marked([hidden])
+    made.scale = 3.0
+    return made
+
+
+# How an input holds a tensor, and how the module reads it.
+HOLDERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "a dataclass": (Record, lambda held: held.hidden * held.scale + held.moved),
+    "a frozen dataclass": (lambda h: Frozen(h, {"y": 2 * h}), lambda held: held.hidden + held.others["y"]),
+    "a list with an attribute": (_marked, lambda held: held[0] * held.scale),
+    "a tuple of another constructor": (lambda h: Both(h, 2.0), lambda held: held[0] * held[1] * held.scale),
+    "a mapping to read": (lambda h: types.MappingProxyType({"x": h}), lambda held: held["x"]),
+    "a result of torch.max": (lambda h: h[None].max(0), lambda held: held.values),
+}
+
+
+class Reader(Block):
+    """Reads its input by a function."""
+
+    read: Callable[[Any], torch.Tensor]
+
+    def forward(self, held: Any) -> torch.Tensor:
+        return super().forward(self.read(held))
+
+
+class Holding(nn.Module):
+    """Puts the inputs of its readers into a holder."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.hold, read = HOLDERS[name]
+        self.first, self.readers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Reader(), Reader()])
+        for reader in self.readers:
+            reader.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for reader in self.readers:
+            x = reader(self.hold(x))
+        return x
+
+
+@KINDS
+@pytest.mark.parametrize("name", HOLDERS)
+@on_ranks(2)
+def test_containers_reach_a_unit_with_their_own_state(name: str, use_orig_params: bool) -> None:
+    policy = ModuleWrapPolicy({Reader})
+    pair = Pair.of(Holding(name), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    pair.train(lambda model, x, _: model(x).pow(2).mean(), num_steps=2)
+
+
+class Caching(Block):
+    """Changes, adds and removes entries of a cache, and appends a loss to a list; may return nothing."""
+
+    returns = True
+
+    def forward(self, x: torch.Tensor, cache: dict[str, Any], *, losses: list[torch.Tensor]) -> torch.Tensor | None:
+        x = super().forward(x) + cache["key"]
+        cache["key"] = cache["key"] * 2 + x
+        cache["previous"] = cache.pop("next")
+        cache["next"] = x
+        losses.append(x.pow(2).mean())
+        return x if self.returns else None
+
+
+class Cached(nn.Module):
+    """Passes a cache and a list of losses through its blocks."""
+
+    def __init__(self, *, returns: bool = True) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Caching(), Caching()])
+        for block in self.blocks:
+            block.returns = returns
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x = self.first(x)
+        losses: list[torch.Tensor] = []
+        kept = x + 1
+        cache: dict[str, Any] = {"key": x, "next": x, "kept": kept, "tuple": (kept, x)}
+        for block in self.blocks:
+            returned = block(x, cache, losses=losses)
+            x = cache["next"] if returned is None else returned
+        assert cache["kept"] is kept
+        assert cache["tuple"][0] is kept
+        return x + cache["key"] + cache["previous"] + cache["kept"], losses
+
+
+@KINDS
+@pytest.mark.parametrize("returns", [True, False])
+@on_ranks(2)
+def test_a_caller_sees_what_units_write_into_their_inputs(returns: bool, use_orig_params: bool) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        out, losses = model(x)
+        return sum(losses, out.pow(2).mean())
+
+    policy = ModuleWrapPolicy({Caching})
+    model = Cached(returns=returns)
+    pair = Pair.of(model, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    pair.train(loss_of, num_steps=3)
+
+
+class Raising(Block):
+    def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise ValueError(f"{held['x'].dtype}")
+
+
+@KINDS
+@on_ranks(2)
+def test_a_container_has_its_own_tensors_again_after_a_forward(use_orig_params: bool) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = ModuleWrapPolicy({Block, Raising})
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.raising = Block(), Raising()
+
+        def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
+            held["sum"] = self.block(held["x"])
+            with pytest.raises(ValueError, match=r"torch\.bfloat16"):
+                self.raising(held)
+            return held["sum"]
+
+    model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params)
+    held = {"x": torch.randn(3, WIDTH, requires_grad=True)}
+    given = held["x"]
+    out = model(held)
+    assert held["x"] is given
+    assert held["sum"] is out
+    out.sum().backward()
+    assert given.grad is not None
