@@ -35,7 +35,6 @@ from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,
     set_divide_factor_of_tree,
-    set_reduce_scatter_divide_factor,
     without_reduction,
 )
 from fsdp_flat.runtime.unmanaged import average_buffers
