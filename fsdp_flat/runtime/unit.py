@@ -17,9 +17,8 @@ from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDi
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
-from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
+from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
