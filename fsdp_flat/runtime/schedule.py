@@ -389,7 +389,8 @@ class Schedule(CommContext):
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Add the parameters that have got gradients to those used in this backward; return whether any has."""
-        grads_ready, before = handle.grads.take_ready(), self._used.get(handle)
+        handle.grads.hide_unreduced()  # drops gradients that the caller has cleared
+        grads_ready, before = handle.grads.ready, self._used.get(handle)
         has_any = any(grads_ready)
         if before is None:
             self._used[handle] = grads_ready
