@@ -168,11 +168,6 @@ class Unit:
         return bool(self.handles) and self.collectives is not None
 
     @property
-    def holds_copies(self) -> bool:
-        """True if unsharded parameters take separate memory, which a reshard frees."""
-        return any(handle.frees_buffer for handle in self.handles)
-
-    @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
         return any(handle.is_trainable for handle in self.handles)
@@ -282,7 +277,7 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
-        if any(h.uses_low_precision and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
+        if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
             with unrecorded():
