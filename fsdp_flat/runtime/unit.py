@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Weights(NamedTuple):
     version: int = -1  # changes with their values
 
 
+@dataclass(eq=False, repr=False)
 class Unit:
     """Holds one wrapped module and everything needed to run it sharded.
 
@@ -62,29 +64,21 @@ class Unit:
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        options: UnitOptions,
-        handles: list[FlatParamHandle],
-        ignored: Ignored,
-        buffers: BufferCasts,
-        stored: StoredTensors,
-        unit_id: int,
-    ) -> None:
-        self.module = module
-        self.members: tuple[nn.Module, ...] = (module,)
+    module: nn.Module
+    name: str
+    options: UnitOptions
+    handles: list[FlatParamHandle]
+    ignored: Ignored
+    buffers: BufferCasts
+    stored: StoredTensors
+    unit_id: int
+
+    def __post_init__(self) -> None:
+        options, precision = self.options, self.options.precision
+        self.members: tuple[nn.Module, ...] = (self.module,)
         self.inner: tuple[Unit, ...] = ()
-        self.unit_id = unit_id
-        self.ignored = ignored
-        self.buffers = buffers
-        self.stored = stored
-        dtype = options.precision.param_dtype
-        self.cast_inputs = None if dtype is None else input_cast(module, dtype, options.precision.uncast_inputs)
-        self.name = name
-        self.options = options
-        self.handles = handles
+        dtype = precision.param_dtype
+        self.cast_inputs = None if dtype is None else input_cast(self.module, dtype, precision.uncast_inputs)
         self.phase = Phase.IDLE
         self.control = UnitControl.of(options.strategy)
         self.state_dict_settings = StateDictSettings(
@@ -94,7 +88,7 @@ class Unit:
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
         self.is_nested = self.is_outdated = self.shows_whole = False
-        self.collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
+        self.collectives = collectives_for(options.groups.shard, options.device, unit=self.unit_id, name=self.name)
         self._step_collectives = self.collectives
         self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
