@@ -40,11 +40,6 @@ class MemoryPool:
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         self._blank: list[torch.UntypedStorage] = []  # objects without memory
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the pool keeps."""
-        return sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
-
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate ``nbytes`` for an empty ``storage``; the content is undefined."""
         idle = self._idle.get(nbytes)
