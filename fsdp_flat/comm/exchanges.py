@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -170,6 +171,7 @@ def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tupl
     return reports
 
 
+@dataclass(slots=True, eq=False)
 class WatchedWork:
     """Wraps a gloo ``Work``: logs once which ranks (``sources``) it waits for, and raises the cause if it fails.
 
@@ -177,46 +179,38 @@ class WatchedWork:
     its failure is deleted.
     """
 
-    __slots__ = ("_collective", "_raises_early", "_rank_group", "_sources", "_work")
+    work: dist.Work
+    rank_group: RankGroup
+    collective: Callable[[], str]
+    sources: Sequence[int]
+    raises_early: bool = field(default=True, kw_only=True)
 
-    def __init__(
-        self,
-        work: dist.Work,
-        rank_group: RankGroup,
-        collective: Callable[[], str],
-        sources: Sequence[int],
-        *,
-        raises_early: bool = True,
-    ) -> None:
-        self._work = work
-        self._rank_group = rank_group
-        self._collective = collective
-        self._sources = sources
-        self._raises_early = raises_early
-        if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
-            _reported.discard(rank_group.group.group_name)
+    def __post_init__(self) -> None:
+        group = self.rank_group.group
+        if _reported and group is not None and group.group_name in _reported:
+            _reported.discard(group.group_name)
             with suppress(Exception):
-                group_store(rank_group.group).delete_key(_KEY % rank_group.rank)
+                group_store(group).delete_key(_KEY % self.rank_group.rank)
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self.work.is_completed())
 
     def wait(self) -> Any:
         """Block until the work has completed; raise a PeerFailureError if it failed."""
         has_logged = False
         try:
             while not self._is_over_soon():
-                if self._raises_early and self._has_failed_peer():
+                if self.raises_early and self._has_failed_peer():
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
                 if not has_logged:
                     has_logged = True
-                    log_wait(self._rank_group.rank, self._sources, self._collective())
+                    log_wait(self.rank_group.rank, self.sources, self.collective())
         except RuntimeError as error:
             raise self._failure(error) from error
 
     def _is_over_soon(self) -> bool:
         try:
-            self._work.wait(timedelta(seconds=WARN_AFTER_S))
+            self.work.wait(timedelta(seconds=WARN_AFTER_S))
         except RuntimeError as error:
             # The error of a Work that is still running; the group's timeout has a different text.
             if "Operation timed out" in str(error):
@@ -226,16 +220,16 @@ class WatchedWork:
 
     def _has_failed_peer(self) -> bool:
         """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
-        assert self._rank_group.group is not None
-        own = _num_failures.get(self._rank_group.group.group_name, 0)
-        return any(number > own for number, _ in _read_reports(self._rank_group, self._sources).values())
+        assert self.rank_group.group is not None
+        own = _num_failures.get(self.rank_group.group.group_name, 0)
+        return any(number > own for number, _ in _read_reports(self.rank_group, self.sources).values())
 
     def _failure(self, error: RuntimeError) -> PeerFailureError:
         """Report the failure of this rank, and return the error, with the reports of the others."""
-        own, others = f"was in {self._collective()}", self._rank_group.others
-        report_failure(self._rank_group, own)
+        own, others = f"was in {self.collective()}", self.rank_group.others
+        report_failure(self.rank_group, own)
         until = time.monotonic() + REPORT_TIMEOUT_S
-        while len(reports := _read_reports(self._rank_group, others)) < len(others) and time.monotonic() < until:
+        while len(reports := _read_reports(self.rank_group, others)) < len(others) and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
         missing = [rank for rank in others if rank not in reports]
         lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
@@ -244,6 +238,6 @@ class WatchedWork:
         # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
         first = str(error).partition("\n")[0].partition(". ")[0]
         return PeerFailureError(
-            f"Rank {self._rank_group.rank} of the group {own}, which failed ({first}). Of the others: "
+            f"Rank {self.rank_group.rank} of the group {own}, which failed ({first}). Of the others: "
             f"{'; '.join(lines)}. {_ADVICE}"
         )

@@ -37,8 +37,8 @@ class PlacesRows(Protocol):
 
     def place(self, first: int, rows: torch.Tensor) -> object: ...
 
-    # The last of the three is called once, when all rows are there, and may free the memory that is the first.
-    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]: ...
+    # The function is called once, when all rows are there, and may free the memory.
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Finish]: ...
 
 
 class Collectives:
@@ -53,7 +53,7 @@ class Collectives:
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
-        return Pending([self._gather_into(full, self._own_slice(full))], full)
+        return Pending([self._gather_into(full)], full)
 
     def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
         """Begin to all-gather ``own`` (1-D), a row of ``target``."""
@@ -68,21 +68,22 @@ class Collectives:
         work = torch_comm.reduce_scatter_single(out, full, group=self.group, async_op=True)
         return Pending([work], out, alive=(full,))
 
-    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
-        """Begin to all-gather ``own``, this rank's slice of ``full``, and return the work."""
-        return torch_comm.all_gather_single(full, own, group=self.group, async_op=True)
+    def _gather_into(self, full: torch.Tensor) -> Any:
+        """Begin to all-gather ``full``, which contains this rank's slice, and return the work."""
+        return torch_comm.all_gather_single(full, self._own_slice(full), group=self.group, async_op=True)
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
         numel = full.numel() // self.size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def _begin_staged(self, own: torch.Tensor, staging: torch.Tensor, row: torch.Tensor, place_all: Finish) -> Pending:
-        """Begin to all-gather ``row``, this rank's slice of ``staging``, there; ``place_all`` follows.
+    def _begin_staged(self, own: torch.Tensor, staging: torch.Tensor, place_all: Finish) -> Pending:
+        """Begin to all-gather this rank's slice of ``staging`` there; ``place_all`` follows.
 
-        ``row`` is a copy of ``own``, the result: ranks get its values, whatever a caller writes to the shard meanwhile.
+        The slice is a copy of ``own``, the result: ranks get its values, whatever a caller writes to the shard
+        meanwhile.
         """
-        work = self._gather_into(staging, row)
+        work = self._gather_into(staging)
 
         def finish() -> torch.Tensor:
             with unrecorded():
@@ -103,15 +104,12 @@ class Collectives:
 class GlooAcceleratorCollectives(Collectives):
     """Uses gloo on accelerator tensors, for tests of several ranks on one device."""
 
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending(self._begin_broadcasts(full), full)
-
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
         return Pending([work], full, lambda: self._own_slice(full).clone())
 
-    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Pending:
-        return self.begin_all_gather(full)
+    def _gather_into(self, full: torch.Tensor) -> Pending:
+        return Pending(self._begin_broadcasts(full), full)
 
 
 class CpuCollectives(Collectives):
@@ -196,7 +194,7 @@ class CpuCollectives(Collectives):
         watched = self._watched(work, "reduce-scatter", self.rank)
         return Pending([watched], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
 
-    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Pending:
+    def _gather_into(self, full: torch.Tensor) -> Pending:
         return self.begin_all_gather(full)
 
     def _swap(
@@ -274,11 +272,12 @@ class CustomCollectives(Collectives):
         assert self._choice.gather_memory is not None
         staging = self._choice.gather_memory((self.size * own.numel(),), dtype=own.dtype, device=own.device)
         rows = staging.view(self.size, -1)
-        return self._begin_staged(own, staging, rows[self.rank].copy_(own), partial(place, rows))
+        rows[self.rank].copy_(own)
+        return self._begin_staged(own, staging, partial(place, rows))
 
-    def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+    def _gather_into(self, full: torch.Tensor) -> Any:
         all_gather = self._choice.all_gather or torch_comm.all_gather_single
-        return all_gather(full, own, self.group, async_op=True)
+        return all_gather(full, self._own_slice(full), self.group, async_op=True)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         reduce_scatter, memory = self._choice.reduce_scatter, self._choice.reduce_memory

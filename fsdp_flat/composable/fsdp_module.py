@@ -5,6 +5,7 @@ torch's pipelining, and trainers that compute a loss in chunks, end a backward b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -109,7 +110,15 @@ class FSDPModule(ShardedModule):
         )
 
     _get_fsdp_state = state_of
-    set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call :meth:`set_gradient_divide_factor`, the name that replaced this one."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""

@@ -1,6 +1,6 @@
 """Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat.arrangement import RowTarget, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
+from fsdp_flat.flat.arrangement import clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.deferred import DeferredTensor
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.gradients import (

@@ -107,18 +107,17 @@ class RowTarget:
         """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
         raise NotImplementedError
 
-    def stage(
-        self, own: torch.Tensor, rank: int, num_ranks: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """Allocate memory for the rows of all ranks, and copy this rank's, ``own`` (1-D), there.
 
         Returns:
-            The memory (1-D, in rank order); this rank's row in it; and a function, to be called once, that places all
-            rows when they are there. It may free the memory.
+            The memory (1-D, in rank order); and a function, to be called once, that places all rows when they are
+            there. It may free the memory.
         """
         full = own.new_empty(num_ranks * own.numel())
         rows = full.view(num_ranks, -1)
-        return full, rows[rank].copy_(own), partial(self.place, 0, rows)
+        rows[rank].copy_(own)
+        return full, partial(self.place, 0, rows)
 
 
 class _Staging(NamedTuple):
@@ -164,9 +163,7 @@ class BufferRows(RowTarget):
             for index, source in enumerate(sources)
         ]
 
-    def stage(
-        self, own: torch.Tensor, rank: int, num_ranks: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
         staging = self._staging
         # An all-gather that failed may still write to memory that was not freed: it is left alone.
         if staging is None or staging.storage.nbytes():
@@ -176,7 +173,7 @@ class BufferRows(RowTarget):
         else:
             staging.storage.resize_(staging.nbytes)
         staging.own.copy_(own)
-        return staging.full, staging.own, self._place_staged
+        return staging.full, self._place_staged
 
     def drop_staging(self) -> None:
         """Drop the memory of an all-gather that failed."""

@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.guards import ShardedGrad, UnreducedGrad, set_grad
@@ -66,8 +65,13 @@ def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> 
                 set_grad(param, grad)
             if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
                 hooked.append(param)
+    # The user's gradient hooks and in-backward optimizers, which torch skips: the parameter is not in the graph.
     for param in hooked:
-        _run_grad_hooks(param)
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+        for optimizer in getattr(param, "_in_backward_optimizers", ()):
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
@@ -76,15 +80,6 @@ def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> 
         result = hook(grad)
         grad = grad if result is None else result
     return grad
-
-
-def _run_grad_hooks(param: nn.Parameter) -> None:
-    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        hook(param)
-    for optimizer in getattr(param, "_in_backward_optimizers", ()):
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def sharded_grad_of(views: Views) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam
@@ -240,11 +238,6 @@ class UnreducedGrad(ShardedGrad):
     optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
     """
 
-    @classmethod
-    def of(cls, grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        _forbid_steps()
-        return super().of(grad, param)
-
     def part(self) -> str:
         return f"The gradient of {self.describe()} is this rank's own, not reduced yet (no_sync)"
 
@@ -329,22 +322,6 @@ def _marked(norm: torch.Tensor, source: object) -> torch.Tensor:
     marked = norm.as_subclass(LocalNorm)
     marked._part = source._part if isinstance(source, LocalNorm) else source.part()
     return marked
-
-
-@functools.cache
-def _forbid_steps() -> None:
-    """Make every optimizer's step raise before it writes anything if a gradient is not reduced.
-
-    torch's hook for this covers all optimizers of the process; it is registered with the first such gradient.
-    """
-    register_optimizer_step_pre_hook(_refuse_unreduced)
-
-
-def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param.grad, UnreducedGrad):
-                param.grad.refuse(type(optimizer).__name__ + ".step")
 
 
 def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:

@@ -267,10 +267,9 @@ class FlatParamHandle:
 
     # -- compute dtype -------------------------------------------------------------------------------------------
 
-    @property
-    def uses_low_precision(self) -> bool:
-        """Return whether compute has a different dtype than the shard."""
-        return self._low_dtype != self.orig_dtype
+    def dtype_in(self, full: bool) -> torch.dtype:
+        """Return the dtype of compute in full precision, that of the shard, or else the low-precision dtype."""
+        return self.orig_dtype if full else self._low_dtype
 
     @property
     def buffer(self) -> FlatBuffer:
@@ -289,7 +288,7 @@ class FlatParamHandle:
 
     def use_full_precision(self, full: bool) -> None:
         """Switch compute to the shard's dtype from the next unshard on, or back to the low-precision dtype."""
-        wanted = self.orig_dtype if full else self._low_dtype
+        wanted = self.dtype_in(full)
         if wanted != self.compute_dtype:
             assert self.state is ShardState.SHARDED
             # The views are rebuilt, which would lose tensors that the user has assigned.

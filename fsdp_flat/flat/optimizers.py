@@ -13,7 +13,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, set_grad
+from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, UnreducedGrad, set_grad
 from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
 from fsdp_flat.flat.torch_flat import dynamo_disabled_here, unguarded
 from fsdp_flat.flat.views import Views
@@ -58,8 +58,11 @@ class _Watch:
             with unguarded():
                 for group in optimizer.param_groups:
                     for param in group["params"]:
-                        if type(param.grad) is ShardedGrad:
-                            set_grad(param, param.grad.as_subclass(torch.Tensor))
+                        grad = param.grad
+                        if type(grad) is ShardedGrad:
+                            set_grad(param, grad.as_subclass(torch.Tensor))
+                        elif type(grad) is UnreducedGrad:
+                            grad.refuse(type(optimizer).__name__ + ".step")
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.checked.pop(optimizer, None)

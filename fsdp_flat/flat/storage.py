@@ -40,11 +40,6 @@ class MemoryPool:
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         self._blank: list[torch.UntypedStorage] = []  # objects without memory
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the pool keeps."""
-        return sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
-
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate ``nbytes`` for an empty ``storage``; the content is undefined."""
         idle = self._idle.get(nbytes)
@@ -298,7 +293,10 @@ class HandleGradients:
         if self._unreduced:
             self.hide_unreduced()
         if self._buffer is None:
-            self._buffer = self._new_buffer(grad.device)
+            spare, self._spare_buffer = self._spare_buffer, None
+            if spare is None or not spare.fits(self.buffer_dtype, grad.device):
+                spare = FlatGradBuffer(self._layout, self.buffer_dtype, grad.device)
+            self._buffer = spare
         entry = self.views.params[index]
         hooks = entry.param._backward_hooks or self.hooks[index]
         if hooks:
@@ -321,27 +319,12 @@ class HandleGradients:
         """Have the next gradient count as the first one of a backward."""
         self.open_buffer, self._num_accepted = None, 0
 
-    def _new_buffer(self, device: torch.device) -> FlatGradBuffer:
-        spare, self._spare_buffer = self._spare_buffer, None
-        fits = spare is not None and spare.fits(self.buffer_dtype, device)
-        return spare if spare and fits else FlatGradBuffer(self._layout, self.buffer_dtype, device)
-
     # -- waiting gradients ---------------------------------------------------------------------------------------
-
-    @property
-    def num_ready(self) -> int:
-        """Number of parameters whose gradient waits."""
-        return sum(self.ready)
 
     @property
     def ready(self) -> bytes:
         """One byte per parameter: 1 where a gradient waits."""
         return bytes(len(self._layout.param_infos)) if self._buffer is None else bytes(self._buffer.grads_ready)
-
-    def take_ready(self) -> bytes:
-        """Drop gradients that the caller has cleared, and return :attr:`ready`, before gradients are reduced."""
-        self.hide_unreduced()
-        return self.ready
 
     def take(self, pool: MemoryPool) -> tuple[torch.Tensor, FlatGradBuffer | None]:
         """Return the flat gradient, with memory from ``pool``, and remove it.

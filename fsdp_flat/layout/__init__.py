@@ -5,7 +5,7 @@ Uses integers and strings only, without torch. Sizes are in elements unless a na
 
 from __future__ import annotations
 
-from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo, RowLayout, alignment_numel
+from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, RowLayout, alignment_numel
 from fsdp_flat.layout.fqn import (
     CHECKPOINT_WRAPPED_MODULE,
     COMPILED_MODULE,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout.intervals import EvenPartition, Interval
+from fsdp_flat.layout.intervals import EvenPartition, Interval, chunk_rows
 
 _ALIGNMENT_NBYTES = 16
 
@@ -246,9 +246,7 @@ class RowLayout(FlatLayout):
 
     def rows(self, index: int, rank: int) -> Interval:
         """Return the rows, along the sharded dim, of parameter ``index`` that ``rank`` holds."""
-        dim = self.dims[index]
-        num_rows, step = self.param_infos[index].shape[dim], self.chunk_shapes[index][dim]
-        return EvenPartition(num_rows, step, 0, self.world_size)[rank]
+        return chunk_rows(self.param_infos[index].shape[self.dims[index]], self.world_size, rank)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of parameter ``index``, without padding."""

@@ -10,11 +10,12 @@ from fsdp_flat.runtime.between_steps import (
 )
 from fsdp_flat.runtime.build import build_rows, handles_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
-from fsdp_flat.runtime.control import SmallerGroup, UnitControl
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (
     BackgroundWork,
     Ignored,
+    SmallerGroup,
+    UnitControl,
     UnitOptions,
     compute_device_from,
     precision_from,
@@ -35,7 +36,6 @@ from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,
     set_divide_factor_of_tree,
-    set_reduce_scatter_divide_factor,
     without_reduction,
 )
 from fsdp_flat.runtime.unmanaged import average_buffers

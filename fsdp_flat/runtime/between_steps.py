@@ -205,7 +205,8 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     for groups, device in dict.fromkeys(
         (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
     ):
-        own = [unit for unit in units if unit.options.groups == groups and any(h.grads.num_ready for h in unit.handles)]
+        waiting = [unit for unit in units if any(any(handle.grads.ready) for handle in unit.handles)]
+        own = [unit for unit in waiting if unit.options.groups == groups]
         if any(true_on_any_rank([bool(own)], groups.rank_groups, device)):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(

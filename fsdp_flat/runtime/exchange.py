@@ -17,13 +17,14 @@ The tensors are on the CPU for every compute device, so the host never waits for
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fsdp_flat.comm import (
     CollectiveLog,
+    Pending,
     RankGroup,
     ShardingGroups,
     begin_all_reduce,
@@ -73,7 +74,7 @@ class BackwardExchange:
         self._host_groups_of: dict[ShardingGroups, list[RankGroup]] = {}
         # Kept until the next exchange: a thread of gloo that drops the last reference to a tensor needs the GIL for
         # it, and aborts the process if the interpreter is ending (pytorch issue 190489).
-        self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        self._in_flight: dict[ShardingGroups, Pending] = {}
 
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
         """Return for each flag whether it is true on any rank, by default of units with handles."""
@@ -105,16 +106,10 @@ class BackwardExchange:
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
             complement = bytes([255 - byte for byte in digest])
             row = bytearray(b"".join([*flags, late, bytes([compare, average, retains_graph]), digest, complement]))
-            tensor = torch.frombuffer(row, dtype=torch.uint8)
-            self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
-
-    def _begin_maximum(self, tensor: torch.Tensor, groups: ShardingGroups) -> Callable[[], torch.Tensor]:
-        pending = None
-        for rank_group in self._host_groups(groups):
-            if pending is not None:
-                pending.wait()
-            pending = begin_all_reduce(tensor, rank_group, largest=True, collective=_DOING)
-        return (lambda: tensor) if pending is None else pending.wait
+            pending = Pending((), torch.frombuffer(row, dtype=torch.uint8))
+            for rank_group in self._host_groups(groups):
+                pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING)
+            self._in_flight[groups] = pending
 
     def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:
         if groups not in self._host_groups_of:
@@ -128,8 +123,8 @@ class BackwardExchange:
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
         differing, to_compare, average, retains_graph = None, [], 0, False
-        for groups, (_, wait) in self._in_flight.items():
-            row = bytes(wait().numpy())
+        for groups, pending in self._in_flight.items():
+            row = bytes(pending.wait().numpy())
             position = 0
             handles = self.handles[groups]
             for handle in handles:

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -124,7 +124,7 @@ class UnitForward:
             if not args[0].requires_grad:
                 return args, kwargs
             aliases = _PostBackwardNode.apply(record, args[0])
-            hooked.append(_HookedInput(args[0], aliases[0]))
+            hooked.append(_HookedInput(args[0], aliases[0], aliases[0]._version))
             return aliases, kwargs
         self._containers = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
         self._given = differentiable_tensors(self._containers)
@@ -140,7 +140,7 @@ class UnitForward:
         if not unique:
             return args, kwargs
         aliases = dict(zip(map(id, unique), _PostBackwardNode.apply(record, *unique), strict=True))
-        hooked.extend(_HookedInput(tensor, aliases[id(tensor)]) for tensor in unique)
+        hooked.extend(_HookedInput(each, aliases[id(each)], aliases[id(each)]._version) for each in unique)
         return self._substitutes.replace_inputs(args, kwargs, lambda tensor: aliases.get(id(tensor), tensor))
 
     def _unshard(self) -> None:
@@ -231,15 +231,15 @@ class UnitForward:
         unit, schedule, record = self._unit, self._schedule, self._record
         if self._outermost:
             # Units of several modules of which some did not run.
-            groups = list(schedule.open_groups.values())
-            schedule.open_groups.clear()
-            for group in groups:
-                group.forward.leave_open()
+            groups, schedule.open_groups = schedule.open_groups, {}
+            for forward, _ in groups.values():
+                forward.leave_open()
         with profiled("post_forward", unit.name):
             unit.log_event("post_forward")
             iteration = record.iteration
             wanted = unit.control.reshard_after_forward
-            reshards = (not schedule.is_outermost(unit) if wanted is None else wanted) and unit.holds_copies
+            wanted = not schedule.is_outermost(unit) if wanted is None else wanted
+            reshards = wanted and any(handle.frees_buffer for handle in unit.handles)
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             is_outermost = iteration is not None and iteration.order[0].members is unit.members
@@ -369,23 +369,20 @@ class _TakeHistory(torch.autograd.Function):
         return None, grads[0]
 
 
-class _HookedInput:
+class _HookedInput(NamedTuple):
     """Holds an input of the caller and the alias of it that the module gets.
 
     If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
     must get the autograd history of the change too.
     """
 
-    __slots__ = ("_alias", "_given", "_version")
-
-    def __init__(self, given: torch.Tensor, alias: torch.Tensor) -> None:
-        self._given = given
-        self._alias = alias
-        self._version = alias._version
+    given: torch.Tensor
+    alias: torch.Tensor
+    version: int
 
     def follow_changes(self) -> None:
         """Give the caller's tensor the autograd history of the module's in-place changes."""
-        if self._alias._version != self._version:
+        if self.alias._version != self.version:
             # Values that autograd saved stay valid: the data does not change here.
-            with torch.autograd._unsafe_preserve_version_counter(self._given):
-                _TakeHistory.apply(self._given, self._alias)
+            with torch.autograd._unsafe_preserve_version_counter(self.given):
+                _TakeHistory.apply(self.given, self.alias)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,30 +79,22 @@ def _run_member(
     The unit's forward begins with the first of them to run and ends with the last.
     """
     schedule = schedule_of(module, unit)
-    group = schedule.open_groups.get(unit)
-    if group is None:
-        group = schedule.open_groups[unit] = _GroupForward(UnitForward(module, unit), set(unit.members))
+    if unit not in schedule.open_groups:
+        schedule.open_groups[unit] = UnitForward(module, unit), set(unit.members)
+    forward, waiting = schedule.open_groups[unit]
     try:
-        args, kwargs = group.forward.enter(args, kwargs)
+        args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
-        group.forward.check()
+        forward.check()
     except BaseException as error:
         schedule.open_groups.pop(unit, None)
-        group.forward.fail(error)
+        forward.fail(error)
         raise
-    group.waiting.discard(module)
-    if group.waiting:
-        return group.forward.pass_through(output)
+    waiting.discard(module)
+    if waiting:
+        return forward.pass_through(output)
     del schedule.open_groups[unit]
-    return group.forward.leave(output)
-
-
-@dataclass(slots=True)
-class _GroupForward:
-    """Holds the open forward of a unit of several modules, and those that have not run."""
-
-    forward: UnitForward
-    waiting: set[nn.Module]
+    return forward.leave(output)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Schedule(CommContext):
         root: the outermost unit; its parameters stay unsharded between forward and backward.
         units: every unit, parents before children.
         iteration: the running iteration; None outside of a forward.
-        open_groups: open forwards of units of several modules.
+        open_groups: open forwards of units of several modules, each with the modules that have not run.
         is_left_open: a backward has ended whose gradients ``finalize_backward`` sets.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
     """
@@ -44,17 +44,9 @@ class Schedule(CommContext):
         self.root = self.units[0]
         super().__init__(self.root.options.device)
         self.streams, self.pool = self.root.context.streams, self.root.context.pool
-        self.backward: Backward | None = None
-        self._callback: weakref.ref[Any] | None = None
-        self._used: dict[FlatParamHandle, bytes] = {}
+        self._begin_anew()
         self._position = 0
-        self.iteration: Iteration | None = None
-        self._pending = PendingIterations()
         self._last_order: dict[Unit, list[Unit]] = {}
-        self._prefetched: list[Unit] = []
-        self._last_run: Unit | None = None
-        self.open_groups: dict[Unit, Any] = {}
-        self.is_left_open = False
         self.has_lost_gradients = False
         self.looked_for_compiled = False
         self.warned_uncompiled = False
@@ -80,6 +72,18 @@ class Schedule(CommContext):
         self.rank_checks = RankChecks(self.units, self._exchange.handles, self._unmanaged)
         self._cast_buffers()
         log_units(self.units)
+
+    def _begin_anew(self) -> None:
+        """Forget the step, and everything that earlier ones have left for a later backward."""
+        self.backward: Backward | None = None
+        self._callback: weakref.ref[Any] | None = None
+        self._used: dict[FlatParamHandle, bytes] = {}
+        self.iteration: Iteration | None = None
+        self._pending = PendingIterations()
+        self._prefetched: list[Unit] = []
+        self._last_run: Unit | None = None
+        self.open_groups: dict[Unit, tuple[Any, set[nn.Module]]] = {}
+        self.is_left_open = False
 
     def _adopt_units(self) -> None:
         """Take over every unit, also one that another root has run since, unless that root's backward is running."""
@@ -229,15 +233,7 @@ class Schedule(CommContext):
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
         if self.root.control.finalizes_by_hand and (self.is_left_open or self.backward is not None):
             self.has_lost_gradients = True
-        self.iteration = None
-        self.open_groups.clear()
-        self._pending = PendingIterations()
-        self.backward = None
-        self._callback = None
-        self.is_left_open = False
-        self._used.clear()
-        self._prefetched = []
-        self._last_run = None
+        self._begin_anew()
         self.reductions.reset(self.streams)
         for unit in self.units:
             unit.abort()
@@ -394,7 +390,8 @@ class Schedule(CommContext):
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Add the parameters that have got gradients to those used in this backward; return whether any has."""
-        grads_ready, before = handle.grads.take_ready(), self._used.get(handle)
+        handle.grads.hide_unreduced()  # drops gradients that the caller has cleared
+        grads_ready, before = handle.grads.ready, self._used.get(handle)
         has_any = any(grads_ready)
         if before is None:
             self._used[handle] = grads_ready

@@ -9,10 +9,10 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.flat import in_backward
-from fsdp_flat.runtime import unit_settings
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
 
 
 class GradientReductionHandle:
@@ -22,7 +22,7 @@ class GradientReductionHandle:
         """Do nothing: the gradients are set in the order of the current stream once ``finalize_backward`` returns."""
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(UnitSettings):
     """Controls the unit of a module: parameters unsharded by hand, order and prefetch, and switches.
 
     Switches are read in later steps, and every rank must set the same ones. With ``recurse`` a switch is set for the
@@ -87,11 +87,9 @@ class ShardedModule(nn.Module):
             for handle in unit.handles:
                 handle.grads.drop() if set_to_none else handle.grads.zero()
                 for param in handle.views.visible_params():
-                    if param.grad is None:
-                        continue
                     if set_to_none:
                         param.grad = None
-                    else:
+                    elif param.grad is not None:
                         param.grad.detach().zero_()
 
     def reset_iter_state(self) -> None:
@@ -255,25 +253,9 @@ class ShardedModule(nn.Module):
         which saves an all-gather; ``enable=False`` restores this.
         """
         units = units_of(self)
-        unit_settings.replace_collectives({unit: replace(unit.collective_choice, backend=enable) for unit in units})
+        replace_collectives({unit: replace(unit.collective_choice, backend=enable) for unit in units})
         for unit in units:
             unit.control.keeps_last = not enable
-
-    # -- gradients and communication -------------------------------------------------------------------------------
-
-    set_requires_gradient_sync = unit_settings.set_requires_gradient_sync
-    set_requires_all_reduce = unit_settings.set_requires_all_reduce
-    set_gradient_divide_factor = unit_settings.set_gradient_divide_factor
-    set_force_sum_reduction_for_comms = unit_settings.set_force_sum_reduction_for_comms
-    set_all_reduce_hook = unit_settings.set_all_reduce_hook
-    set_post_optim_event = unit_settings.set_post_optim_event
-    set_reduce_scatter_max_input_buffers = unit_settings.set_reduce_scatter_max_input_buffers
-    set_reduce_scatter_unused_params = unit_settings.set_reduce_scatter_unused_params
-    set_allocate_memory_from_process_group_for_comm = unit_settings.set_allocate_memory_from_process_group_for_comm
-    set_custom_all_gather = unit_settings.set_custom_all_gather
-    set_custom_reduce_scatter = unit_settings.set_custom_reduce_scatter
-    set_separate_reduce_scatter_group = unit_settings.set_separate_reduce_scatter_group
-    set_symm_mem_for_comm = unit_settings.set_symm_mem_for_comm
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: all-gathers are always asynchronous here."""

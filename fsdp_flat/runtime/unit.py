@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,9 +18,8 @@ from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDi
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
-from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
+from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
@@ -43,6 +43,7 @@ class Weights(NamedTuple):
     version: int = -1  # changes with their values
 
 
+@dataclass(eq=False, repr=False)
 class Unit:
     """Holds one wrapped module and everything needed to run it sharded.
 
@@ -63,29 +64,21 @@ class Unit:
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        options: UnitOptions,
-        handles: list[FlatParamHandle],
-        ignored: Ignored,
-        buffers: BufferCasts,
-        stored: StoredTensors,
-        unit_id: int,
-    ) -> None:
-        self.module = module
-        self.members: tuple[nn.Module, ...] = (module,)
+    module: nn.Module
+    name: str
+    options: UnitOptions
+    handles: list[FlatParamHandle]
+    ignored: Ignored
+    buffers: BufferCasts
+    stored: StoredTensors
+    unit_id: int
+
+    def __post_init__(self) -> None:
+        options, precision = self.options, self.options.precision
+        self.members: tuple[nn.Module, ...] = (self.module,)
         self.inner: tuple[Unit, ...] = ()
-        self.unit_id = unit_id
-        self.ignored = ignored
-        self.buffers = buffers
-        self.stored = stored
-        dtype = options.precision.param_dtype
-        self.cast_inputs = None if dtype is None else input_cast(module, dtype, options.precision.uncast_inputs)
-        self.name = name
-        self.options = options
-        self.handles = handles
+        dtype = precision.param_dtype
+        self.cast_inputs = None if dtype is None else input_cast(self.module, dtype, precision.uncast_inputs)
         self.phase = Phase.IDLE
         self.control = UnitControl.of(options.strategy)
         self.state_dict_settings = StateDictSettings(
@@ -95,7 +88,7 @@ class Unit:
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
         self.is_nested = self.is_outdated = self.shows_whole = False
-        self.collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
+        self.collectives = collectives_for(options.groups.shard, options.device, unit=self.unit_id, name=self.name)
         self._step_collectives = self.collectives
         self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
@@ -167,11 +160,6 @@ class Unit:
     def needs_all_gather(self) -> bool:
         """True if an unshard communicates, so that beginning it early helps."""
         return bool(self.handles) and self.collectives is not None
-
-    @property
-    def holds_copies(self) -> bool:
-        """True if unsharded parameters take separate memory, which a reshard frees."""
-        return any(handle.frees_buffer for handle in self.handles)
 
     @property
     def is_trainable(self) -> bool:
@@ -283,7 +271,7 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
-        if any(h.uses_low_precision and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
+        if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
             with unrecorded():

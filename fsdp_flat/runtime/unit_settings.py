@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,16 +80,6 @@ def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | No
     _divide_by(factor, units_of(self))
 
 
-def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
-    """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, for this module.
-
-    Raises:
-        OptionTypeError: ``factor`` is not a number.
-        OptionError: it is zero.
-    """
-    _divide_by(factor, units_of(self, recurse=False))
-
-
 def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> None:
     if factor is not None:
         if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
@@ -106,202 +95,192 @@ def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> No
         unit.policy.divide_factor = factor
 
 
-def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Reduce gradients in later backwards, over all ranks, or accumulate unreduced ones (gradient accumulation).
+class UnitSettings(nn.Module):
+    """Sets how the unit of a module accumulates and reduces gradients, and its collectives.
 
-    With True it also undoes :meth:`set_requires_all_reduce`.
-    """
-    for unit in units_of(self, recurse=recurse):
-        unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
-
-
-def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Sum gradients over the replicate group in later backwards, or over the shard group only (hybrid sharding).
-
-    With False a backward reduce-scatters, sets no gradients, and keeps each rank's shard. The next backward with True
-    adds it before the all-reduce. Without a replicate group it has no effect.
-    """
-    for unit in units_of(self, recurse=recurse):
-        unit.policy.all_reduce = requires_all_reduce
-
-
-def set_reduce_scatter_divide_factor(self: nn.Module, factor: float) -> None:
-    """Call :meth:`set_gradient_divide_factor`, the name that replaced this one."""
-    warnings.warn(
-        "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    set_gradient_divide_factor(self, factor)
-
-
-def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
-    """Accept the request that backends get sums of gradients only, which is always so here.
-
-    Gradients are divided after the sum, fp16 also before it, by the library itself.
+    Settings are read in later steps, and every rank must make the same ones. With ``recurse`` a setting is made for the
+    units below the module too.
     """
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in later backwards, over all ranks, or accumulate unreduced ones (gradient accumulation).
 
-def set_all_reduce_hook(self: nn.Module, hook: Callable[[torch.Tensor], object], *, stream: Any = None) -> None:
-    """Call ``hook`` with each reduced gradient of this module's unit, for example to all-reduce it over more ranks.
+        With True it also undoes :meth:`set_requires_all_reduce`.
+        """
+        for unit in units_of(self, recurse=recurse):
+            unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
 
-    Every rank calls it in the same order.
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Sum gradients over the replicate group in later backwards, or over the shard group only (hybrid sharding).
 
-    Args:
-        hook: gets the rank's shard (1-D, in the reduce dtype, with padding) and changes it in place. It is divided
-            already: after the reduce-scatter, or on a hybrid mesh after the all-reduce.
-        stream: accelerator stream that is current in the hook; None for the stream of the reduce-scatters.
+        With False a backward reduce-scatters, sets no gradients, and keeps each rank's shard. The next backward with
+        True adds it before the all-reduce. Without a replicate group it has no effect.
+        """
+        for unit in units_of(self, recurse=recurse):
+            unit.policy.all_reduce = requires_all_reduce
 
-    Raises:
-        OptionTypeError: ``hook`` is not callable.
-        OptionError: ``stream`` was given on a hybrid mesh, or the module's parameters are on several meshes.
-    """
-    unit = _only_unit(self, "An all-reduce hook")
-    if not callable(hook):
-        raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
-    if stream is not None and unit.options.strategy.replicates:
-        raise OptionError(
-            f"Unit {unit.name!r} is on a hybrid mesh, whose all-reduce has a stream of its own: leave stream out. It "
-            "is for a hook that does the all-reduce of a mesh of one dim."
-        )
-    unit.policy.all_reduce_hook, unit.policy.all_reduce_hook_stream = hook, stream
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, for this module.
 
+        Raises:
+            OptionTypeError: ``factor`` is not a number.
+            OptionError: it is zero.
+        """
+        _divide_by(factor, units_of(self, recurse=False))
 
-def set_post_optim_event(self: nn.Module, event: torch.Event) -> None:
-    """Have the next all-gather wait for ``event`` in place of everything issued on the compute stream.
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept the request that backends get sums of gradients only, which is always so here.
 
-    By default the first all-gather of a forward waits for all compute issued before, which includes the optimizer's
-    step. ``event``, recorded after that step, counts once, for the next forward of the outermost module. On the CPU
-    there is nothing to wait for.
-    """
-    schedule_of(self, own_unit(self)).streams.set_post_optim_event(event)
+        Gradients are divided after the sum, fp16 also before it, by the library itself.
+        """
 
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced gradient of this module's unit, for example to all-reduce it over more ranks.
 
-def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int, *, recurse: bool = True) -> None:
-    """Set how many reductions may be in flight, each with its flat gradient, while backward goes on.
+        Every rank calls it in the same order.
 
-    More of them hide a slow network, and take the memory of more gradients. The default is 2 on accelerators and 1 on
-    the CPU.
+        Args:
+            hook: gets the rank's shard (1-D, in the reduce dtype, with padding) and changes it in place. It is divided
+                already: after the reduce-scatter, or on a hybrid mesh after the all-reduce.
+            stream: accelerator stream that is current in the hook; None for the stream of the reduce-scatters.
 
-    Raises:
-        OptionTypeError: not an int.
-        OptionError: less than 1.
-    """
-    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-        raise OptionTypeError(f"max_input_buffers must be an int; got {max_input_buffers!r}.")
-    if max_input_buffers < 1:
-        raise OptionError(f"max_input_buffers must be at least 1; got {max_input_buffers}.")
-    for unit in units_of(self, recurse=recurse):
-        unit.policy.max_in_flight = max_input_buffers
-
-
-def set_reduce_scatter_unused_params(
-    self: nn.Module, reduce_scatter_unused_params: bool, *, recurse: bool = True
-) -> None:
-    """Give parameters of a reduced unit that no rank has used gradients of zeros, or None.
-
-    In either case a unit's ranks reduce zeros for parameters that only other ranks have used.
-    """
-    for unit in units_of(self, recurse=recurse):
-        unit.policy.zeros_for_unused = reduce_scatter_unused_params
-
-
-# -- collectives ------------------------------------------------------------------------------------------------------
-
-
-def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
-    """Replace the all-gather of this module's unit in later steps. Every rank must replace it.
-
-    Args:
-        comm: an object of FSDP2's interface: ``allocate(size, *, dtype, device)`` returns the output (1-D), in which
-            this rank's slice is then the input; ``comm(output_tensor, input_tensor, group, async_op=True)`` returns
-            the work, or None if the output is ready. Two may be in flight, so ``allocate`` must not return memory that
-            is in use. The output is copied to the unit's buffer; for objects that may write there themselves see
-            :func:`fsdp_flat.collectives.use_collectives`.
-
-    Raises:
-        OptionTypeError: ``comm`` is not callable or has no ``allocate``.
-        OptionError: the module's parameters are on several meshes.
-        PhaseError: a step is under way.
-    """
-    _replace(_only_unit(self, "A custom all-gather"), all_gather=comm, gather_memory=_allocate_of(comm))
-
-
-def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
-    """Replace the reduce-scatter of this module's unit in later steps. Every rank must replace it.
-
-    Args:
-        comm: an object of FSDP2's interface: ``allocate(size, *, dtype, device)`` returns the input and the output
-            (1-D); ``comm(output_tensor, input_tensor, group, op, async_op=True)`` sums, since ``op`` is always
-            ``ReduceOp.SUM``, and returns the work, or None if the output is ready.
-
-    Raises:
-        OptionTypeError: ``comm`` is not callable or has no ``allocate``.
-        OptionError: the module's parameters are on several meshes.
-        PhaseError: a step is under way.
-    """
-    _replace(_only_unit(self, "A custom reduce-scatter"), reduce_scatter=comm, reduce_memory=_allocate_of(comm))
-
-
-def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: bool) -> None:
-    """Take the memory of this module's all-gathers and reduce-scatters from the allocator of the group's backend.
-
-    NCCL then communicates without copies of its own on some networks. Tensors are copied between that memory and the
-    unit's buffers. ``enable=False`` returns to the unit's buffers alone.
-
-    Raises:
-        PhaseError: (an AssertionError) a custom all-gather or reduce-scatter is set, which allocates by itself; or a
-            step is under way.
-        UnsupportedError: the backend has no allocator, as gloo.
-    """
-    choices = {}
-    for unit in units_of(self, recurse=False):
-        choice, shard, device = unit.collective_choice, unit.options.groups.shard, unit.options.device
-        if choice.all_gather is not None or choice.reduce_scatter is not None:
-            raise PhaseError(
-                f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. "
-                "Use either those or set_allocate_memory_from_process_group_for_comm."
+        Raises:
+            OptionTypeError: ``hook`` is not callable.
+            OptionError: ``stream`` was given on a hybrid mesh, or the module's parameters are on several meshes.
+        """
+        unit = _only_unit(self, "An all-reduce hook")
+        if not callable(hook):
+            raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
+        if stream is not None and unit.options.strategy.replicates:
+            raise OptionError(
+                f"Unit {unit.name!r} is on a hybrid mesh, whose all-reduce has a stream of its own: leave stream out. "
+                "It is for a hook that does the all-reduce of a mesh of one dim."
             )
-        groups = [shard.group, (choice.reduce_group or shard).group]
-        gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
-        choices[unit] = replace(choice, gather_memory=gather, reduce_memory=reduce)
-    replace_collectives(choices)
+        unit.policy.all_reduce_hook, unit.policy.all_reduce_hook_stream = hook, stream
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next all-gather wait for ``event`` in place of everything issued on the compute stream.
 
-def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:
-    """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
+        By default the first all-gather of a forward waits for all compute issued before, which includes the optimizer's
+        step. ``event``, recorded after that step, counts once, for the next forward of the outermost module. On the CPU
+        there is nothing to wait for.
+        """
+        schedule_of(self, own_unit(self)).streams.set_post_optim_event(event)
 
-    Every rank of the shard groups must call this, because it creates a group for each. ``enable=False`` returns to the
-    shard group.
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many reductions may be in flight, each with its flat gradient, while backward goes on.
 
-    Raises:
-        PhaseError: a step is under way.
-    """
-    units = [unit for unit in units_of(self, recurse=recurse) if unit.options.groups.shard.size > 1]
-    _check_between_steps(units)  # before a group is created
-    second = {
-        unit.options.groups.shard: unit.collective_choice.reduce_group
-        for unit in units_of(self)
-        if enable and unit.collective_choice.reduce_group is not None
-    }
-    for unit in units:
-        shard = unit.options.groups.shard
-        if enable and shard not in second:
-            second[shard] = second_group(shard)
-        _replace(unit, reduce_group=second.get(shard))
+        More of them hide a slow network, and take the memory of more gradients. The default is 2 on accelerators and 1
+        on the CPU.
 
+        Raises:
+            OptionTypeError: not an int.
+            OptionError: less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise OptionTypeError(f"max_input_buffers must be an int; got {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise OptionError(f"max_input_buffers must be at least 1; got {max_input_buffers}.")
+        for unit in units_of(self, recurse=recurse):
+            unit.policy.max_in_flight = max_input_buffers
 
-def set_symm_mem_for_comm(self: nn.Module, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
-    """Refuse symmetric memory, which the library does not allocate.
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Give parameters of a reduced unit that no rank has used gradients of zeros, or None.
 
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        f"Unit {own_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. "
-        "Call set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or "
-        "pass an object whose allocate returns symmetric memory to set_custom_all_gather."
-    )
+        In either case a unit's ranks reduce zeros for parameters that only other ranks have used.
+        """
+        for unit in units_of(self, recurse=recurse):
+            unit.policy.zeros_for_unused = reduce_scatter_unused_params
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take the memory of this module's all-gathers and reduce-scatters from the allocator of the group's backend.
+
+        NCCL then communicates without copies of its own on some networks. Tensors are copied between that memory and
+        the unit's buffers. ``enable=False`` returns to the unit's buffers alone.
+
+        Raises:
+            PhaseError: (an AssertionError) a custom all-gather or reduce-scatter is set, which allocates by itself; or
+                a step is under way.
+            UnsupportedError: the backend has no allocator, as gloo.
+        """
+        choices = {}
+        for unit in units_of(self, recurse=False):
+            choice, shard, device = unit.collective_choice, unit.options.groups.shard, unit.options.device
+            if choice.all_gather is not None or choice.reduce_scatter is not None:
+                raise PhaseError(
+                    f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate "
+                    "returns. Use either those or set_allocate_memory_from_process_group_for_comm."
+                )
+            groups = [shard.group, (choice.reduce_group or shard).group]
+            gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
+            choices[unit] = replace(choice, gather_memory=gather, reduce_memory=reduce)
+        replace_collectives(choices)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Replace the all-gather of this module's unit in later steps. Every rank must replace it.
+
+        Args:
+            comm: an object of FSDP2's interface: ``allocate(size, *, dtype, device)`` returns the output (1-D), in
+                which this rank's slice is then the input; ``comm(output_tensor, input_tensor, group, async_op=True)``
+                returns the work, or None if the output is ready. Two may be in flight, so ``allocate`` must not return
+                memory that is in use. The output is copied to the unit's buffer; for objects that may write there
+                themselves see :func:`fsdp_flat.collectives.use_collectives`.
+
+        Raises:
+            OptionTypeError: ``comm`` is not callable or has no ``allocate``.
+            OptionError: the module's parameters are on several meshes.
+            PhaseError: a step is under way.
+        """
+        _replace(_only_unit(self, "A custom all-gather"), all_gather=comm, gather_memory=_allocate_of(comm))
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Replace the reduce-scatter of this module's unit in later steps. Every rank must replace it.
+
+        Args:
+            comm: an object of FSDP2's interface: ``allocate(size, *, dtype, device)`` returns the input and the output
+                (1-D); ``comm(output_tensor, input_tensor, group, op, async_op=True)`` sums, since ``op`` is always
+                ``ReduceOp.SUM``, and returns the work, or None if the output is ready.
+
+        Raises:
+            OptionTypeError: ``comm`` is not callable or has no ``allocate``.
+            OptionError: the module's parameters are on several meshes.
+            PhaseError: a step is under way.
+        """
+        _replace(_only_unit(self, "A custom reduce-scatter"), reduce_scatter=comm, reduce_memory=_allocate_of(comm))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
+
+        Every rank of the shard groups must call this, because it creates a group for each. ``enable=False`` returns to
+        the shard group.
+
+        Raises:
+            PhaseError: a step is under way.
+        """
+        units = [unit for unit in units_of(self, recurse=recurse) if unit.options.groups.shard.size > 1]
+        _check_between_steps(units)  # before a group is created
+        second = {
+            unit.options.groups.shard: unit.collective_choice.reduce_group
+            for unit in units_of(self)
+            if enable and unit.collective_choice.reduce_group is not None
+        }
+        for unit in units:
+            shard = unit.options.groups.shard
+            if enable and shard not in second:
+                second[shard] = second_group(shard)
+            _replace(unit, reduce_group=second.get(shard))
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
+        """Refuse symmetric memory, which the library does not allocate.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"Unit {own_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. "
+            "Call set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or "
+            "pass an object whose allocate returns symmetric memory to set_custom_all_gather."
+        )
 
 
 def _only_unit(module: nn.Module, what: str) -> Unit:
