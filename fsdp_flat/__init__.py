@@ -1,23 +1,10 @@
 """Provides fully sharded data parallelism with FSDP1's and FSDP2's interfaces, on CPUs and accelerators."""
 
 from fsdp_flat import torch_version  # first: with an old torch, any of the others may fail
-from fsdp_flat.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+
+# isort: split
+from fsdp_flat import api
+from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat.compat import install, installed, uninstall
 from fsdp_flat.composable import (
@@ -54,33 +41,18 @@ from fsdp_flat.state import OptimStateHandler, StatePart, register_optim_state_h
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FsdpFlatError",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
     "MatrixOptimizer",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
     "OptimStateHandler",
-    "OptimStateKeyType",
     "ShardedEMA",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "StatePart",
     "UnshardHandle",
     "clean_named_modules",
@@ -109,3 +81,4 @@ __all__ = [
     "unwrap",
     "whole_shape",
 ]
+__all__ += api.__all__
