@@ -19,13 +19,11 @@ from fsdp_flat.checkpoint.directory import (
     SAVING,
     Consensus,
     boxed_state_dict,
-    is_replica,
     path_of_user,
     progress_bar,
-    shard_group_of,
 )
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm import ALONE, P2PChannels, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
@@ -110,11 +108,25 @@ def _entries_of(
 
 
 def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
-    """Return the shard group of the entries; without a sharded one that of a unit, of which one rank writes."""
-    params = [entry.param for entry in entries if entry.param is not None]
-    if params:
-        return shard_group_of(params)
+    """Return the one shard group of the entries; without a managed one that of a unit, of which one rank writes."""
+    groups = {entry.param.rank_group for entry in entries if entry.param is not None}
+    sharded = [rank_group for rank_group in groups if rank_group.size > 1]
+    if len(sharded) > 1:
+        raise UnsupportedError(
+            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
+            "Stream the parts one by one, or use SHARDED_STATE_DICT."
+        )
+    if groups:
+        return sharded[0] if sharded else ALONE
     return max((unit.options.groups.shard for unit in units_of(model)), key=lambda group: group.size)
+
+
+def _is_replica(model: nn.Module) -> bool:
+    """Return whether this rank is a replica of a rank that writes."""
+    groups = [unit.options.groups for unit in units_of(model)]
+    sharded = [each for each in groups if each.shard.size > 1]
+    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
+    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
 def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
@@ -122,19 +134,19 @@ def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> to
 
     Every rank of the shard group, and of the groups of tensor parallelism, must call this.
     """
-    if entry.param is None:
-        assert entry.value is not None
-        return full_tensor(entry.value) if isinstance(entry.value, DTensor) else entry.value.clone()
-    rank_group, adapter = entry.param.rank_group, entry.param.adapter
-    shard = StateShard(entry.param, entry.held(), entry.param.shape)
-    # An unsharded parameter is complete on every rank already.
+    param, value = entry.param, entry.value
+    rank_group = ALONE if param is None else param.rank_group
+    # An unsharded tensor is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
-    if isinstance(entry.value, DTensor):
-        full = full_tensor(entry.value)
-        return full if dst in (None, rank_group.rank) else None
-    part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
+    is_here = dst in (None, rank_group.rank)
+    if value is not None:
+        full = full_tensor(value) if isinstance(value, DTensor) else value.clone()
+        return full if is_here else None
+    assert param is not None
+    shard = StateShard(param, param.local, param.shape)
+    part = shard.local.new_empty(shard.shape) if is_here else None
     redistribute([shard.transfer_to(dst, part)], channels)
-    return None if part is None else adapter.full_tensor(adapter.from_local(part))
+    return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
 
 
 def iter_full_state_dict(
@@ -237,7 +249,7 @@ def save_full(
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
         rank_group = _shard_group(model, entries)
         # Replicas and ranks that do not write only take part in the transfers.
-        rank = None if is_replica(model) else rank_group.rank
+        rank = None if _is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
         directory = path_of_user(directory, "directory")
         files = _planned(entries, directory, max_file_bytes)
