@@ -34,6 +34,7 @@ from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+from fsdp_flat.state.pending_states import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
@@ -266,7 +267,7 @@ class CheckpointValues:
 
     def _add_model(self, *, copy: bool) -> None:
         """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
-        from fsdp_flat.checkpoint.dcp_files import packed, unpacked
+        from fsdp_flat.checkpoint.dcp_files import packed
 
         for unit in units_of(self._model):
             unit.check_idle("save_checkpoint")
@@ -323,8 +324,6 @@ class CheckpointValues:
 
         Rows are serialized, so that training can change the live ones while a thread writes.
         """
-        from fsdp_flat.checkpoint.dcp_files import serialized
-
         index, rank = self._index, self._together.rank
         by_name = {**index.by_name, **index.dtensors_by_name}
 
@@ -365,8 +364,6 @@ class CheckpointValues:
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
-        from fsdp_flat.checkpoint.dcp_files import serialized, unpacked
-
         if "optim" in self.plain:
             state: dict[str, dict[str, Any]] = {}
             for text in filter(None, each_rows):
