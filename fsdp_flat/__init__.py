@@ -82,3 +82,4 @@ __all__ = [
     "whole_shape",
 ]
 __all__ += api.__all__
+__all__.sort()
