@@ -145,7 +145,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     joined.update(by_ranks)
     # Meshes of other parameters, experts among them, divide the same ranks in other ways.
     largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
-    joint = next(iter(by_ranks.values()), units[0].options.groups.process_group)
+    joint = units[0].options.groups.process_group
     if len(largest) == 1 and largest[0] in by_ranks:
         joint = by_ranks[largest[0]]
     elif largest:
