@@ -125,7 +125,6 @@ class MatrixOptimizer(Optimizer):
         self._max_nbytes = max_nbytes
         self._inner: Optimizer | None = None
         self._owned: list[OwnedParam] = []
-        self._rounds: list[list[OwnedParam]] = []
         self._param_ids: list[list[int]] = []
         self._compared: list[RankGroup] = []
         self._linked: list[RankGroup] = []
@@ -161,11 +160,11 @@ class MatrixOptimizer(Optimizer):
                 self._inner.add_param_group(self._inner_group(index, self.param_groups[-1]))
                 self._finish_groups()
         except Exception:
-            del self.param_groups[num_groups:], self._inner.param_groups[num_groups:]
+            for groups in (self.param_groups, self._inner.param_groups, self._param_ids):
+                del groups[num_groups:]
             for entry in self._owned[num_owned:]:
                 del self.state_owners[entry.param]
             del self._owned[num_owned:]
-            self._plan_steps()
             raise
 
     @contextmanager
@@ -215,12 +214,8 @@ class MatrixOptimizer(Optimizer):
         for entry in self._owned:
             if not entry.is_owner and self._inner.state.pop(entry.whole, None) is not None:
                 self.state[entry.param] = {}
-        self._plan_steps()
-        self._show_states()
-
-    def _plan_steps(self) -> None:
-        self._rounds = list(rounds_of(self._owned, self._max_nbytes))
         self._param_ids = [[id(param) for param in group["params"]] for group in self.param_groups]
+        self._show_states()
 
     def _show_states(self, *, after_step: bool = False) -> None:
         """Set ``state`` to the inner optimizer's states of this rank's parameters.
@@ -270,7 +265,7 @@ class MatrixOptimizer(Optimizer):
         every = [param for group in self.param_groups for param in group["params"]]
         unmanaged = [param for param in every if param not in self.state_owners]
         grads = [param.grad for param in unmanaged]
-        for entries in self._rounds or [[]]:
+        for entries in list(rounds_of(self._owned, self._max_nbytes)) or [[]]:
             with unguarded():
                 for entry in entries:
                     entry.gather(channels, has_grad=entry in with_grad)
