@@ -288,15 +288,13 @@ def _get_fsdp_states(module: nn.Module) -> list[UndocumentedMembers]:
     return [child for child in module.modules() if isinstance(child, UndocumentedMembers)]
 
 
-def _get_fsdp_states_with_modules(
-    module: nn.Module,
-) -> tuple[list[UndocumentedMembers], list[UndocumentedMembers]]:
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[UndocumentedMembers], list[UndocumentedMembers]]:
     return _get_fsdp_states(module), _get_fsdp_states(module)
 
 
 def _get_fsdp_root_states(module: nn.Module) -> list[UndocumentedMembers]:
-    wrapper: Any = next(iter(_get_fsdp_states(module)), None)
-    return [] if wrapper is None else wrapper.fsdp_modules(module, root_only=True)
+    wrapper: Any = _get_fsdp_states(module)[0]
+    return wrapper.fsdp_modules(module, root_only=True)
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:

@@ -89,11 +89,11 @@ class GroupMember:
 
     @property
     def rank(self) -> int:
-        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+        return dist.get_rank(self.process_group)
 
     @property
     def world_size(self) -> int:
-        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+        return dist.get_world_size(self.process_group)
 
 
 class _ShardParamInfo(NamedTuple):
