@@ -173,8 +173,7 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
     """
     if (other := _running.get(directory.resolve())) is not None:
         wait([other._work])
-    units = units_of(model)
-    background = units[0].background if units else None
+    background = units_of(model)[0].background
     if background is not None and (text := background.finish()):
         warn_user(text, stacklevel=3)
 
@@ -239,7 +238,7 @@ class CheckpointValues:
             self._add_model(copy=copy)
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
-                contents = contents_of(optim, index=self._index)
+                contents = contents_of(optim, self._index)
                 check_optim(contents, self._index)
             if rank == 0:
                 self._prepare(directory, step)
@@ -359,8 +358,10 @@ class CheckpointValues:
     def nbytes(self) -> int:
         """Size of this rank's tensors in bytes."""
         states = self.tensors.get("optim", {"state": {}})["state"]
-        tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
-        return sum(_nbytes_of(each) for each in tensors)
+        values = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
+        each_parts = [value.parts if isinstance(value, BoxedTensor) else (value,) for value in values]
+        parts = [part for found in each_parts for part in found]
+        return sum((part.to_local() if isinstance(part, DTensor) else part).nbytes for part in parts)
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
@@ -370,13 +371,6 @@ class CheckpointValues:
                 state = {**unpacked(base64.b64decode(text)), **state}
             self.plain["optim"]["state"] = state
         return serialized(self.plain)
-
-
-def _nbytes_of(value: torch.Tensor) -> int:
-    """Return the bytes of this rank's part of a value."""
-    if isinstance(value, BoxedTensor):
-        return sum(part.nbytes for part in value.parts)
-    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
 
 
 def _write(values: CheckpointValues, directory: Path, keep_last: int, together: Consensus) -> None:
