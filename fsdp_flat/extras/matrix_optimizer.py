@@ -21,27 +21,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_flat.comm import (
-    ErrorTexts,
-    P2PChannels,
-    RankGroup,
-    agree,
-    control_device,
-    exchange_ints,
-    true_on_any_rank,
-)
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, control_device, exchange_ints, true_on_any_rank
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
-from fsdp_flat.extras.matrix_owners import (
-    GradStatus,
-    OwnedParam,
-    balanced_owners,
-    check_param,
-    check_status,
-    rounds_of,
-)
+from fsdp_flat.extras.matrix_owners import GradStatus, OwnedParam, balanced_owners, check_param, check_status, rounds_of
 from fsdp_flat.extras.names import whole_shape
 from fsdp_flat.flat import check_module, unguarded
-from fsdp_flat.state import ParamIndex
+from fsdp_flat.state import ParamIndex, redistribute
 
 _ERROR_TEXTS = ErrorTexts(
     "giving parameters to a MatrixOptimizer",
@@ -260,16 +245,13 @@ class MatrixOptimizer(Optimizer):
             with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
-        channels = P2PChannels()
         # The inner optimizer holds parameters that no unit manages itself; they are updated in the first round alone.
         every = [param for group in self.param_groups for param in group["params"]]
         unmanaged = [param for param in every if param not in self.state_owners]
         grads = [param.grad for param in unmanaged]
         for entries in list(rounds_of(self._owned, self._max_nbytes)) or [[]]:
             with unguarded():
-                for entry in entries:
-                    entry.gather(channels, has_grad=entry in with_grad)
-                channels.wait()
+                redistribute([each for entry in entries for each in entry.gather(has_grad=entry in with_grad)])
             if error is None:
                 # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
@@ -279,9 +261,7 @@ class MatrixOptimizer(Optimizer):
                     # Other ranks wait for the weights, so send them before raising.
                     error = found
             with unguarded():
-                for entry in entries:
-                    entry.scatter(channels, has_grad=entry in with_grad)
-                channels.wait()
+                redistribute([entry.scatter(has_grad=entry in with_grad) for entry in entries])
                 for entry in entries:
                     entry.release(has_grad=entry in with_grad)
             for param in unmanaged:

@@ -8,13 +8,12 @@ from enum import IntEnum
 import torch
 from torch import nn
 
-from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, FlatParameter, set_grad
-from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
+from fsdp_flat.layout import Interval, Partition, ReplicatedPartition
 from fsdp_flat.state import IndexedParam, ParamIndex
-
-_NO_MOVES = TransferPlan((), (), None)
+from fsdp_flat.state.shards import TensorTransfer
 
 
 class GradStatus(IntEnum):
@@ -37,17 +36,13 @@ class OwnedParam:
 
     def __init__(self, param: nn.Parameter, managed: IndexedParam, owner: int) -> None:
         self.param, self.managed, self.owner = param, managed, owner
-        self.rank_group, pieces = managed.rank_group, managed.partition
+        self.rank_group = managed.rank_group
         self.is_owner = self.rank_group.rank == owner
-        self.numel = pieces.numel
+        self.numel = managed.partition.numel
         self.whole = nn.Parameter(self._without_memory(), requires_grad=param.requires_grad)
         # Keep attributes by which an optimizer distinguishes parameters.
         self.whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
-        self.is_on_one_rank = pieces[owner].numel == self.numel
-        self._to_owner, self._from_owner = _NO_MOVES, _NO_MOVES
-        if not self.is_on_one_rank:
-            full, rank = ReplicatedPartition(self.numel, owner, self.rank_group.size), self.rank_group.rank
-            self._to_owner, self._from_owner = plan_transfer(pieces, full, rank), plan_transfer(full, pieces, rank)
+        self.is_on_one_rank = managed.partition[owner].numel == self.numel
 
     def _without_memory(self) -> torch.Tensor:
         """Return a tensor of the unsharded shape that has one element in memory."""
@@ -62,8 +57,8 @@ class OwnedParam:
             return GradStatus.NO_ELEMENTS
         return GradStatus.NO_GRAD if self.param.grad is None else GradStatus.HAS_GRAD
 
-    def gather(self, channels: P2PChannels, *, has_grad: bool) -> None:
-        """Begin to send weight and gradient, if this rank has one, to the owner's unsharded parameter."""
+    def gather(self, *, has_grad: bool) -> list[TensorTransfer]:
+        """Describe the transfers of weight and gradient, if this rank has one, to the owner's unsharded parameter."""
         param, grad = self.param.detach().reshape(-1), self.param.grad
         sources = [param, param if grad is None else grad.detach().reshape(-1)]
         targets: Sequence[torch.Tensor | None] = (None, None)
@@ -72,22 +67,24 @@ class OwnedParam:
             self.whole.requires_grad_(self.param.requires_grad)
             self.whole.data = found[0].view(self.managed.shape)
             set_grad(self.whole, found[1].view(self.managed.shape))
-        for source, target in zip(sources, targets, strict=True):
-            self._transfer(channels, self._to_owner if has_grad else _NO_MOVES, source, target)
+        return [self._transfer(source, target, has_grad) for source, target in zip(sources, targets, strict=True)]
 
-    def scatter(self, channels: P2PChannels, *, has_grad: bool) -> None:
-        """Begin to send the weight from the owner back to the local shards."""
+    def scatter(self, *, has_grad: bool) -> TensorTransfer:
+        """Describe the transfer of the weight from the owner back to the local shards."""
         target = self.param.detach().reshape(-1)
         source = self.whole.detach().reshape(-1) if has_grad and self.is_owner else None
         if source is not None and self.is_on_one_rank and source.data_ptr() != target.data_ptr():
             target.copy_(source)
-        self._transfer(channels, self._from_owner if has_grad else _NO_MOVES, source, target)
+        return self._transfer(target, source, has_grad).reversed()
 
-    def _transfer(
-        self, channels: P2PChannels, plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None
-    ) -> None:
+    def _transfer(self, local: torch.Tensor, full: torch.Tensor | None, has_grad: bool) -> TensorTransfer:
+        """Describe a transfer from local shards to the owner; of nothing without a gradient, or if one rank has all."""
+        held: Partition = self.managed.partition
+        wanted: Partition = ReplicatedPartition(self.numel, self.owner, self.rank_group.size)
+        if self.is_on_one_rank or not has_grad:
+            wanted, full = held, None
         # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
-        channels.add(self.rank_group, self.managed.unit.options.device, plan, source, target, nbytes=0)
+        return TensorTransfer(self.rank_group, held, wanted, local, full, self.managed.unit.options.device, nbytes=0)
 
     def release(self, *, has_grad: bool) -> None:
         """Free the memory of the unsharded weight and gradient, after the transfers."""
