@@ -21,14 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.checkpoint.directory import (
-    LOADING,
-    SAVING,
-    Consensus,
-    ProgressBar,
-    boxed_state_dict,
-    progress_bar,
-)
+from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn

@@ -27,16 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
-from fsdp_flat.comm import (
-    ErrorTexts,
-    RankGroup,
-    agree,
-    barrier,
-    digest_of,
-    exchange_bytes,
-    exchange_ints,
-    global_ranks,
-)
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, barrier, digest_of, exchange_bytes, exchange_ints, global_ranks
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_in

@@ -14,21 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.directory import (
-    LOADING,
-    SAVING,
-    Consensus,
-    boxed_state_dict,
-    path_of_user,
-    progress_bar,
-)
+from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, boxed_state_dict, path_of_user, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.comm import ALONE, P2PChannels, RankGroup
+from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import BoxedTensor, IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
+from fsdp_flat.state import IndexedParam, LoadPlan, ParamIndex, StateShard, full_tensor, local_from, redistribute
+from fsdp_flat.state.codecs import FULL, BoxedTensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -50,13 +44,6 @@ class _Entry:
     template: torch.Tensor
     param: IndexedParam | None
     same_as: str | None
-
-    def held(self) -> torch.Tensor:
-        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (a view; 1-D if flat)."""
-        if self.value is not None:
-            return self.value.to_local() if isinstance(self.value, DTensor) else self.value
-        assert self.param is not None
-        return self.param.local
 
 
 def _entries_of(
@@ -129,7 +116,7 @@ def _is_replica(model: nn.Module) -> bool:
     return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
-def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
+def _full_tensor_on(entry: _Entry, dst: int | None) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
     Every rank of the shard group, and of the groups of tensor parallelism, must call this.
@@ -145,7 +132,7 @@ def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> to
     assert param is not None
     shard = StateShard(param, param.local, param.shape)
     part = shard.local.new_empty(shard.shape) if is_here else None
-    redistribute([shard.transfer_to(dst, part)], channels)
+    redistribute([shard.transfer_to(dst, part)])
     return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
 
 
@@ -185,15 +172,14 @@ def iter_full_state_dict(
         raise OptionTypeError(f"dst must be a rank of the shard group, or None; got {dst!r}.")
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
         raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
-    channels, position = P2PChannels(), 0
+    remaining = iter(entries)
     try:
-        for entry in entries:
-            position += 1
-            full = _full_tensor_on(entry, dst, channels)
+        for entry in remaining:
+            full = _full_tensor_on(entry, dst)
             yield entry.name, None if full is None else full.to(entry.template.dtype)
     finally:
-        for entry in entries[position:]:
-            _full_tensor_on(entry, dst, channels)
+        for entry in remaining:
+            _full_tensor_on(entry, dst)
 
 
 def save_full(
@@ -256,12 +242,11 @@ def save_full(
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
     by_name = {entry.name: entry for entry in entries}
-    channels = P2PChannels()
     error: Exception | None = None
     with bar(sum(file.nbytes for file in files)) as update:
         for writer, file, name in _in_turn(files, num_writers):
             template = file.tensors[name]
-            full = _full_tensor_on(by_name[name], writer, channels)
+            full = _full_tensor_on(by_name[name], writer)
             update(template.nbytes)
             # A rank that has failed still takes part in the remaining transfers.
             if writer == rank and full is not None and error is None:
@@ -361,7 +346,7 @@ def load_full(
     for unit in units_of(model):
         unit.check_idle("load_full")
     together.barrier("load_full")
-    planned: dict[str, tuple[_Entry, torch.Tensor]] = {}
+    plan = LoadPlan()
     with ExitStack() as stack:
         for unit in units_of(model):
             # Load into the buffers in their registered dtype, not into copies in the compute dtype.
@@ -385,19 +370,16 @@ def load_full(
                 problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
             if problems:
                 raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
-            for entry in (entry for entry in entries if entry.name in found):
-                # A tied parameter is read once, under any of its names in the file.
-                part = _local_part(entry, tensors[found[entry.name]])
-                planned.setdefault(entry.same_as or entry.name, (entry, part))
-        with torch.no_grad():
             for unit in units_of(model):
                 unit.reshard()
                 unit.adopt_changes()
                 for handle in unit.handles:
-                    handle.views.bump_version()
-            for entry, local_part in planned.values():
-                target = entry.held()
-                target.copy_(local_part.view(target.shape))
+                    plan.call(handle.views.bump_version)
+            # A tied parameter is read once, under any of its names in the file.
+            by_param = {entry.same_as or entry.name: entry for entry in reversed(entries) if entry.name in found}
+            for entry in by_param.values():
+                _plan_copy(entry, tensors[found[entry.name]], plan)
+        plan.commit()
     return missing, unexpected
 
 
@@ -415,14 +397,17 @@ def _refuse_computed(model: nn.Module, entries: list[_Entry]) -> None:
             )
 
 
-def _local_part(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a full tensor that this rank's part of an entry holds, in its order, 1-D."""
-    param = entry.param
-    if param is not None and entry.value is not None:
-        full = local_from(param, full)
-    elif param is not None:
-        full = param.adapter.local_slice(full).reshape(-1)[param.local_shard.in_param.to_slice()]
-    return full.reshape(-1)
+def _plan_copy(entry: _Entry, full: torch.Tensor, plan: LoadPlan) -> None:
+    """Plan the copy of a full tensor to this rank's part of an entry."""
+    value, param = entry.value, entry.param
+    if value is None:
+        assert param is not None
+        FULL.decode(full, StateShard(param, param.local, param.shape), plan)
+    elif param is None:
+        plan.copy(value, full)
+    else:
+        assert isinstance(value, DTensor)
+        plan.copy(value.to_local(), local_from(param, full))
 
 
 def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

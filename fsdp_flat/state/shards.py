@@ -401,12 +401,12 @@ class TensorTransfer:
         return replace(self, held=self.wanted, wanted=self.held, source=self.target, target=self.source)
 
 
-def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
+def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
     Every rank of the groups must call this with the same tensors in the same order.
     """
-    channels = channels or P2PChannels()
+    channels = P2PChannels()
     for each in transfers:
         transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
         channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
