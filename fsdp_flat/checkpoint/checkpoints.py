@@ -27,7 +27,7 @@ from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
-from fsdp_flat.state.pending_states import serialized, unpacked
+from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.

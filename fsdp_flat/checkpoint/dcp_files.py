@@ -42,7 +42,7 @@ from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
-from fsdp_flat.state.pending_states import serialized, unpacked
+from fsdp_flat.state.shards import serialized, unpacked
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

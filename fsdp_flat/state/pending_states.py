@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer
+from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer, serialized, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +111,6 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
             if isinstance(value, torch.Tensor) and value.is_meta:
                 row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
     return dict(described)
-
-
-def serialized(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Return the value that :func:`serialized` has serialized."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:

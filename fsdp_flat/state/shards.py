@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,9 +130,7 @@ class IndexedParam:
     @property
     def is_on_other_ranks(self) -> bool:
         """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
-        if not self.is_original or not self.local_shard.is_empty:
-            return False
-        return self.handle.layout.param_infos[self.index].numel > 0
+        return self.is_original and self.local_shard.is_empty and math.prod(self.shape) > 0
 
     def __deepcopy__(self, _memo: Any) -> IndexedParam:
         return self  # a copy of a value is of the same parameter
@@ -333,6 +332,18 @@ def plain_from_json(kind: str, value: Any) -> Any:
     if kind == "pickle":
         return pickle.loads(base64.b64decode(value))
     return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
+
+
+def serialized(value: Any) -> bytes:
+    """Serialize ``value`` by ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the value that :func:`serialized` has serialized."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 @dataclass(slots=True, eq=False)
