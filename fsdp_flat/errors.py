@@ -20,21 +20,6 @@ written for FSDP1 still works.
 
 from __future__ import annotations
 
-__all__ = [
-    "FsdpFlatError",
-    "LoadError",
-    "MaterializeError",
-    "OptionError",
-    "OptionTypeError",
-    "PeerFailureError",
-    "PhaseError",
-    "RankMismatchError",
-    "TiedParameterError",
-    "UnsupportedError",
-    "UsageError",
-    "some_of",
-]
-
 
 class FsdpFlatError(Exception):
     """Groups all errors that fsdp_flat raises on purpose, as their base class."""

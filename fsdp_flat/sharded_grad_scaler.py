@@ -65,7 +65,13 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_group(process_group)
+        # Check the methods in use: a simulated group need not be torch's class. Ranks outside a group hold a marker.
+        is_group = all(callable(getattr(process_group, name, None)) for name in ("rank", "size"))
+        if process_group is not None and not is_group and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise OptionTypeError(
+                f"process_group must be a torch.distributed.ProcessGroup or None; got {type(process_group).__name__}. "
+                "For a hybrid strategy pass None: every rank has a say."
+            )
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
@@ -247,17 +253,6 @@ class ShardedGradScaler(GradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         torch._amp_update_scale_(scale, tracker, found_inf, *factors)
-
-
-def _check_group(group: Any) -> None:
-    # Check the methods in use: a simulated group need not be torch's class. Ranks outside a group hold a marker.
-    is_group = all(callable(getattr(group, name, None)) for name in ("rank", "size"))
-    if group is None or is_group or group == dist.GroupMember.NON_GROUP_MEMBER:
-        return
-    raise OptionTypeError(
-        f"process_group must be a torch.distributed.ProcessGroup or None; got {type(group).__name__}. For a hybrid "
-        "strategy pass None: every rank has a say."
-    )
 
 
 def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.device:

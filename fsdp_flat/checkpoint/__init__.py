@@ -2,13 +2,3 @@
 
 from fsdp_flat.checkpoint.checkpoints import CheckpointSave, LoadedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint.full_files import iter_full_state_dict, load_full, save_full
-
-__all__ = [
-    "CheckpointSave",
-    "LoadedCheckpoint",
-    "iter_full_state_dict",
-    "load_checkpoint",
-    "load_full",
-    "save_checkpoint",
-    "save_full",
-]

@@ -21,19 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.checkpoint.directory import (
-    LOADING,
-    SAVING,
-    Consensus,
-    ProgressBar,
-    boxed_state_dict,
-    progress_bar,
-)
+from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
@@ -172,8 +166,7 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
     """
     if (other := _running.get(directory.resolve())) is not None:
         wait([other._work])
-    units = units_of(model)
-    background = units[0].background if units else None
+    background = units_of(model)[0].background
     if background is not None and (text := background.finish()):
         warn_user(text, stacklevel=3)
 
@@ -238,7 +231,7 @@ class CheckpointValues:
             self._add_model(copy=copy)
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
-                contents = contents_of(optim, index=self._index)
+                contents = contents_of(optim, self._index)
                 check_optim(contents, self._index)
             if rank == 0:
                 self._prepare(directory, step)
@@ -266,7 +259,7 @@ class CheckpointValues:
 
     def _add_model(self, *, copy: bool) -> None:
         """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
-        from fsdp_flat.checkpoint.dcp_files import packed, unpacked
+        from fsdp_flat.checkpoint.dcp_files import packed
 
         for unit in units_of(self._model):
             unit.check_idle("save_checkpoint")
@@ -323,8 +316,6 @@ class CheckpointValues:
 
         Rows are serialized, so that training can change the live ones while a thread writes.
         """
-        from fsdp_flat.checkpoint.dcp_files import serialized
-
         index, rank = self._index, self._together.rank
         by_name = {**index.by_name, **index.dtensors_by_name}
 
@@ -360,26 +351,19 @@ class CheckpointValues:
     def nbytes(self) -> int:
         """Size of this rank's tensors in bytes."""
         states = self.tensors.get("optim", {"state": {}})["state"]
-        tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
-        return sum(_nbytes_of(each) for each in tensors)
+        values = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
+        each_parts = [value.parts if isinstance(value, BoxedTensor) else (value,) for value in values]
+        parts = [part for found in each_parts for part in found]
+        return sum((part.to_local() if isinstance(part, DTensor) else part).nbytes for part in parts)
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
-        from fsdp_flat.checkpoint.dcp_files import serialized, unpacked
-
         if "optim" in self.plain:
             state: dict[str, dict[str, Any]] = {}
             for text in filter(None, each_rows):
                 state = {**unpacked(base64.b64decode(text)), **state}
             self.plain["optim"]["state"] = state
         return serialized(self.plain)
-
-
-def _nbytes_of(value: torch.Tensor) -> int:
-    """Return the bytes of this rank's part of a value."""
-    if isinstance(value, BoxedTensor):
-        return sum(part.nbytes for part in value.parts)
-    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
 
 
 def _write(values: CheckpointValues, directory: Path, keep_last: int, together: Consensus) -> None:

@@ -42,6 +42,7 @@ from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
+from fsdp_flat.state.shards import serialized, unpacked
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -295,18 +296,6 @@ def _optim_template(
 
 
 # -- values that are no tensors ----------------------------------------------------------------------------------------
-
-
-def serialized(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Return the value that :func:`serialized` has serialized."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def packed(value: Any, source: str, path: str = "") -> bytes:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,20 +27,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
-from fsdp_flat.comm import (
-    ALONE,
-    ErrorTexts,
-    RankGroup,
-    agree,
-    barrier,
-    digest_of,
-    exchange_bytes,
-    exchange_ints,
-    global_ranks,
-)
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, barrier, digest_of, exchange_bytes, exchange_ints, global_ranks
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import BoxedTensor, IndexedParam, rank_groups_of, settings_for, state_dict_in
+from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_in
 
 COMMIT_NAME = "commit.json"
 # A pattern of the names that torch.distributed.checkpoint gives to a rank's files.
@@ -146,7 +136,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     joined.update(by_ranks)
     # Meshes of other parameters, experts among them, divide the same ranks in other ways.
     largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
-    joint = next(iter(by_ranks.values()), units[0].options.groups.process_group)
+    joint = units[0].options.groups.process_group
     if len(largest) == 1 and largest[0] in by_ranks:
         joint = by_ranks[largest[0]]
     elif largest:
@@ -163,25 +153,6 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
             )
     assert joint is not None
     return joint
-
-
-def shard_group_of(params: Iterable[IndexedParam]) -> RankGroup:
-    """Return the one shard group of parameters; a group of one rank if none is sharded."""
-    sharded = [rank_group for rank_group in {param.rank_group for param in params} if rank_group.size > 1]
-    if len(sharded) > 1:
-        raise UnsupportedError(
-            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
-            "Stream the parts one by one, or use SHARDED_STATE_DICT."
-        )
-    return sharded[0] if sharded else ALONE
-
-
-def is_replica(model: nn.Module) -> bool:
-    """Return whether this rank is a replica of a rank that writes."""
-    groups = [unit.options.groups for unit in units_of(model)]
-    sharded = [each for each in groups if each.shard.size > 1]
-    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
-    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
 class Consensus:
@@ -275,21 +246,17 @@ def discarded_on_error(directory: Path, step: int, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception:
-        _discard(directory, step, rank)
+        writing = writing_path(directory, step)
+        with suppress(OSError):
+            if rank == 0:
+                recover(directory)
+                shutil.rmtree(writing, ignore_errors=True)
+            else:
+                for path in writing.glob(FILES_OF_RANK.format(rank)):
+                    path.unlink()
+                # Another rank's files are there unless the directory is this rank's alone.
+                writing.rmdir()
         raise
-
-
-def _discard(directory: Path, step: int, rank: int) -> None:
-    writing = writing_path(directory, step)
-    with suppress(OSError):
-        if rank == 0:
-            recover(directory)
-            shutil.rmtree(writing, ignore_errors=True)
-            return
-        for path in writing.glob(FILES_OF_RANK.format(rank)):
-            path.unlink()
-        # Another rank's files are there unless the directory is this rank's alone.
-        writing.rmdir()
 
 
 def recover(directory: Path) -> None:
@@ -408,22 +375,18 @@ def verified(path: Path, share: int, num_shares: int) -> tuple[Commit | None, st
     found = None
     try:
         found = _read_commit(path)
-        return found, _problem_of(path, found.files, share, num_shares)
+        for name, record in found.files.items():
+            if not (path / name).exists():
+                raise LoadError(f"{path / name} is missing")
+            size = (path / name).stat().st_size
+            if size != record["size"]:
+                raise LoadError(f"{path / name} has {size} bytes, {record['size']} were written")
+        for name in list(found.files)[share::num_shares]:
+            if _record(path / name) != found.files[name]:
+                raise LoadError(f"{path / name} was altered: its checksum is not that of what was written")
+        return found, ""
     except (LoadError, OSError) as error:
         return found, str(error)
-
-
-def _problem_of(path: Path, records: Records, share: int, num_shares: int) -> str:
-    for name, record in records.items():
-        if not (path / name).exists():
-            return f"{path / name} is missing"
-        size = (path / name).stat().st_size
-        if size != record["size"]:
-            return f"{path / name} has {size} bytes, {record['size']} were written"
-    for name in list(records)[share::num_shares]:
-        if _record(path / name) != records[name]:
-            return f"{path / name} was altered: its checksum is not that of what was written"
-    return ""
 
 
 def files_of_ranks(path: Path, records: Records) -> list[Path]:

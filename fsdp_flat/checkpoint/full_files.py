@@ -14,23 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.directory import (
-    LOADING,
-    SAVING,
-    Consensus,
-    boxed_state_dict,
-    is_replica,
-    path_of_user,
-    progress_bar,
-    shard_group_of,
-)
+from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, boxed_state_dict, path_of_user, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import BoxedTensor, IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
+from fsdp_flat.state import IndexedParam, LoadPlan, ParamIndex, StateShard, full_tensor, local_from, redistribute
+from fsdp_flat.state.codecs import FULL, BoxedTensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -52,13 +44,6 @@ class _Entry:
     template: torch.Tensor
     param: IndexedParam | None
     same_as: str | None
-
-    def held(self) -> torch.Tensor:
-        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (a view; 1-D if flat)."""
-        if self.value is not None:
-            return self.value.to_local() if isinstance(self.value, DTensor) else self.value
-        assert self.param is not None
-        return self.param.local
 
 
 def _entries_of(
@@ -110,31 +95,45 @@ def _entries_of(
 
 
 def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
-    """Return the shard group of the entries; without a sharded one that of a unit, of which one rank writes."""
-    params = [entry.param for entry in entries if entry.param is not None]
-    if params:
-        return shard_group_of(params)
+    """Return the one shard group of the entries; without a managed one that of a unit, of which one rank writes."""
+    groups = {entry.param.rank_group for entry in entries if entry.param is not None}
+    sharded = [rank_group for rank_group in groups if rank_group.size > 1]
+    if len(sharded) > 1:
+        raise UnsupportedError(
+            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
+            "Stream the parts one by one, or use SHARDED_STATE_DICT."
+        )
+    if groups:
+        return sharded[0] if sharded else ALONE
     return max((unit.options.groups.shard for unit in units_of(model)), key=lambda group: group.size)
 
 
-def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
+def _is_replica(model: nn.Module) -> bool:
+    """Return whether this rank is a replica of a rank that writes."""
+    groups = [unit.options.groups for unit in units_of(model)]
+    sharded = [each for each in groups if each.shard.size > 1]
+    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
+    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
+
+
+def _full_tensor_on(entry: _Entry, dst: int | None) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
     Every rank of the shard group, and of the groups of tensor parallelism, must call this.
     """
-    if entry.param is None:
-        assert entry.value is not None
-        return full_tensor(entry.value) if isinstance(entry.value, DTensor) else entry.value.clone()
-    rank_group, adapter = entry.param.rank_group, entry.param.adapter
-    shard = StateShard(entry.param, entry.held(), entry.param.shape)
-    # An unsharded parameter is complete on every rank already.
+    param, value = entry.param, entry.value
+    rank_group = ALONE if param is None else param.rank_group
+    # An unsharded tensor is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
-    if isinstance(entry.value, DTensor):
-        full = full_tensor(entry.value)
-        return full if dst in (None, rank_group.rank) else None
-    part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
-    redistribute([shard.transfer_to(dst, part)], channels)
-    return None if part is None else adapter.full_tensor(adapter.from_local(part))
+    is_here = dst in (None, rank_group.rank)
+    if value is not None:
+        full = full_tensor(value) if isinstance(value, DTensor) else value.clone()
+        return full if is_here else None
+    assert param is not None
+    shard = StateShard(param, param.local, param.shape)
+    part = shard.local.new_empty(shard.shape) if is_here else None
+    redistribute([shard.transfer_to(dst, part)])
+    return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
 
 
 def iter_full_state_dict(
@@ -173,15 +172,14 @@ def iter_full_state_dict(
         raise OptionTypeError(f"dst must be a rank of the shard group, or None; got {dst!r}.")
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
         raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
-    channels, position = P2PChannels(), 0
+    remaining = iter(entries)
     try:
-        for entry in entries:
-            position += 1
-            full = _full_tensor_on(entry, dst, channels)
+        for entry in remaining:
+            full = _full_tensor_on(entry, dst)
             yield entry.name, None if full is None else full.to(entry.template.dtype)
     finally:
-        for entry in entries[position:]:
-            _full_tensor_on(entry, dst, channels)
+        for entry in remaining:
+            _full_tensor_on(entry, dst)
 
 
 def save_full(
@@ -237,19 +235,18 @@ def save_full(
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
         rank_group = _shard_group(model, entries)
         # Replicas and ranks that do not write only take part in the transfers.
-        rank = None if is_replica(model) else rank_group.rank
+        rank = None if _is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
         directory = path_of_user(directory, "directory")
         files = _planned(entries, directory, max_file_bytes)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
     by_name = {entry.name: entry for entry in entries}
-    channels = P2PChannels()
     error: Exception | None = None
     with bar(sum(file.nbytes for file in files)) as update:
         for writer, file, name in _in_turn(files, num_writers):
             template = file.tensors[name]
-            full = _full_tensor_on(by_name[name], writer, channels)
+            full = _full_tensor_on(by_name[name], writer)
             update(template.nbytes)
             # A rank that has failed still takes part in the remaining transfers.
             if writer == rank and full is not None and error is None:
@@ -349,7 +346,7 @@ def load_full(
     for unit in units_of(model):
         unit.check_idle("load_full")
     together.barrier("load_full")
-    planned: dict[str, tuple[_Entry, torch.Tensor]] = {}
+    plan = LoadPlan()
     with ExitStack() as stack:
         for unit in units_of(model):
             # Load into the buffers in their registered dtype, not into copies in the compute dtype.
@@ -373,19 +370,16 @@ def load_full(
                 problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
             if problems:
                 raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
-            for entry in (entry for entry in entries if entry.name in found):
-                # A tied parameter is read once, under any of its names in the file.
-                part = _local_part(entry, tensors[found[entry.name]])
-                planned.setdefault(entry.same_as or entry.name, (entry, part))
-        with torch.no_grad():
             for unit in units_of(model):
                 unit.reshard()
                 unit.adopt_changes()
                 for handle in unit.handles:
-                    handle.views.bump_version()
-            for entry, local_part in planned.values():
-                target = entry.held()
-                target.copy_(local_part.view(target.shape))
+                    plan.call(handle.views.bump_version)
+            # A tied parameter is read once, under any of its names in the file.
+            by_param = {entry.same_as or entry.name: entry for entry in reversed(entries) if entry.name in found}
+            for entry in by_param.values():
+                _plan_copy(entry, tensors[found[entry.name]], plan)
+        plan.commit()
     return missing, unexpected
 
 
@@ -403,14 +397,17 @@ def _refuse_computed(model: nn.Module, entries: list[_Entry]) -> None:
             )
 
 
-def _local_part(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a full tensor that this rank's part of an entry holds, in its order, 1-D."""
-    param = entry.param
-    if param is not None and entry.value is not None:
-        full = local_from(param, full)
-    elif param is not None:
-        full = param.adapter.local_slice(full).reshape(-1)[param.local_shard.in_param.to_slice()]
-    return full.reshape(-1)
+def _plan_copy(entry: _Entry, full: torch.Tensor, plan: LoadPlan) -> None:
+    """Plan the copy of a full tensor to this rank's part of an entry."""
+    value, param = entry.value, entry.param
+    if value is None:
+        assert param is not None
+        FULL.decode(full, StateShard(param, param.local, param.shape), plan)
+    elif param is None:
+        plan.copy(value, full)
+    else:
+        assert isinstance(value, DTensor)
+        plan.copy(value.to_local(), local_from(param, full))
 
 
 def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

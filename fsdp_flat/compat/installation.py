@@ -288,9 +288,7 @@ def _get_fsdp_states(module: nn.Module) -> list[UndocumentedMembers]:
     return [child for child in module.modules() if isinstance(child, UndocumentedMembers)]
 
 
-def _get_fsdp_states_with_modules(
-    module: nn.Module,
-) -> tuple[list[UndocumentedMembers], list[UndocumentedMembers]]:
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[UndocumentedMembers], list[UndocumentedMembers]]:
     return _get_fsdp_states(module), _get_fsdp_states(module)
 
 

@@ -24,7 +24,7 @@ from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, LocalShard, clean_fqn, flat_param_name
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.user_warnings import warn_user
@@ -89,11 +89,11 @@ class GroupMember:
 
     @property
     def rank(self) -> int:
-        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+        return dist.get_rank(self.process_group)
 
     @property
     def world_size(self) -> int:
-        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+        return dist.get_world_size(self.process_group)
 
 
 class _ShardParamInfo(NamedTuple):
@@ -111,9 +111,10 @@ def describe_flat_params(unit: Unit) -> None:
     for handle in unit.handles:
         layout, infos, rank = handle.layout, handle.layout.param_infos, handle.spec.rank
         numels = _numels_and_paddings(layout)
-        own_shards: list[LocalShard | None] = [None] * len(infos)
-        for local_shard in layout.local_shards(rank):
-            own_shards[local_shard.index] = local_shard
+        own_shards = [_ShardParamInfo(False, None, None, None, None)] * len(infos)
+        for each in layout.local_shards(rank):
+            start, stop = each.in_param.start, each.in_param.stop
+            own_shards[each.index] = _ShardParamInfo(True, each.in_shard.start, stop - start, start, stop - 1)
         handle.flat_param.__dict__.update(
             _num_params=len(infos),
             _fqns=[param_info.fqn for param_info in infos],
@@ -121,7 +122,7 @@ def describe_flat_params(unit: Unit) -> None:
             _numels=tuple([param_info.numel for param_info in infos]),
             _numels_with_padding=tuple([numel for numel, _ in numels]),
             _is_padding_mask=[is_padding for _, is_padding in numels],
-            _shard_param_infos=tuple([_shard_param_info(each) for each in own_shards]),
+            _shard_param_infos=tuple(own_shards),
             _shard_numel_padded=min(
                 layout.shard_numel, max(0, (rank + 1) * layout.shard_numel - layout.unpadded_numel)
             ),
@@ -140,13 +141,6 @@ def _numels_and_paddings(layout: FlatLayout) -> list[tuple[int, bool]]:
         found.append((param_info.numel, False))
         end = param_info.offset + param_info.numel
     return [*found, (layout.unpadded_numel - end, True)] if layout.unpadded_numel > end else found
-
-
-def _shard_param_info(local_shard: LocalShard | None) -> _ShardParamInfo:
-    if local_shard is None:
-        return _ShardParamInfo(False, None, None, None, None)
-    start, stop = local_shard.in_param.start, local_shard.in_param.stop
-    return _ShardParamInfo(True, local_shard.in_shard.start, stop - start, start, stop - 1)
 
 
 def forget_tensors(unit: Unit) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache
 
 PEER = "torch.distributed.fsdp"
 OURS = "fsdp_flat"
@@ -87,14 +86,9 @@ def home_of(module: str, name: str) -> str | None:
         return None
     if module in MIRRORED_MODULES:
         mirrored = f"{OURS}.{module}" if module else OURS
-        if name in _public_names(mirrored):
+        if name in importlib.import_module(mirrored).__all__:
             return mirrored
     return HOMES.get(name) if module in (*MIRRORED_MODULES, *PRIVATE_MODULES) else None
-
-
-@cache
-def _public_names(module: str) -> frozenset[str]:
-    return frozenset(importlib.import_module(module).__all__)
 
 
 # -- dotted names, as source code has them --------------------------------------------------------------------------

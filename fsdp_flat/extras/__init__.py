@@ -8,20 +8,3 @@ from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describ
 from fsdp_flat.extras.ema import ShardedEMA
 from fsdp_flat.extras.matrix_optimizer import MatrixOptimizer, matrix_params
 from fsdp_flat.extras.names import clean_named_modules, clean_named_parameters, clean_tensor_name, whole_shape
-
-__all__ = [
-    "Difference",
-    "MatrixOptimizer",
-    "ModelDescription",
-    "ShardedEMA",
-    "UnitDescription",
-    "clean_named_modules",
-    "clean_named_parameters",
-    "clean_tensor_name",
-    "compare_with",
-    "debug",
-    "describe",
-    "matrix_params",
-    "plan",
-    "whole_shape",
-]

@@ -17,6 +17,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import dynamo_disabled, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import summon_full_params, units_of
+from fsdp_flat.runtime.tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,6 @@ def _difference(expected: torch.Tensor | None, actual: torch.Tensor | None, rtol
     return largest if largest == largest else float("inf")
 
 
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for child in children if (found := _first_tensor(child)) is not None), None)
-
-
 def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device) -> dict[tuple[str, int], torch.Tensor]:
     """Run a model and return a copy of the first tensor of each module call's output, in the order of the calls.
 
@@ -145,9 +139,9 @@ def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device)
     @dynamo_disabled
     def note(name: str, output: Any) -> None:
         # A checkpoint calls modules again to recompute.
-        tensor = _first_tensor(output) if in_backward() == -1 else None
-        if tensor is not None:
-            outputs[name, counts[name]] = tensor.detach().clone()
+        tensors = tensors_in(output) if in_backward() == -1 else []
+        if tensors:
+            outputs[name, counts[name]] = tensors[0].detach().clone()
             counts[name] += 1
 
     # Wrappers have the clean name of their inner module, which is recorded instead.
@@ -170,7 +164,6 @@ def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Tensors) -
     """Return the mean of the gradients over all ranks, beginning with the module that ran last."""
     position = {name: index for index, (name, _) in enumerate(outputs)}
     means: dict[tuple[str, int], torch.Tensor] = {}
-    order: dict[tuple[str, int], int] = {}
     # The order of collectives is the same on all ranks, whichever modules their data have run.
     for name, param in reference.named_parameters():
         if param.requires_grad:
@@ -179,5 +172,4 @@ def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Tensors) -
                 begin_all_reduce(mean, rank_group).wait()
                 mean /= rank_group.size
             means[name, 0] = mean
-            order[name, 0] = -position.get(name.rpartition(".")[0], -1)
-    return dict(sorted(means.items(), key=lambda item: order[item[0]]))
+    return dict(sorted(means.items(), key=lambda item: -position.get(item[0][0].rpartition(".")[0], -1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ def describe(model: nn.Module) -> ModelDescription:
         for unit in units
         if unit.handles
     }
-    return _summed(list(described.values()), described.get(units[0]), units[0].options.groups)
+    return _summed(described, units[0], units[0].options.groups)
 
 
 def plan(
@@ -238,7 +238,7 @@ def plan(
         if handles := handles_of(found, unit, name, options):
             reshard_after_forward = UnitControl.of(options.strategy).reshard_after_forward
             described[unit] = _described(name, options, handles, reshard_after_forward)
-    return _summed(list(described.values()), described.get(root), units[0][2].groups)
+    return _summed(described, root, units[0][2].groups)
 
 
 def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitOptions:
@@ -286,18 +286,14 @@ def _described(
     )
 
 
-def _summed(
-    described: Sequence[UnitDescription], root: UnitDescription | None, groups: ShardingGroups
-) -> ModelDescription:
-    """Combine descriptions of units that have parameters to one of the model.
-
-    Args:
-        described: all of them.
-        root: that of the outermost unit, if it has parameters.
-        groups: groups of the outermost unit.
-    """
-    others = [unit for unit in described if unit is not root]
-    freed = sorted(unit.gathered_nbytes for unit in others if unit.reshard_after_forward is not False)
-    kept = [unit.gathered_nbytes for unit in others if unit.reshard_after_forward is False]
-    most = sum([0 if root is None else root.gathered_nbytes, *kept, *freed[-2:]])
-    return ModelDescription(tuple(described), groups.shard.size, groups.replicate.size, most)
+def _summed(described: Mapping[Any, UnitDescription], outermost: Any, groups: ShardingGroups) -> ModelDescription:
+    """Combine descriptions of units that have parameters to one of the model; ``outermost`` is on ``groups``."""
+    freed: list[int] = []
+    kept = 0
+    for unit, found in described.items():
+        if unit is outermost or found.reshard_after_forward is False:
+            kept += found.gathered_nbytes
+        else:
+            freed.append(found.gathered_nbytes)
+    most = kept + sum(sorted(freed)[-2:])
+    return ModelDescription(tuple(described.values()), groups.shard.size, groups.replicate.size, most)

@@ -61,7 +61,7 @@ def optim_state_dict(
     """
     codec, config = _codec_for(model)
     index = ParamIndex(model)
-    return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec, config)
+    return save_optim_state(index, contents_of(optim, index, optim_state_dict), codec, config)
 
 
 def optim_state_dict_to_load(
@@ -124,7 +124,7 @@ def optim_state_dict_to_load(
     return loaded
 
 
-def contents_of(optim: Any, state_dict: Any = None, index: ParamIndex | None = None) -> OptimContents:
+def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimContents:
     """Return the contents of ``state_dict``, or else of ``optim.state_dict()``.
 
     Keys are positions, or as in torch's named optimizer the names of ``model.named_parameters()``, which ``index`` has.
@@ -135,7 +135,7 @@ def contents_of(optim: Any, state_dict: Any = None, index: ParamIndex | None = N
         rows, groups = optim.state, held.groups
     else:
         given = check_states(optim.state_dict() if state_dict is None else state_dict)
-        by_name = {} if index is None else {clean_fqn(name): param for param, name in index.shown_names.items()}
+        by_name = {clean_fqn(name): param for param, name in index.shown_names.items()}
 
         def of(key: Any) -> nn.Parameter:
             is_position = isinstance(key, int) and 0 <= key < len(held.params)
@@ -246,7 +246,7 @@ def save_full_or_sharded(
     if full_state_dict:
         kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
     index = ParamIndex(model)
-    return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec_of(kind, config), config)
+    return save_optim_state(index, contents_of(optim, index, optim_state_dict), codec_of(kind, config), config)
 
 
 def load_full_or_sharded(

@@ -73,8 +73,6 @@ def load_optim_state(
     error: Exception | None = None
     try:
         result = loading.planned(given, named=named)
-        if contents.groups and not named and given and given.get("param_groups"):
-            _check_groups(contents, index, given["param_groups"])
     except Exception as found:
         error = found
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
@@ -111,15 +109,16 @@ class _OptimLoad:
         """
         index, params = self._index, self._contents.params
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        by_name = _checked_states(given)
+        given = _checked(given)
+        by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
         # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
         held = {param.handle for param in index.params if param.fqn in positions}
         state: dict[Any, dict[str, Any]] = {}
         for visible, entries in index.managed.items():
-            first, rows = entries[0], [by_name.get(entry.fqn) for entry in entries]
-            if first.handle not in held or not any(row is not None for row in rows):
+            first, rows = entries[0], {entry.fqn: by_name[entry.fqn] for entry in entries if entry.fqn in by_name}
+            if first.handle not in held or not rows:
                 continue
             owner = self._contents.owners.get(visible)
             row = self._managed_row(visible, entries, rows, owner)
@@ -131,14 +130,18 @@ class _OptimLoad:
                 row = {key: self._unmanaged_state(key, value, param) for key, value in by_name[name].items()}
                 state[keys[positions[name]]] = row
         _warn_left_out(index, positions, by_name)
-        groups = None if given is None else given.get("param_groups")
-        return {"state": state, **({} if groups is None else {"param_groups": _groups(positions, keys, groups)})}
+        groups = given.get("param_groups")
+        if groups is None:
+            return {"state": state}
+        if groups and self._contents.groups and not named:
+            _check_groups(self._contents.groups, index, groups)
+        return {"state": state, "param_groups": _groups(positions, keys, groups)}
 
     def _managed_row(
         self,
         visible: nn.Parameter,
         params: Sequence[IndexedParam],
-        rows: Sequence[Mapping[str, Any] | None],
+        rows: Mapping[str, Mapping[str, Any]],
         owner: int | None,
     ) -> dict[str, Any]:
         """Return the states of a parameter of the optimizer, put together from those of the parameters in it.
@@ -154,8 +157,8 @@ class _OptimLoad:
             return torch.empty(shape, dtype=decoder_of(value).decoded_dtype(value), device=device)
 
         # Sorted, because every rank must exchange in the same order.
-        for key in sorted(rows[0] or ()):
-            values = [row[key] for row in rows if row is not None]
+        for key in sorted(rows[first.fqn]):
+            values = [row[key] for row in rows.values()]
             value = values[0]
             if owner is None and key in first.unit.optim_state_handlers:
                 self._split(first, key, value, found)
@@ -231,16 +234,16 @@ class _OptimLoad:
         return sharded
 
 
-def _checked_states(given: Any) -> dict[str, dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = check_states(given)["state"]
-    check_rows(by_name)
-    positions = [key for key in by_name if not isinstance(key, str)]
+def _checked(given: Any) -> Mapping[str, Any]:
+    given = check_states(given)
+    check_rows(given["state"])
+    positions = [key for key in given["state"] if not isinstance(key, str)]
     if positions:
         raise OptionError(
             f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
             "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
         )
-    return by_name
+    return given
 
 
 def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
@@ -272,13 +275,12 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
     return groups
 
 
-def _check_groups(contents: OptimContents, index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
+def _check_groups(own: Sequence[Mapping[str, Any]], index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
     """Check that every parameter is in the group of a state dict that belongs to its own group.
 
     ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
     parameters that have changed groups would go to other parameters.
     """
-    own = contents.groups or ()
     places: dict[str, int] = {}
     for at, group in enumerate(given):
         places.update(dict.fromkeys(group.get("params", ()), at))
@@ -302,11 +304,11 @@ def _check_groups(contents: OptimContents, index: ParamIndex, given: Sequence[Ma
         )
 
 
-def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
-    have = {param.fqn: sorted(row) for param, row in zip(params, rows, strict=True) if row is not None}
+def _check_uniform(params: Sequence[IndexedParam], rows: Mapping[str, Mapping[str, Any]]) -> None:
+    have = {fqn: sorted(row) for fqn, row in rows.items()}
     kinds = {tuple(keys) for keys in have.values()}
     lacking = [param.fqn for param in params if param.fqn not in have]
-    if len(kinds) > 1 or (lacking and have):
+    if len(kinds) > 1 or lacking:
         raise OptionError(
             f"With use_orig_params=False the parameters of unit {params[0].unit.name!r} share one state, so each needs "
             f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "

@@ -109,9 +109,10 @@ def save_optim_state(
     """
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
-    alone = not codec.communicates and (peers is not None or not shared)
-    for rank_group in () if alone or peers else dict.fromkeys(unit.options.groups.shard for unit in index.units):
-        barrier("optim_state_dict", rank_group)
+    is_alone = peers is None and not codec.communicates and not shared
+    if peers is None and not is_alone:
+        for rank_group in dict.fromkeys(unit.options.groups.shard for unit in index.units):
+            barrier("optim_state_dict", rank_group)
     names: list[list[str]] = []
     states: list[_ParamState] = []
     values: dict[Place, Any] = {}
@@ -125,19 +126,18 @@ def save_optim_state(
         error = raised
     if peers is not None:
         _compare(index, states, names, error, peers)
-    elif not alone:
+    elif not is_alone:
         error = _complete_over_groups(index, states, names, error)
-        if index.units:
-            lines = [
-                f"state {key!r} of {param.fqn!r}"
-                for visible, param in index.dtensors.items()
-                for key, value in sorted(contents.state.get(visible, {}).items())
-                if isinstance(value, DTensor)
-            ]
-            agree(lines, error, index.rank_groups, index.device, _SAVING)
+        lines = [
+            f"state {key!r} of {param.fqn!r}"
+            for visible, param in index.dtensors.items()
+            for key, value in sorted(contents.state.get(visible, {}).items())
+            if isinstance(value, DTensor)
+        ]
+        agree(lines, error, index.rank_groups, index.device, _SAVING)
     if error is not None:
         raise error
-    if alone and peers is None and contents.state:
+    if is_alone and contents.state:
         _warn_of_gaps(states)
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
@@ -165,20 +165,19 @@ def _encoded(
 ) -> dict[Place, Any]:
     """Return the value of each tensor; those of another shape than their parameter's are full tensors.
 
-    With ``on_owner`` only the owner has these, so that nothing is communicated.
+    With ``on_owner`` these are the owner's own, so that nothing is communicated; other ranks have none.
     """
     # Every rank exchanges states in the same order.
     shards = [state.tensors[name] for state in states for name in sorted(state.tensors)]
     alike = [shard for shard in shards if shard.shape == shard.param.shape]
     others = [shard for shard in shards if shard.shape != shard.param.shape]
-    found = list(zip(alike, codec.encode(alike, config), strict=True))
-    if not on_owner:
-        found += zip(others, FULL.encode(others, config), strict=True)
-    for shard in others if on_owner else ():
-        if shard.owner == shard.param.rank_group.rank:
-            value = shard.local.view(shard.shape)
-            found.append((shard, value.to("cpu", copy=True) if config.offload_to_cpu else value))
-    return {(shard.param, shard.state or ""): value for shard, value in found}
+    values = codec.encode(alike, config)
+    if on_owner:
+        full = [shard.local.view(shard.shape) for shard in others]
+        values += [value.to("cpu", copy=True) if config.offload_to_cpu else value for value in full]
+    else:
+        values += FULL.encode(others, config)
+    return {(shard.param, shard.state or ""): value for shard, value in zip([*alike, *others], values, strict=True)}
 
 
 def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> Rows:

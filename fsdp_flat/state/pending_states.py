@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,43 +14,33 @@ from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer
+from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer, serialized, unpacked
 
 
 @dataclass(frozen=True, slots=True)
-class PendingTensor:
-    """Describes a full tensor that this rank gets when a load is committed."""
+class DeferredState:
+    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
 
     shape: torch.Size
     dtype: torch.dtype
-
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> object:
-        """Plan a call of ``then`` with the full tensor."""
-        raise NotImplementedError
-
-    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
-        """Plan how ``target`` gets its elements."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredState(PendingTensor):
-    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
-
     read: Callable[[], torch.Tensor]
 
     def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        """Plan a call of ``then`` with the full tensor."""
         plan.call(lambda: then(self.read()))
 
     def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements."""
         if not target.run.is_empty:
             plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
 
 
 @dataclass(frozen=True, slots=True)
-class FromRankZero(PendingTensor):
+class FromRankZero:
     """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
 
+    shape: torch.Size
+    dtype: torch.dtype
     tensor: torch.Tensor | None
     unit: Unit
 
@@ -67,6 +56,7 @@ class FromRankZero(PendingTensor):
         return full
 
     def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements."""
         local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
         if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
             self._plan_transfer(target.held, local, plan)
@@ -88,6 +78,9 @@ class FromRankZero(PendingTensor):
         plan.transfer(first, second)
 
 
+PendingTensor = DeferredState | FromRankZero
+
+
 def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
 
@@ -100,16 +93,16 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
     error: Exception | None = None
     payload = b""
     try:
-        payload = _serialized(_described(given)) if is_first else b""
+        payload = serialized(_described(given)) if is_first else b""
     except Exception as raised:
         error = raised
-        payload = _serialized({"error": f"{type(raised).__name__}: {raised}"})
+        payload = serialized({"error": f"{type(raised).__name__}: {raised}"})
     for rank_group in groups.rank_groups:
         if rank_group.group is not None:
             payload = exchange_bytes(payload, rank_group.group, device)[0]
     if error is not None:
         raise error
-    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    described = unpacked(payload)
     if "error" in described:
         raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
     own = given["state"] if given and is_first else None
@@ -118,12 +111,6 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
             if isinstance(value, torch.Tensor) and value.is_meta:
                 row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
     return dict(described)
-
-
-def _serialized(value: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import io
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,9 +130,7 @@ class IndexedParam:
     @property
     def is_on_other_ranks(self) -> bool:
         """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
-        if not self.is_original or not self.local_shard.is_empty:
-            return False
-        return self.handle.layout.param_infos[self.index].numel > 0
+        return self.is_original and self.local_shard.is_empty and math.prod(self.shape) > 0
 
     def __deepcopy__(self, _memo: Any) -> IndexedParam:
         return self  # a copy of a value is of the same parameter
@@ -335,6 +334,18 @@ def plain_from_json(kind: str, value: Any) -> Any:
     return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
 
 
+def serialized(value: Any) -> bytes:
+    """Serialize ``value`` by ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the value that :func:`serialized` has serialized."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
 @dataclass(slots=True, eq=False)
 class StateShard:
     """Holds this rank's part of one tensor: of a parameter, of an optimizer state of one, or of a flat parameter.
@@ -401,12 +412,12 @@ class TensorTransfer:
         return replace(self, held=self.wanted, wanted=self.held, source=self.target, target=self.source)
 
 
-def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
+def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
     Every rank of the groups must call this with the same tensors in the same order.
     """
-    channels = channels or P2PChannels()
+    channels = P2PChannels()
     for each in transfers:
         transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
         channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
