@@ -17,7 +17,7 @@ from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_her
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.tensors import Substitutes, cast_floats, differentiable_tensors, map_tensors, tensors_in
+from fsdp_flat.runtime.tensors import CallInputs, cast_floats, differentiable_tensors, map_tensors, tensors_in
 from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
 
@@ -58,17 +58,7 @@ def run_forward(
 class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = (
-        "_containers",
-        "_entered",
-        "_given",
-        "_hooked_inputs",
-        "_outermost",
-        "_record",
-        "_schedule",
-        "_substitutes",
-        "_unit",
-    )
+    __slots__ = ("_entered", "_hooked_inputs", "_inputs", "_outermost", "_record", "_schedule", "_unit")
 
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -80,10 +70,7 @@ class UnitForward:
             _check_compiles(schedule, unit, wrapped, compiler)
         self._entered = False
         self._hooked_inputs: list[_HookedInput] = []
-        self._substitutes = Substitutes()
-        # Inputs to which the module may write tensors, and the tensors that were in them.
-        self._containers: list[Any] = []
-        self._given: list[torch.Tensor] = []
+        self._inputs: CallInputs | None = None
         self._outermost = False
         if schedule.recomputes:
             self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
@@ -109,7 +96,8 @@ class UnitForward:
             if unit.cast_inputs is not None and not record.weights.full_precision:
                 precision = unit.options.precision
                 if precision.cast_forward_inputs or (unit is schedule.root and precision.cast_root_forward_inputs):
-                    args, kwargs = unit.cast_inputs(self._substitutes, args, kwargs)
+                    self._inputs = CallInputs()
+                    args, kwargs = unit.cast_inputs(self._inputs, args, kwargs)
             if is_first and unit.handles and torch.is_grad_enabled():
                 args, kwargs = self._hook_inputs(args, kwargs)
         return args, kwargs
@@ -126,8 +114,8 @@ class UnitForward:
             aliases = _PostBackwardNode.apply(record, args[0])
             hooked.append(_HookedInput(args[0], aliases[0], aliases[0]._version))
             return aliases, kwargs
-        self._containers = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
-        self._given = differentiable_tensors(self._containers)
+        inputs = self._inputs = self._inputs or CallInputs()
+        inputs.watch(args, kwargs)
         found: dict[int, torch.Tensor] = {}
 
         def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +129,7 @@ class UnitForward:
             return args, kwargs
         aliases = dict(zip(map(id, unique), _PostBackwardNode.apply(record, *unique), strict=True))
         hooked.extend(_HookedInput(each, aliases[id(each)], aliases[id(each)]._version) for each in unique)
-        return self._substitutes.replace_inputs(args, kwargs, lambda tensor: aliases.get(id(tensor), tensor))
+        return inputs.replace_all(args, kwargs, lambda tensor: aliases.get(id(tensor), tensor))
 
     def _unshard(self) -> None:
         unit, schedule, record = self._unit, self._schedule, self._record
@@ -168,7 +156,8 @@ class UnitForward:
         Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
         backward. Elsewhere the step ends, unless an outer caller catches the exception.
         """
-        self._substitutes.restore()
+        if self._inputs is not None:
+            self._inputs.restore()
         recomputes = in_backward() != -1
         for handle in self._unit.handles:
             handle.restore_unsharded_params()
@@ -212,16 +201,12 @@ class UnitForward:
             output = copied(output)
         elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
             output = map_tensors(output, copied)
-        returns = _hook_outputs(self._record, output, self._written(), always=self._outermost)
-        self._substitutes.restore()
+        if self._inputs is None:
+            return output, _hook_outputs(self._record, output, [], always=self._outermost)
+        returns = _hook_outputs(self._record, output, self._inputs.written(), always=self._outermost)
+        self._inputs.restore()
+        self._inputs = None
         return output, returns
-
-    def _written(self) -> list[torch.Tensor]:
-        """Return the tensors with autograd history that the module has put into its inputs, which are outputs too."""
-        held = differentiable_tensors(self._containers) if self._containers else []
-        known = {id(tensor) for tensor in self._given}
-        self._containers, self._given = [], []
-        return [each for each in held if not (each.is_leaf or id(each) in known or each in self._substitutes)]
 
     def leave_open(self) -> None:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
@@ -297,8 +282,12 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
     else:
         outputs = differentiable_tensors(output)
     outputs += written
+    stored = unit.stored
+    stored.num_until_search -= 1
     if unit.handles:
-        outputs += unit.stored.tensors()
+        is_search_due = stored.num_until_search <= 0 or sum(map(len, stored.attributes)) != stored.num_attributes
+        if stored.places or is_search_due:
+            outputs += stored.tensors()
     if not outputs:
         return False
     hook = functools.partial(_outputs_reached, record)

@@ -67,37 +67,45 @@ class StoredTensors:
     A loss may use them, so backward may reach the unit through them instead of its outputs. After each forward those
     attributes are searched that may hold such a tensor: that held a tensor, None or an empty container when all were
     searched. All are searched again when modules have got other attributes, and periodically.
+
+    Attributes:
+        attributes: those of each module.
+        num_attributes: their number when all were searched.
+        places: attributes that may hold such a tensor, as ``(attributes, name)``.
+        num_until_search: forwards until all are searched; the caller counts down.
     """
 
     _SEARCH_EVERY = 64
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._num_attributes = self._num_until_search = 0
+        self.attributes = [module.__dict__ for module in self._modules]
+        self.places: list[tuple[dict[str, Any], str]] = []
+        self.num_attributes = self.num_until_search = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensors:
         return StoredTensors(copy.deepcopy(self._modules, memo))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that are stored now."""
-        self._num_until_search -= 1
-        num_attributes = sum([len(module.__dict__) for module in self._modules])
-        if self._num_until_search < 0 or num_attributes != self._num_attributes:
-            self._num_until_search, self._num_attributes = self._SEARCH_EVERY, num_attributes
-            self._places = [
-                (module.__dict__, name)
-                for module in self._modules
-                for name, value in module.__dict__.items()
+        num_attributes = sum(map(len, self.attributes))
+        if self.num_until_search <= 0 or num_attributes != self.num_attributes:
+            self.num_until_search, self.num_attributes = self._SEARCH_EVERY, num_attributes
+            self.places = [
+                (attributes, name)
+                for attributes in self.attributes
+                for name, value in attributes.items()
                 if name not in _MODULE_STATE and _may_hold_tensors(value)
             ]
-        values = [value for attributes, name in self._places if (value := attributes.get(name)) is not None]
+        values = [value for attributes, name in self.places if (value := attributes.get(name)) is not None]
         return [tensor for tensor in differentiable_tensors(values) if not tensor.is_leaf] if values else []
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    is_container = isinstance(value, (Mapping, list, tuple, set, deque))
-    return value is None or (is_container and not value) or bool(tensors_in(value))
+    if value is None or (isinstance(value, (Mapping, list, set, deque)) and not value):
+        return True
+    # Parameters of a unit with use_orig_params=False are attributes too.
+    return any(not isinstance(tensor, nn.Parameter) for tensor in tensors_in(value))
 
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)
@@ -147,16 +155,20 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Substitutes:
-    """Replaces tensors in the inputs of a forward until it has ended, also inside of the caller's own containers.
+class CallInputs:
+    """Replaces tensors in the inputs of a call until it has ended, also inside of the caller's own containers.
 
-    A module may write to these containers (a cache, a batch), so it must not be given copies.
+    The module may write to these containers (a cache, a batch), so it must not be given copies.
     """
 
     def __init__(self) -> None:
-        self._containers: list[Any] = []
+        # Containers in which tensors were replaced.
+        self._changed: list[Any] = []
         # By id, each substitute and the caller's tensor in whose place it is.
-        self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Inputs to which the module may write tensors, and those that were in them.
+        self._containers: list[Any] = []
+        self._given: list[torch.Tensor] = []
 
     def replace(self, value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """Apply ``fn`` to every tensor in an input, as :func:`map_tensors`; return what the module gets."""
@@ -164,30 +176,36 @@ class Substitutes:
         def replaced(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
             if new is not tensor:
-                self._given[id(new)] = (new, self._original(tensor))
+                self._originals[id(new)] = (new, self._original(tensor))
             return new
 
-        return map_tensors(value, replaced, self._containers)
+        return map_tensors(value, replaced, self._changed)
 
-    def replace_inputs(
+    def replace_all(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[torch.Tensor], torch.Tensor]
     ) -> Inputs:
-        """Apply ``fn`` to every tensor in all inputs."""
+        """Apply ``fn`` to every tensor in all inputs; return what the module gets."""
         replaced = tuple([self.replace(each, fn) for each in args])
         return replaced, {name: self.replace(each, fn) for name, each in kwargs.items()}
 
+    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the tensors that are in the caller's containers before the call."""
+        self._containers = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
+        self._given = differentiable_tensors(self._containers)
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the tensors with autograd history that the call has put into the caller's containers."""
+        known = {id(tensor) for tensor in self._given} | self._originals.keys()
+        held = differentiable_tensors(self._containers) if self._containers else []
+        return [tensor for tensor in held if not tensor.is_leaf and id(tensor) not in known]
+
     def restore(self) -> None:
         """Put the caller's tensors back, wherever their substitutes still are in the caller's containers."""
-        for container in self._containers:
+        for container in self._changed:
             map_tensors(container, self._original, [])
-        self._containers.clear()
-        self._given.clear()
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._given
 
     def _original(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._given.get(id(tensor), (tensor, tensor))[1]
+        return self._originals.get(id(tensor), (tensor, tensor))[1]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -201,17 +219,17 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 def input_cast(
     module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]
-) -> Callable[[Substitutes, tuple[Any, ...], dict[str, Any]], Inputs]:
+) -> Callable[[CallInputs, tuple[Any, ...], dict[str, Any]], Inputs]:
     """Return a function that casts floating-point inputs of a module's forward, except arguments named ``uncast``."""
     cast = partial(_cast, dtype)
     if not uncast:
-        return lambda substitutes, args, kwargs: substitutes.replace_inputs(args, kwargs, cast)
+        return lambda inputs, args, kwargs: inputs.replace_all(args, kwargs, cast)
     positional = tuple(inspect.signature(module.forward).parameters)
 
-    def cast_others(substitutes: Substitutes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def cast_others(inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         names = positional + ("",) * len(args)
         named = [*zip(names, args, strict=False), *kwargs.items()]
-        values = [value if name in uncast else substitutes.replace(value, cast) for name, value in named]
+        values = [value if name in uncast else inputs.replace(value, cast) for name, value in named]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     return cast_others
