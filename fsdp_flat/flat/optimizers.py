@@ -26,32 +26,32 @@ _ALL_PARAMETERS = ("lbfgs",)
 
 
 class _Watch:
-    """Checks an optimizer before its first step, and before its first step after it loads a state dict.
+    """Checks an optimizer before its first step, and again after it has got other parameters or loaded a state dict.
 
     Attributes:
         views: the views of every unit.
-        checked: by optimizer that was checked, the views of the parameters that it holds.
+        checked: by optimizer that was checked, the number of its parameters, and their views.
     """
 
     def __init__(self) -> None:
         self.views: weakref.WeakSet[Views] = weakref.WeakSet()
-        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Views]]]
+        self.checked = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     @dynamo_disabled_here
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer not in self.checked:
+        num_params = sum([len(group["params"]) for group in optimizer.param_groups])
+        num_checked, found = self.checked.get(optimizer, (-1, self.views))
+        if num_params != num_checked:
             _check_optimizer(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
-            self.checked[optimizer] = weakref.WeakSet(
-                views for views in self.views if not held.isdisjoint(views.visible_params())
-            )
+            found = weakref.WeakSet(views for views in self.views if not held.isdisjoint(views.visible_params()))
+            self.checked[optimizer] = num_params, found
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
-        if self.checked[optimizer]:
-            for views in self.checked[optimizer]:
+        if found:
+            for views in found:
                 views.note_step()
             # The step uses plain gradients: its operations are as fast as on any, torch.compile takes no others, and an
             # optimizer may keep one in its state. The next backward marks them again.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.errors import OptionError
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, TASKS, save
 from tests.state_dict.kit import train as train_task
-from tests.support import assert_equal, on_ranks
+from tests.support import assert_close, assert_equal, on_ranks
 from tests.wrapper.models import seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -156,3 +159,28 @@ def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out(
             loaded = to_load(model, smaller, SHARDED, states)
         smaller.load_state_dict(loaded)
         assert_equal(save(model, smaller, FULL)[1]["state"], expected)
+
+
+@KINDS
+@on_ranks(2)
+def test_units_that_an_optimizer_gets_later_are_gathered_after_its_steps(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(2)])
+    model: Any = FSDP(
+        copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
+    # Kept unsharded, a rank without elements of a weight has to hear of the step from the optimizer.
+    model.set_reshard_after_backward(False)
+    x = torch.ones(2, 1)
+    optimizers = [torch.optim.SGD(each[0].parameters(), lr=0.1) for each in (plain, model.module)]
+    for step in range(4):
+        losses = [each(x).square().mean() for each in (plain, model)]
+        assert_close({"loss": losses[1]}, {"loss": losses[0]}, rtol=1e-5, atol=1e-6, what=f"step {step}")
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+        if step == 1:
+            for optimizer, each in zip(optimizers, (plain, model.module), strict=True):
+                optimizer.add_param_group({"params": list(each[1].parameters())})
+        for each in (plain, model):
+            each.zero_grad()
