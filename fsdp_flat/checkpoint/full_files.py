@@ -376,8 +376,8 @@ def load_full(
                 for handle in unit.handles:
                     plan.call(handle.views.bump_version)
             # A tied parameter is read once, under any of its names in the file.
-            by_param = {entry.same_as or entry.name: entry for entry in reversed(entries) if entry.name in found}
-            for entry in by_param.values():
+            by_name = {entry.same_as or entry.name: entry for entry in reversed(entries) if entry.name in found}
+            for entry in by_name.values():
                 _plan_copy(entry, tensors[found[entry.name]], plan)
         plan.commit()
     return missing, unexpected

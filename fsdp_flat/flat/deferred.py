@@ -98,11 +98,11 @@ class DeferredTensor(torch.Tensor):
         copied._copied = self.origin
         return copied
 
-    def requires_grad_(self, _requires_grad: bool = True) -> DeferredTensor:
+    def requires_grad_(self, requires_grad: bool = True) -> DeferredTensor:
         """Return this tensor: a save or a load does not change which parameters train."""
         return self
 
-    def copy_(self, source: Any, _non_blocking: bool = False) -> DeferredTensor:
+    def copy_(self, source: Any, non_blocking: bool = False) -> DeferredTensor:
         """Take ``source`` in place of the full tensor, without a copy."""
         self._take(source)
         return self
@@ -113,6 +113,9 @@ class DeferredTensor(torch.Tensor):
             return other.detach()
         given, device = other.taken(), self.device
         return DeferredTensor.of(self.shape, self.dtype, device, trains=self._trains, read=self._read, given=given)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -129,11 +132,13 @@ class DeferredTensor(torch.Tensor):
         return self.given
 
     def _take(self, source: Any) -> None:
+        if source is self:
+            return
         if isinstance(source, DeferredTensor):
             taken = source.taken()
-            if taken is None and source.origin is self.origin:
-                return
-            source = source._operand() if taken is None else taken
+            if taken is None and source.origin is not self.origin:
+                taken = source._operand()
+            source = taken  # None: the values that it has had all along
         self.given, self._full = source, None
 
     def _operand(self) -> torch.Tensor:
@@ -192,7 +197,7 @@ class DeferredTensor(torch.Tensor):
         )
 
 
-_OWN = frozenset({"clone", "detach", "copy_", "module_load", "requires_grad_"})
+_OWN = frozenset({"__format__", "__repr__", "clone", "detach", "copy_", "module_load", "requires_grad_"})
 _OF_SHAPES = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
     | {"__len__", "__hash__", "is_contiguous"}

@@ -55,10 +55,20 @@ def run_forward(
     return forward.leave(output)
 
 
+class _ModuleCall:
+    """Holds the inputs of one module that a unit runs: hooked ones, and those in containers if there are any."""
+
+    __slots__ = ("hooked", "inputs")
+
+    def __init__(self) -> None:
+        self.hooked: list[_HookedInput] = []
+        self.inputs: CallInputs | None = None
+
+
 class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = ("_entered", "_hooked_inputs", "_inputs", "_outermost", "_record", "_schedule", "_unit")
+    __slots__ = ("_calls", "_entered", "_outermost", "_record", "_schedule", "_unit")
 
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -69,8 +79,7 @@ class UnitForward:
             assert wrapped is not None
             _check_compiles(schedule, unit, wrapped, compiler)
         self._entered = False
-        self._hooked_inputs: list[_HookedInput] = []
-        self._inputs: CallInputs | None = None
+        self._calls: list[_ModuleCall] = []
         self._outermost = False
         if schedule.recomputes:
             self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
@@ -86,7 +95,8 @@ class UnitForward:
         part of the backward is complete once the first module's inputs have their gradients.
         """
         unit, schedule, record = self._unit, self._schedule, self._record
-        is_first = not self._entered
+        is_first, call = not self._entered, _ModuleCall()
+        self._calls.append(call)
         with profiled("pre_forward", unit.name):
             if self._outermost and schedule.streams.is_accelerator:
                 device = unit.options.device
@@ -96,40 +106,31 @@ class UnitForward:
             if unit.cast_inputs is not None and not record.weights.full_precision:
                 precision = unit.options.precision
                 if precision.cast_forward_inputs or (unit is schedule.root and precision.cast_root_forward_inputs):
-                    self._inputs = CallInputs()
-                    args, kwargs = unit.cast_inputs(self._inputs, args, kwargs)
-            if is_first and unit.handles and torch.is_grad_enabled():
-                args, kwargs = self._hook_inputs(args, kwargs)
+                    args, kwargs = unit.cast_inputs(args, kwargs)
+            if unit.handles and torch.is_grad_enabled():
+                args, kwargs = self._hook_inputs(call, args, kwargs, is_first=is_first)
         return args, kwargs
 
-    def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put an autograd node on the inputs that require gradients.
+    def _hook_inputs(
+        self, call: _ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put an autograd node on the inputs of the first module that require gradients.
 
         Without such inputs, the forward's part of the backward ends with the backward.
         """
-        record, hooked = self._record, self._hooked_inputs
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            if not args[0].requires_grad:
+            if not is_first or not args[0].requires_grad:
                 return args, kwargs
-            aliases = _PostBackwardNode.apply(record, args[0])
-            hooked.append(_HookedInput(args[0], aliases[0], aliases[0]._version))
+            aliases = _PostBackwardNode.apply(self._record, args[0])
+            call.hooked.append(_HookedInput(args[0], aliases[0], aliases[0]._version))
             return aliases, kwargs
-        inputs = self._inputs = self._inputs or CallInputs()
-        inputs.watch(args, kwargs)
-        found: dict[int, torch.Tensor] = {}
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                found[id(tensor)] = tensor
-            return tensor
-
-        map_tensors((args, kwargs), collect)
-        unique = list(found.values())
-        if not unique:
+        call.inputs = inputs = CallInputs(args, kwargs)
+        given = inputs.trainable() if is_first else []
+        if not given:
             return args, kwargs
-        aliases = dict(zip(map(id, unique), _PostBackwardNode.apply(record, *unique), strict=True))
-        hooked.extend(_HookedInput(each, aliases[id(each)], aliases[id(each)]._version) for each in unique)
-        return inputs.replace_all(args, kwargs, lambda tensor: aliases.get(id(tensor), tensor))
+        aliases = _PostBackwardNode.apply(self._record, *given)
+        call.hooked += [_HookedInput(each, alias, alias._version) for each, alias in zip(given, aliases, strict=True)]
+        return inputs.replaced(given, aliases)
 
     def _unshard(self) -> None:
         unit, schedule, record = self._unit, self._schedule, self._record
@@ -156,8 +157,8 @@ class UnitForward:
         Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
         backward. Elsewhere the step ends, unless an outer caller catches the exception.
         """
-        if self._inputs is not None:
-            self._inputs.restore()
+        if self._calls and (inputs := self._calls.pop().inputs) is not None:
+            inputs.restore()
         recomputes = in_backward() != -1
         for handle in self._unit.handles:
             handle.restore_unsharded_params()
@@ -190,9 +191,9 @@ class UnitForward:
 
     def _hooked(self, output: Any) -> tuple[Any, bool]:
         """Cast and hook the outputs; return them, and whether a backward may reach them."""
-        for hooked in self._hooked_inputs:
+        call = self._calls.pop()
+        for hooked in call.hooked:
             hooked.follow_changes()
-        self._hooked_inputs.clear()
         dtype = self._unit.options.precision.output_dtype
         output = output if dtype is None else cast_floats(output, dtype)
         flats = [handle.buffer.tensor for handle in self._unit.handles if handle.frees_buffer]
@@ -201,11 +202,10 @@ class UnitForward:
             output = copied(output)
         elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
             output = map_tensors(output, copied)
-        if self._inputs is None:
+        if call.inputs is None:
             return output, _hook_outputs(self._record, output, [], always=self._outermost)
-        returns = _hook_outputs(self._record, output, self._inputs.written(), always=self._outermost)
-        self._inputs.restore()
-        self._inputs = None
+        returns = _hook_outputs(self._record, output, call.inputs.written(), always=self._outermost)
+        call.inputs.restore()
         return output, returns
 
     def leave_open(self) -> None:
@@ -268,9 +268,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor], *, always: bool) -> bool:
-    """Register backward hooks on the outputs, those ``written`` to inputs too.
+    """Register backward hooks on the outputs; return whether a backward may need the unit's parameters.
 
-    Returns whether a backward may need the unit's parameters.
+    Those ``written`` to inputs are outputs too.
 
     With ``always`` those of a unit without parameters too, so that a backward begins at the outermost unit.
     """

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -64,9 +64,9 @@ def _children(value: Any) -> Iterable[Any]:
 class StoredTensors:
     """Finds differentiable tensors that modules store as attributes in forward (an auxiliary loss, a cache).
 
-    A loss may use them, so backward may reach the unit through them instead of its outputs. After each forward those
-    attributes are searched that may hold such a tensor: that held a tensor, None or an empty container when all were
-    searched. All are searched again when modules have got other attributes, and periodically.
+    A loss may use them, so backward may reach the unit through them instead of its outputs. All attributes are searched
+    after the first forward, when modules have got other attributes, and periodically. After every forward those are
+    searched that held a tensor, None, zero or an empty container at the last search of all.
 
     Attributes:
         attributes: those of each module.
@@ -102,7 +102,8 @@ class StoredTensors:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    if value is None or (isinstance(value, (Mapping, list, set, deque)) and not value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None or ((is_number or isinstance(value, (Mapping, list, set, deque))) and not value):
         return True
     # Parameters of a unit with use_orig_params=False are attributes too.
     return any(not isinstance(tensor, nn.Parameter) for tensor in tensors_in(value))
@@ -111,32 +112,32 @@ def _may_hold_tensors(value: Any) -> bool:
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 
 
-def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor], in_place: list[Any] | None = None) -> Any:
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor], *, in_place: bool = False) -> Any:
     """Apply ``fn`` to every tensor in lists, tuples, named tuples, sets, dicts and dataclasses; return the result.
 
-    A container in which nothing changed is returned as it is, others are copied. With ``in_place`` lists, dicts and
-    dataclasses are changed themselves, and appended to it. A mapping that cannot be written to is opaque.
+    A container in which nothing changed is returned as it is, others are copied; with ``in_place`` lists, dicts and
+    dataclasses are changed themselves. A mapping that cannot be written to is opaque.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
+    if type(value) in _LEAVES:
+        return value
     assign: Callable[[Any, Any, Any], None] = operator.setitem
     if isinstance(value, MutableMapping):
         entries = list(value.items())
     elif isinstance(value, list):
         entries = list(enumerate(value))
     elif isinstance(value, (tuple, set, frozenset)):
-        mapped = [map_tensors(item, fn, in_place) for item in value]
+        mapped = [map_tensors(item, fn, in_place=in_place) for item in value]
         return value if all(map(operator.is_, mapped, value)) else _rebuilt(value, mapped)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
         assign = object.__setattr__  # a frozen one too
     else:
         return value
-    changed = [(key, new) for key, old in entries if (new := map_tensors(old, fn, in_place)) is not old]
-    if changed and in_place is None:
+    changed = [(key, new) for key, old in entries if (new := map_tensors(old, fn, in_place=in_place)) is not old]
+    if changed and not in_place:
         value = copy.copy(value)
-    elif changed and in_place is not None:
-        in_place.append(value)
     for key, new in changed:
         assign(value, key, new)
     return value
@@ -156,42 +157,40 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CallInputs:
-    """Replaces tensors in the inputs of a call until it has ended, also inside of the caller's own containers.
+    """Replaces tensors in the inputs of a call by aliases until it has ended, inside of the caller's own containers.
 
     The module may write to these containers (a cache, a batch), so it must not be given copies.
     """
 
-    def __init__(self) -> None:
-        # Containers in which tensors were replaced.
-        self._changed: list[Any] = []
-        # By id, each substitute and the caller's tensor in whose place it is.
-        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Inputs to which the module may write tensors, and those that were in them.
-        self._containers: list[Any] = []
-        self._given: list[torch.Tensor] = []
-
-    def replace(self, value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Apply ``fn`` to every tensor in an input, as :func:`map_tensors`; return what the module gets."""
-
-        def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            new = fn(tensor)
-            if new is not tensor:
-                self._originals[id(new)] = (new, self._original(tensor))
-            return new
-
-        return map_tensors(value, replaced, self._changed)
-
-    def replace_all(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Inputs:
-        """Apply ``fn`` to every tensor in all inputs; return what the module gets."""
-        replaced = tuple([self.replace(each, fn) for each in args])
-        return replaced, {name: self.replace(each, fn) for name, each in kwargs.items()}
-
-    def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the tensors that are in the caller's containers before the call."""
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
         self._containers = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
         self._given = differentiable_tensors(self._containers)
+        # By id, each alias and the caller's tensor.
+        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def trainable(self) -> list[torch.Tensor]:
+        """Return the tensors that require gradients and can be replaced, each once."""
+        found: dict[int, torch.Tensor] = {}
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                found[id(tensor)] = tensor
+            return tensor
+
+        map_tensors((self._args, self._kwargs), collect)
+        return list(found.values())
+
+    def replaced(self, tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> Inputs:
+        """Replace ``tensors`` by ``aliases``; return what the module gets."""
+        by_id = dict(zip(map(id, tensors), aliases, strict=True))
+        self._originals = {id(alias): (alias, tensor) for alias, tensor in zip(aliases, tensors, strict=True)}
+
+        def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+            return by_id.get(id(tensor), tensor)
+
+        args = tuple([map_tensors(each, alias_of, in_place=True) for each in self._args])
+        return args, {name: map_tensors(each, alias_of, in_place=True) for name, each in self._kwargs.items()}
 
     def written(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that the call has put into the caller's containers."""
@@ -200,9 +199,10 @@ class CallInputs:
         return [tensor for tensor in held if not tensor.is_leaf and id(tensor) not in known]
 
     def restore(self) -> None:
-        """Put the caller's tensors back, wherever their substitutes still are in the caller's containers."""
-        for container in self._changed:
-            map_tensors(container, self._original, [])
+        """Put the caller's tensors back, wherever their aliases still are in the caller's containers."""
+        if self._originals:
+            for container in self._containers:
+                map_tensors(container, self._original, in_place=True)
 
     def _original(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._originals.get(id(tensor), (tensor, tensor))[1]
@@ -219,17 +219,21 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 def input_cast(
     module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]
-) -> Callable[[CallInputs, tuple[Any, ...], dict[str, Any]], Inputs]:
-    """Return a function that casts floating-point inputs of a module's forward, except arguments named ``uncast``."""
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Inputs]:
+    """Return a function that casts floating-point inputs of a module's forward, except arguments named ``uncast``.
+
+    Containers in which it casts something are copied: an activation checkpoint in the module keeps its inputs, and
+    recomputes with them when the forward is over.
+    """
     cast = partial(_cast, dtype)
     if not uncast:
-        return lambda inputs, args, kwargs: inputs.replace_all(args, kwargs, cast)
+        return lambda args, kwargs: map_tensors((args, kwargs), cast)
     positional = tuple(inspect.signature(module.forward).parameters)
 
-    def cast_others(inputs: CallInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         names = positional + ("",) * len(args)
         named = [*zip(names, args, strict=False), *kwargs.items()]
-        values = [value if name in uncast else inputs.replace(value, cast) for name, value in named]
+        values = [value if name in uncast else map_tensors(value, cast) for name, value in named]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     return cast_others

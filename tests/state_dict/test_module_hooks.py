@@ -23,7 +23,7 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, LOCAL, SHARDED
-from tests.support import assert_equal, on_ranks
+from tests.support import assert_close, assert_equal, on_ranks
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
@@ -277,3 +277,29 @@ def test_a_clone_of_a_sharded_value_is_sharded_and_has_the_values_of_its_time(us
     assert isinstance(state["0.lin.weight"], ShardedTensor)
     assert_equal(full(state["0.lin.weight"]), expected["0.lin.weight"])
     assert_equal(state["0.twice"], 2 * expected["0.lin.weight"])
+
+
+class Restoring(Scaling):
+    """Changes values, puts them back, and looks at them."""
+
+    @staticmethod
+    def on_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        weight, bias = state[prefix + "lin.weight"], state[prefix + "lin.bias"]
+        before = weight.clone()
+        weight.copy_(torch.ones(3, 5), non_blocking=True)
+        weight.copy_(before)
+        bias.requires_grad_(requires_grad=False).add_(1)
+        bias.data = bias.clone().sub_(1)
+        assert f"{weight} {weight!r}".count("DeferredTensor(shape=(3, 5)") == 2
+
+
+@KINDS
+@on_ranks(2)
+def test_values_that_a_hook_puts_back_are_saved_as_they_were(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    expected = dict(nn.Sequential(Plain(), nn.Linear(3, 2)).state_dict())
+    model = model_of(Restoring, use_orig_params)
+    with FSDP.state_dict_type(model, SHARDED):
+        state = model.state_dict()
+    assert isinstance(state["0.lin.weight"], ShardedTensor)
+    assert_close({name: full(value) for name, value in state.items()}, expected, rtol=1e-6, atol=1e-6)

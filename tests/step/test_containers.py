@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MixedPrecision
+from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.step.pairs import KINDS, WIDTH, Pair
-from tests.support import on_ranks
+from tests.support import assert_close, on_ranks
 from tests.support.kit import Block, wrapped
 
 
@@ -159,31 +162,116 @@ def test_a_caller_sees_what_units_write_into_their_inputs(returns: bool, use_ori
 
 class Raising(Block):
     def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
-        raise ValueError(f"{held['x'].dtype}")
+        held["x"], held["moved"] = held["x"] * 2, held["x"]
+        raise ValueError("in a unit")
+
+
+class Catching(nn.Module):
+    """Goes on after an exception in a unit inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.raising = Block(), Raising()
+
+    def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
+        held["sum"] = self.block(held["x"])
+        with pytest.raises(ValueError, match="in a unit"):
+            self.raising(held)
+        return held["sum"]
 
 
 @KINDS
 @on_ranks(2)
 def test_a_container_has_its_own_tensors_again_after_a_forward(use_orig_params: bool) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
     policy = ModuleWrapPolicy({Block, Raising})
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.raising = Block(), Raising()
-
-        def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
-            held["sum"] = self.block(held["x"])
-            with pytest.raises(ValueError, match=r"torch\.bfloat16"):
-                self.raising(held)
-            return held["sum"]
-
-    model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params)
-    held = {"x": torch.randn(3, WIDTH, requires_grad=True)}
-    given = held["x"]
+    model = FSDP(Catching(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    given = torch.randn(3, WIDTH, requires_grad=True)
+    held = {"x": given}
     out = model(held)
-    assert held["x"] is given
+    assert held["moved"] is given
     assert held["sum"] is out
     out.sum().backward()
     assert given.grad is not None
+
+
+class FromDict(Block):
+    def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(held["x"])
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block({"x": x})
+        return x
+
+
+@KINDS
+@pytest.mark.parametrize("cast", [False, True], ids=["as they are", "cast"])
+@pytest.mark.parametrize("inside", [False, True], ids=["around units", "inside units"])
+@on_ranks(2)
+def test_a_checkpoint_recomputes_with_the_inputs_of_the_forward(
+    inside: bool, cast: bool, use_orig_params: bool, rank: int
+) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True) if cast else None
+
+    def shard(module: nn.Module) -> nn.Module:
+        return FSDP(module, mixed_precision=precision, use_orig_params=use_orig_params)
+
+    def model_of(*, recomputes: bool) -> nn.Module:
+        torch.manual_seed(0)
+        blocks: list[nn.Module] = [FromDict(), FromDict()]
+        if recomputes and inside:
+            blocks = [checkpoint_wrapper(block) for block in blocks]
+        blocks = [shard(block) for block in blocks]
+        if recomputes and not inside:
+            blocks = [checkpoint_wrapper(block) for block in blocks]
+        return shard(Chain(blocks))
+
+    grads = []
+    for recomputes in (False, True):
+        model = model_of(recomputes=recomputes)
+        torch.manual_seed(rank)
+        model(torch.randn(3, WIDTH)).float().square().mean().backward()
+        grads.append([param.grad for param in model.parameters()])
+    for kept, recomputed in zip(*grads, strict=True):
+        assert (kept is None) == (recomputed is None)
+        assert kept is None or torch.equal(kept, recomputed)
+
+
+class Noting(Block):
+    def forward(self, x: torch.Tensor, noted: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = super().forward(x)
+        noted[f"{len(noted)}"] = super().forward(x)
+        return x
+
+
+@on_ranks(2)
+def test_each_module_of_a_unit_may_write_into_its_inputs(rank: int) -> None:
+    """With ``fully_shard([one, two])``."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Noting(), Noting(), Block()])
+    model = copy.deepcopy(plain)
+    fully_shard([model[0], model[1]])
+    fully_shard(model[2])
+    losses = []
+    for one, two, three in (plain, model):
+        torch.manual_seed(rank)
+        noted: dict[str, torch.Tensor] = {}
+        three(two(one(torch.randn(3, WIDTH), noted), noted))
+        assert list(noted) == ["0", "1"]
+        losses.append(noted["1"].square().mean() + noted["0"].mean())
+        losses[-1].backward()
+    for param in plain.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+    for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (param.grad is None) == (sharded.grad is None)
+        if param.grad is not None:
+            full = sharded.grad.full_tensor()
+            assert_close({"gradient": full}, {"gradient": param.grad / 2}, rtol=1e-5, atol=1e-6)

@@ -240,7 +240,7 @@ def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(use_orig_pa
 
 
 @KINDS
-@pytest.mark.parametrize("before", ["absent", "None", "an empty list"])
+@pytest.mark.parametrize("before", ["absent", "None", "zero", "an empty list"])
 @on_ranks(2)
 def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(
     before: str, use_orig_params: bool
@@ -252,7 +252,7 @@ def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(
 
     model = Around(lambda *_: None)
     if before != "absent":
-        model.keeper.kept = [] if before == "an empty list" else None
+        model.keeper.kept = {"None": None, "zero": 0.0, "an empty list": []}[before]
     policy = ModuleWrapPolicy({Giver, Keeper})
     pair = Pair.of(model, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
     pair.train(num_steps=2)
