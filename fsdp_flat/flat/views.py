@@ -11,6 +11,7 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -424,6 +425,7 @@ class FlatViews(Views):
         super().__init__(entries, unsharded_params, *args)
         self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
         self._versioned = (self.flat_param,)
+        self._registered = [site.module._parameters for _, site in self._sites]
         warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
@@ -454,7 +456,8 @@ class FlatViews(Views):
 
     def restore_places(self) -> None:
         # torch.func.functional_call puts back the Parameter that it found by an assignment, which registers it.
-        for index, site in self._sites:
+        is_any_registered = any(map(operator.contains, self._registered, self._bindings.names))
+        for index, site in self._sites if is_any_registered else ():
             if site.module._parameters.get(site.name) is self.unsharded_params[index]:
                 site.module.__dict__[site.name] = site.module._parameters.pop(site.name)
 

@@ -411,7 +411,7 @@ class Unit:
         computed with the parameters.
         """
         # A checkpoint's recomputation may have ended before its modules put their weights back.
-        for handle in self.handles:
+        for handle in () if self.is_sharded else self.handles:
             handle.restore_unsharded_params()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self._held_for_graph = keeps_graph
