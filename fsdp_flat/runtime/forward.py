@@ -202,10 +202,10 @@ class UnitForward:
             output = copied(output)
         elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
             output = map_tensors(output, copied)
-        if call.inputs is None:
-            return output, _hook_outputs(self._record, output, [], always=self._outermost)
-        returns = _hook_outputs(self._record, output, call.inputs.written(), always=self._outermost)
-        call.inputs.restore()
+        written = [] if call.inputs is None else call.inputs.written()
+        returns = _hook_outputs(self._record, output, written, always=self._outermost)
+        if call.inputs is not None:
+            call.inputs.restore()
         return output, returns
 
     def leave_open(self) -> None:

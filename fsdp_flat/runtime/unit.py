@@ -6,6 +6,7 @@ The tree's forwards and schedule drive a unit, which uses the context passed dow
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -288,6 +289,17 @@ class Unit:
         """Point the modules at the unsharded parameters."""
         for handle in self.handles:
             handle.use_unsharded_views()
+
+    def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Show the modules a tensor for each parameter, in the order of the handles, until :meth:`hide_names`."""
+        remaining = iter(tensors)
+        for handle in self.handles:
+            handle.views.show_names([next(remaining) for _ in handle.layout.param_infos])
+
+    def hide_names(self) -> None:
+        """Show the modules the parameters again that they had before :meth:`show_names`, if that was called."""
+        for handle in self.handles:
+            handle.views.hide_names()
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""

@@ -33,12 +33,11 @@ from fsdp_flat.state.shards import (
     LoadPlan,
     StateDictCodec,
     StateShard,
+    deferred_of,
     dtype_of,
-    hide_names,
     params_of,
     rank_groups_of,
     shape_of,
-    show_names,
 )
 
 LOADING = ErrorTexts(
@@ -76,7 +75,7 @@ class ModelLoad:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
             else:
-                hide_names(unit)  # an exception may have ended a load below a plain module
+                unit.hide_names()  # an exception may have ended a load below a plain module
                 for handle in unit.handles:
                     managed.update(handle.views.visible_params())
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
@@ -145,16 +144,14 @@ class ModelLoad:
         if not isinstance(codec, FullCodec) and unit.handles:
             self.units.append(unit)
         found: dict[str, DeferredTensor] = {}
-        device, own = unit.options.device, []
+        own = []
         for param in params_of(unit, clean_fqn(prefix)):
-            target, read = StateShard(param, param.local, param.shape), partial(_refuse_reading, param)
-            dtype = target.local.dtype
-            deferred = DeferredTensor.of(target.full_shape, dtype, device, trains=param.trains, read=read)
-            self._deferred.append((target, deferred, codec))
+            deferred = deferred_of(param, partial(_refuse_reading, param))
+            self._deferred.append((StateShard(param, param.local, param.shape), deferred, codec))
             own.append(deferred)
             for fqn in param.fqns:
                 found[fqn] = deferred
-        show_names(unit, own)
+        unit.show_names(own)
         return found
 
     def _plan_deferred(self) -> None:
@@ -180,7 +177,7 @@ class ModelLoad:
 
     def _hide_deferred(self) -> None:
         for unit in dict.fromkeys(target.param.unit for target, _, _ in self._deferred):
-            hide_names(unit)
+            unit.hide_names()
 
     def write_late(self) -> None:
         """Write the values that were put off, since torch has not raised."""

@@ -25,9 +25,8 @@ from fsdp_flat.state.shards import (
     ParamIndex,
     StateDictCodec,
     StateShard,
-    hide_names,
+    deferred_of,
     params_of,
-    show_names,
 )
 from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
@@ -292,12 +291,7 @@ def _deferred(params: Iterable[IndexedParam], *, is_kept: bool) -> list[Deferred
 
     If hooks compute with it, all ranks of the shard group must, except where no values are kept (``rank0_only``).
     """
-    found = []
-    for param in params:
-        shape, dtype, device = param.full_shape, param.handle.flat_param.dtype, param.unit.options.device
-        read = partial(_read, param) if is_kept else None
-        found.append(DeferredTensor.of(shape, dtype, device, trains=param.trains, read=read))
-    return found
+    return [deferred_of(param, partial(_read, param) if is_kept else None) for param in params]
 
 
 def _read(param: IndexedParam) -> torch.Tensor:
@@ -309,10 +303,10 @@ def _read(param: IndexedParam) -> torch.Tensor:
 @contextmanager
 def _names_shown(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     try:
-        show_names(unit, tensors)
+        unit.show_names(tensors)
         yield
     finally:
-        hide_names(unit)
+        unit.hide_names()
 
 
 def _save_full(

@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
+from fsdp_flat.flat import DeferredTensor, FlatParamHandle, TensorAdapter, check_module
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -158,17 +158,10 @@ def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
     ]
 
 
-def show_names(unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
-    """Show a unit's modules a tensor for each of its :func:`params_of`, until :func:`hide_names`."""
-    remaining = iter(tensors)
-    for handle in unit.handles:
-        handle.views.show_names([next(remaining) for _ in handle.layout.param_infos])
-
-
-def hide_names(unit: Unit) -> None:
-    """Show a unit's modules the parameters again that they had before :func:`show_names`, if that was called."""
-    for handle in unit.handles:
-        handle.views.hide_names()
+def deferred_of(param: IndexedParam, read: Callable[[], torch.Tensor] | None) -> DeferredTensor:
+    """Return a tensor to show in the place of a parameter; ``read`` returns the full one if a hook computes with it."""
+    device, dtype = param.unit.options.device, param.handle.flat_param.dtype
+    return DeferredTensor.of(param.full_shape, dtype, device, trains=param.trains, read=read)
 
 
 class ParamIndex:
