@@ -1,13 +1,20 @@
-"""Resolves names of torch.distributed that changed between torch 2.8 and 2.15, and private names of torch."""
+"""Adapts to torch.distributed: names that changed from torch 2.8 to 2.15, private names, and the end of the process."""
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors
+
+# gloo's threads need the interpreter to release the tensors of a collective that has ended. If one still waits for it
+# when the interpreter ends, Python before 3.14 aborts the process ("terminate called without an active exception").
+# So a process that ends right after a collective, as after a save, leaves the interpreter to them for a moment.
+atexit.register(time.sleep, 0.01)
 
 # Concatenates tensors of one dtype, flattened, by one operation; DistributedDataParallel flattens its buckets by it.
 flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = _flatten_dense_tensors

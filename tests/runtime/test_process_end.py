@@ -1,0 +1,32 @@
+"""A program that ends right after a collective ends well, as after the last exchange of a save."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+import fsdp_flat
+
+dist.init_process_group("gloo", init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
+sys.setswitchinterval(60)  # the main thread keeps the interpreter to the end
+dist.all_reduce(torch.ones(1), async_op=True)
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    pass  # now gloo's thread is done with the collective and waits for the interpreter, to release its tensor
+"""
+
+
+def test_threads_of_gloo_that_wait_for_the_interpreter_do_not_abort_the_process(tmp_path: Path) -> None:
+    script = SCRIPT.format(store=tmp_path / "store")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    ended = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
+    assert ended == [("", 0)] * 2
