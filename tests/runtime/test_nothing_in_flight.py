@@ -1,8 +1,8 @@
 """Every collective that the library begins is waited for before the call that needs it returns.
 
 A process whose gloo collectives are under way when the interpreter ends is aborted by torch ("terminate called without
-an active exception"), so a program may end after any call of ours without destroying its groups. test_process_end.py has
-the collective that has just ended.
+an active exception"), so a program may end after any call of ours without destroying its groups. A collective that has
+just ended is in test_process_end.py.
 """
 
 from __future__ import annotations
