@@ -1,4 +1,4 @@
-"""Runs a selection of the tests on several releases of torch, each in an environment of its own.
+"""Runs a selection of the tests on several releases of torch with the Python that runs this, each in an environment.
 
 ``python -m tests.versions --versions 2.8,2.13,newest`` needs no torch of its own, but a package index that pip
 reaches and 5 GB of disk a version (with ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` less than 1 GB).
@@ -21,6 +21,7 @@ from .selection import FULL, SHORT
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-versions"
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = "2.8,2.11,2.13,newest"
 # An environment with the CUDA libraries, and the archives beside it while pip unpacks them.
 NEEDED_BYTES = 12e9
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         except Unavailable as error:
             ok, text = options.if_possible, f"NOT TESTED: {error}"
         failed |= not ok
-        lines.append(f"torch {version}: {text} ({time.monotonic() - started:.0f} s)")
+        lines.append(f"torch {version}, {PYTHON}: {text} ({time.monotonic() - started:.0f} s)")
     print("", *lines, sep="\n", flush=True)
     return int(failed)
 
@@ -65,10 +66,10 @@ def try_version(version: str, selection: Sequence[str], limit: float, *, remove:
         version = newest_torch()
         if version == pinned_torch():
             return True, f"the newest that pip finds is {version}, which constraints.txt pins and `make test` tests"
-    folder = ENVIRONMENTS / version
+    folder = ENVIRONMENTS / f"{version}-{PYTHON}"
     try:
         install(version, folder, limit, cache=not remove)
-        print(f"--- torch {version} ---", flush=True)
+        print(f"--- torch {version}, {PYTHON} ---", flush=True)
         command = [str(folder / "bin/python"), "-m", "pytest", "-q", "--all-combinations", *selection]
         try:
             status = subprocess.run(
@@ -96,7 +97,7 @@ def install(version: str, folder: Path, limit: float, *, cache: bool) -> None:
     if free < NEEDED_BYTES:
         raise Unavailable(f"{free / 1e9:.0f} GB are free, and an environment may take {NEEDED_BYTES / 1e9:.0f} GB")
     print(f"--- installing torch {version} into {folder.relative_to(ROOT)} ---", flush=True)
-    constraints = ENVIRONMENTS / f"constraints-{version}.txt"
+    constraints = ENVIRONMENTS / f"constraints-{folder.name}.txt"
     constraints.write_text(other_constraints())
     torch = f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
     run([sys.executable, "-m", "venv", "--clear", str(folder)])

@@ -39,6 +39,7 @@ SHORT = (
 # Two to four minutes, and about four more for fully_shard.
 FULL = (
     *SHORT,
+    "tests/runtime/test_process_end.py::test_threads_of_gloo_that_wait_for_the_interpreter_do_not_abort_the_process",
     "tests/runtime/test_strategies.py::test_hybrid_on_meshes_of_two_ranks_equals_the_reference_on_every_rank",
     "tests/runtime/test_counts.py::test_object_collectives_are_never_used_for_wrapping_training_or_saving",
     "tests/runtime/test_counts.py::test_a_step_sends_the_least_bytes_that_full_sharding_can",

@@ -63,7 +63,7 @@ def test_a_version_that_pip_cannot_find_is_said_and_fails_unless_it_may_be_missi
     assert runner.main(["--versions", "newest"]) == 1
     assert runner.main(["--versions", "newest", "--if-possible"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("torch newest: NOT TESTED: failed: ") == 2
+    assert printed.count(f"torch newest, {runner.PYTHON}: NOT TESTED: failed: ") == 2
     assert "No matching distribution found for torch" in printed
 
 
@@ -80,11 +80,12 @@ def test_the_exit_status_is_that_of_the_tests_and_the_environment_is_removed(
     status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(runner, "ENVIRONMENTS", tmp_path)
-    python = tmp_path / "2.99" / "bin" / "python"
+    folder = tmp_path / f"2.99-{runner.PYTHON}"
+    python = folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexit {status}\n")
     python.chmod(0o755)
-    (tmp_path / "2.99" / ".installed").touch()
+    (folder / ".installed").touch()
     assert runner.main(["--versions", "2.99", "--short", "--remove"]) == status
-    assert f"torch 2.99: {words}, 2.99" in capsys.readouterr().out
-    assert not (tmp_path / "2.99").exists()
+    assert f"torch 2.99, {runner.PYTHON}: {words}, 2.99" in capsys.readouterr().out
+    assert not folder.exists()
