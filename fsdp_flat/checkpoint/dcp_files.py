@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -92,6 +92,14 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
     return rows
 
 
+class _MetadataWriter(dcp.FileSystemWriter):
+    """Extends torch's writer to name the directory by text: only Python 3.13 and later reads a path that 3.13 wrote."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
+
+
 def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
     """Write the metadata of a checkpoint, on one rank, from the results of :func:`write_files` by rank.
 
@@ -109,7 +117,7 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
         results.append(written)
     with _torch_warnings_ignored():
         planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        writer = dcp.FileSystemWriter(path, sync_files=True)
+        writer = _MetadataWriter(path, sync_files=True)
         writer.set_up_storage_writer(True)
         _, metadata = planner.create_global_plan(plans)
         # The writer keeps the last result of each part.
@@ -133,13 +141,20 @@ _ALLOWED = {
     "torch": "Size device",
     "torch.serialization": "_get_layout",
     "collections": "OrderedDict",
-    "pathlib": "PosixPath WindowsPath",
+}
+# Of the machine that wrote the checkpoint; Python 3.13 names another module.
+_PATHS = {
+    (module, f"{system}Path"): path
+    for module in ("pathlib", "pathlib._local")
+    for system, path in {"Posix": PurePosixPath, "Windows": PureWindowsPath}.items()
 }
 
 
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # A dotted name would resolve through an allowed module to another one, os.system for instance.
+        if (module, name) in _PATHS:
+            return _PATHS[module, name]
         is_dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
         if name in _ALLOWED.get(module, "").split() or is_dtype:
             return super().find_class(module, name)

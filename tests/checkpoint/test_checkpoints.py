@@ -6,7 +6,9 @@ import base64
 import contextlib
 import io
 import json
+import pickle
 import random
+import re
 import warnings
 import zipfile
 import zlib
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.weak import TensorWeakRef
 
@@ -34,7 +37,7 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.checkpoint.checkpoints import CheckpointValues
-from fsdp_flat.checkpoint.dcp_files import unpacked
+from fsdp_flat.checkpoint.dcp_files import SafeReader, unpacked
 from fsdp_flat.errors import (
     LoadError,
     OptionError,
@@ -469,6 +472,25 @@ def test_metadata_that_would_run_code_are_refused(pickled: bytes, tmp_path: Path
     dist.barrier()
     with pytest.raises(LoadError, match=r"refers to .*os\.system"):
         load_checkpoint(tmp_path, model)
+
+
+@pytest.mark.parametrize("written_by", [b"pathlib\nPosixPath", b"pathlib._local\nPosixPath", b"pathlib\nWindowsPath"])
+def test_metadata_with_the_path_of_another_python_or_system_are_read(written_by: bytes, tmp_path: Path) -> None:
+    metadata = Metadata({}, storage_meta=StorageMeta(checkpoint_id=Path("runs", "step-00000000")))
+    pickled = pickle.dumps(metadata, protocol=2)  # names a type by two lines
+    pickled, num_paths = re.subn(rb"pathlib(\._local)?\n\w+Path", written_by, pickled)
+    assert num_paths == 1
+    (tmp_path / ".metadata").write_bytes(pickled)
+    found = SafeReader(tmp_path).read_metadata().storage_meta
+    assert found is not None
+    assert found.checkpoint_id.parts == ("runs", "step-00000000")
+
+
+@on_ranks(2)
+def test_metadata_refer_to_no_type_that_only_one_python_has(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, shard(seeded()))
+    pickled = (tmp_path / "step-00000000" / ".metadata").read_bytes()
+    assert b"pathlib" not in pickled
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------------
