@@ -202,10 +202,12 @@ class UnitForward:
             output = copied(output)
         elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
             output = map_tensors(output, copied)
-        written = [] if call.inputs is None else call.inputs.written()
-        returns = _hook_outputs(self._record, output, written, always=self._outermost)
-        if call.inputs is not None:
-            call.inputs.restore()
+        if call.inputs is None:
+            return output, _hook_outputs(self._record, output, [], always=self._outermost)
+        if flats:
+            call.inputs.replace(copied)
+        returns = _hook_outputs(self._record, output, call.inputs.written(), always=self._outermost)
+        call.inputs.restore()
         return output, returns
 
     def leave_open(self) -> None:
@@ -301,7 +303,7 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
 
 
 def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Return an output, as a copy if it is a view of a buffer: its memory is freed while the caller has the output."""
+    """Return a tensor for the caller, as a copy if it is a view of a buffer, whose memory is freed meanwhile."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.layout is not torch.strided:
         return tensor  # without a storage

@@ -198,11 +198,15 @@ class CallInputs:
         held = differentiable_tensors(self._containers) if self._containers else []
         return [tensor for tensor in held if not tensor.is_leaf and id(tensor) not in known]
 
+    def replace(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``fn`` to every tensor in the caller's containers."""
+        for container in self._containers:
+            map_tensors(container, fn, in_place=True)
+
     def restore(self) -> None:
         """Put the caller's tensors back, wherever their aliases still are in the caller's containers."""
         if self._originals:
-            for container in self._containers:
-                map_tensors(container, self._original, in_place=True)
+            self.replace(self._original)
 
     def _original(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._originals.get(id(tensor), (tensor, tensor))[1]

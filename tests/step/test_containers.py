@@ -160,6 +160,36 @@ def test_a_caller_sees_what_units_write_into_their_inputs(returns: bool, use_ori
     pair.train(loss_of, num_steps=3)
 
 
+class Lending(Block):
+    """Gives its weights away, one as it is, and one as a view."""
+
+    def forward(self, x: torch.Tensor, lent: dict[str, torch.Tensor]) -> torch.Tensor:
+        lent["up"], lent["down"] = self.up.weight, self.down.weight.t()
+        return super().forward(x)
+
+
+class Borrowing(nn.Module):
+    """Computes with the weights of a unit after another unit has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lending, self.block = nn.Linear(WIDTH, WIDTH), Lending(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        lent: dict[str, torch.Tensor] = {}
+        x = self.block(self.lending(x, lent))
+        return x @ lent["up"].t() @ lent["down"]
+
+
+@KINDS
+@on_ranks(2)
+def test_weights_that_a_unit_writes_into_its_inputs_keep_their_values(use_orig_params: bool) -> None:
+    policy = ModuleWrapPolicy({Block, Lending})
+    pair = Pair.of(Borrowing(), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    pair.train(lambda model, x, _: model(x).pow(2).mean(), num_steps=2)
+
+
 class Raising(Block):
     def forward(self, held: dict[str, torch.Tensor]) -> torch.Tensor:
         held["x"], held["moved"] = held["x"] * 2, held["x"]
