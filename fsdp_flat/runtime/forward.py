@@ -107,25 +107,25 @@ class UnitForward:
                 precision = unit.options.precision
                 if precision.cast_forward_inputs or (unit is schedule.root and precision.cast_root_forward_inputs):
                     args, kwargs = unit.cast_inputs(args, kwargs)
-            if unit.handles and torch.is_grad_enabled():
-                args, kwargs = self._hook_inputs(call, args, kwargs, is_first=is_first)
+            if unit.handles:
+                args, kwargs = self._hook_inputs(call, args, kwargs, hooks=is_first and torch.is_grad_enabled())
         return args, kwargs
 
     def _hook_inputs(
-        self, call: _ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
+        self, call: _ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put an autograd node on the inputs of the first module that require gradients.
+        """Keep the inputs; if ``hooks``, put an autograd node on those that require gradients.
 
         Without such inputs, the forward's part of the backward ends with the backward.
         """
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            if not is_first or not args[0].requires_grad:
+            if not hooks or not args[0].requires_grad:
                 return args, kwargs
             aliases = _PostBackwardNode.apply(self._record, args[0])
             call.hooked.append(_HookedInput(args[0], aliases[0], aliases[0]._version))
             return aliases, kwargs
         call.inputs = inputs = CallInputs(args, kwargs)
-        given = inputs.trainable() if is_first else []
+        given = inputs.trainable() if hooks else []
         if not given:
             return args, kwargs
         aliases = _PostBackwardNode.apply(self._record, *given)

@@ -187,6 +187,9 @@ class Borrowing(nn.Module):
 def test_weights_that_a_unit_writes_into_its_inputs_keep_their_values(use_orig_params: bool) -> None:
     policy = ModuleWrapPolicy({Block, Lending})
     pair = Pair.of(Borrowing(), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close({"output": pair.model(x)}, {"output": pair.plain(x)}, rtol=1e-5, atol=1e-6)
     pair.train(lambda model, x, _: model(x).pow(2).mean(), num_steps=2)
 
 
