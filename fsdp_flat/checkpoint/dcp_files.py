@@ -70,15 +70,20 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         rank: the rank, which names the files.
         update: called with the size of each tensor in bytes as it is written.
     """
-    with _torch_warnings_ignored():
-        # Files are on disk (sync_files) before their record is.
-        planner, writer = _SavePlanner(update), dcp.FileSystemWriter(path, sync_files=True)
-        planner.set_up_planner(state, writer.storage_meta())
-        writer.set_up_storage_writer(False)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        # The writer names files by the position of a plan in the list of all ranks' plans.
-        plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
+    # Files are on disk (sync_files) before their record is.
+    planner, writer = _SavePlanner(update), dcp.FileSystemWriter(path, sync_files=True)
+    planner.set_up_planner(state, writer.storage_meta())
+    writer.set_up_storage_writer(False)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    # The writer names files by the position of a plan in the list of all ranks' plans.
+    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
+    try:
         written = {result.index: result for result in writer.write_data(planner.finish_plan(plan), planner).wait()}
+    except RuntimeError as error:
+        # torch's text is about positions in a file; that of a full disk is the cause.
+        if (cause := _system_error(error)) is None:
+            raise
+        raise cause from error
     rows: list[Any] = []
     for item in plan.items:
         result, tensor, kind = written[item.index], item.tensor_data, list[Any]()
@@ -90,6 +95,15 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         keys = plan.planner_data[item.index.fqn]
         rows.append([keys, kind, result.size_in_bytes, where.relative_path, where.offset, where.length])
     return rows
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the OSError that led to ``error``, if one did, without those that led to itself."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return type(error)(*error.args)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class _MetadataWriter(dcp.FileSystemWriter):
@@ -115,13 +129,12 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
             written.append(WriteResult(item.index, nbytes, _StorageInfo(*where)))
         plans.append(SavePlan(items, planner_data=keys_of))
         results.append(written)
-    with _torch_warnings_ignored():
-        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        writer = _MetadataWriter(path, sync_files=True)
-        writer.set_up_storage_writer(True)
-        _, metadata = planner.create_global_plan(plans)
-        # The writer keeps the last result of each part.
-        writer.finish(metadata, results[::-1])
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    writer = _MetadataWriter(path, sync_files=True)
+    writer.set_up_storage_writer(True)
+    _, metadata = planner.create_global_plan(plans)
+    # The writer keeps the last result of each part.
+    writer.finish(metadata, results[::-1])
 
 
 def _item(fqn: str, kind: list[Any]) -> WriteItem:
@@ -215,6 +228,7 @@ class SafeReader(dcp.FileSystemReader):
 
 @contextmanager
 def _torch_warnings_ignored() -> Iterator[None]:
+    # Not for the thread of a save: filters are those of the process.
     with warnings.catch_warnings():
         # Reading without communication is intended, and torch itself uses names that it has deprecated.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -199,7 +199,7 @@ class Consensus:
         """
         if error is not None and self.size == 1:
             raise error
-        own = [int(error is None), digest_of("\n".join(same).encode()), *values]
+        own = [int(error is None), digest_of("\n".join(same).encode(errors="surrogatepass")), *values]
         rows = exchange_ints(own, self._group, self._device)
         differ = len({digest for _, digest, *_ in rows}) > 1
         if differ or not all(ok for ok, *_ in rows):
@@ -209,8 +209,10 @@ class Consensus:
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
-        payloads = exchange_bytes(text.encode(), self._group, self._device, only_on_rank0=only_on_rank0)
-        return [payload.decode() for payload in payloads]
+        payloads = exchange_bytes(
+            text.encode(errors="surrogatepass"), self._group, self._device, only_on_rank0=only_on_rank0
+        )
+        return [payload.decode(errors="surrogatepass") for payload in payloads]
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------

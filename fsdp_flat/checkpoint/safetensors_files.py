@@ -67,7 +67,8 @@ class FileWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor, on any device; flush the file to disk after the last one."""
-        assert self._left.pop(0) == name
+        due = self._left.pop(0)
+        assert name == due
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._partial_path, "wb")  # noqa: SIM115 (closed below and by discard)

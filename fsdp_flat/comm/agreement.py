@@ -212,9 +212,11 @@ def find_disagreement(
             said = [type(found).__name__, str(found)]
         payload = "\n".join(said)
         compared = "\n".join(map(_compared, payload.split("\n")))
-        everyone = exchange_if_different(payload.encode(), rank_group, device, compared=compared.encode())
+        # A path that is not UTF-8 has surrogates.
+        sent, said_alike = (text.encode(errors="surrogatepass") for text in (payload, compared))
+        everyone = exchange_if_different(sent, rank_group, device, compared=said_alike)
         if everyone is not None and found is None:
-            found = _finding([each.decode().split("\n") for each in everyone], words)
+            found = _finding([each.decode(errors="surrogatepass").split("\n") for each in everyone], words)
     return found
 
 

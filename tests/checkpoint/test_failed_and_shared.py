@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +21,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint import CheckpointSave, dcp_files
 from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.errors import OptionError, PeerFailureError
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.support import assert_equal, on_ranks
 from tests.support.pool import spawn
 from tests.wrapper.models import seeded, shard, whole_state
@@ -41,6 +44,59 @@ def held(until: threading.Event) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointSave, "_run", lambda save, work: start(save, lambda: (until.wait(), work())))
         yield
+
+
+# -- the process around a save -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_leaves_the_warning_filters_alone(tmp_path: Path) -> None:
+    model, is_writing, go_on = shard(seeded()), threading.Event(), threading.Event()
+    resolve = dcp_files._SavePlanner.resolve_data
+
+    def slow(*args: Any) -> Any:
+        is_writing.set()
+        assert go_on.wait(60)
+        return resolve(*args)
+
+    filters, show = list(warnings.filters), warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_files._SavePlanner, "resolve_data", slow)
+        with warnings.catch_warnings(record=True):
+            save = save_checkpoint(tmp_path, model, background=True)
+            assert is_writing.wait(60)
+        go_on.set()
+        save.wait()
+    assert warnings.filters == filters
+    assert warnings._showwarnmsg_impl is show  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_a_checkpoint_may_be_missing_at_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    model, directory = shard(seeded()), os.fsdecode(bytes(tmp_path) + b"/\xff")
+    save_checkpoint(directory, model)
+    with pytest.raises(LoadError, match="77"):
+        load_checkpoint(directory, model, step=77)
+
+
+@on_ranks(2)
+def test_a_full_disk_is_named_as_the_cause(tmp_path: Path) -> None:
+    model = shard(nn.Sequential(nn.Linear(200, 200)), by_blocks=False)
+    write, limits = dcp_files.write_files, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write_little(*args: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            return write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WRITE, write_little)
+        with pytest.raises(OSError, match=r"\[Errno 27\] File too large"):
+            save_checkpoint(tmp_path, model)
+    assert names_in(tmp_path) == []
+    save_checkpoint(tmp_path, model)
 
 
 # -- the end of a script ---------------------------------------------------------------------------------------------

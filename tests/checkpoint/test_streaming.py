@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,22 @@ KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     """Everything in a safetensors file, read by the safetensors package."""
     return dict(pytest.importorskip("safetensors.torch", reason="reads with the other implementation").load_file(path))
+
+
+ALONE = """
+import sys
+import torch, torch.distributed as dist
+from fsdp_flat import FullyShardedDataParallel as FSDP, ShardingStrategy, save_full
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+save_full(FSDP(torch.nn.Linear(3, 4), sharding_strategy=ShardingStrategy.NO_SHARD), sys.argv[1])
+"""
+
+
+def test_files_are_complete_where_asserts_are_removed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-O", "-W", "ignore", "-c", ALONE, str(tmp_path)], check=True)
+    found, _ = read_safetensors(tmp_path / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in found.items()} == {"weight": (4, 3), "bias": (4,)}
 
 
 # -- iterating -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import logging
 import os
@@ -50,6 +51,37 @@ def read(message: Message, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def other(rank: int) -> int:
     return 1 - rank
+
+
+@on_ranks(2)
+def test_ranks_use_gloo_where_one_of_them_may_not_share_memory(rank: int) -> None:
+    def refused(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with mock.patch.object(os, "memfd_create", refused if rank == 1 else os.memfd_create):
+        assert transport_of(RankGroup.of(dist.new_group())) is None
+
+
+@on_ranks(2)
+def test_memory_that_cannot_grow_is_an_error_that_names_the_way_out(rank: int) -> None:
+    box = shared_memory()
+
+    def refused(_fd: int, _nbytes: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    with mock.patch.object(os, "ftruncate", refused), pytest.raises(OSError, match="set FSDP_FLAT_SHARED_MEMORY=0"):
+        box.send("transfer", [(torch.ones(3), [other(rank)])])
+
+
+@on_ranks(2)
+def test_a_message_that_is_released_after_the_connections_is_silent(rank: int) -> None:
+    box = shared_memory()
+    message = box.expect("transfer", other(rank), 12)
+    box.send("transfer", [(torch.ones(3), [other(rank)])])
+    message.wait()
+    dist.barrier()
+    box._close()  # as at the end of the process
+    message.close()
 
 
 @on_ranks(2)

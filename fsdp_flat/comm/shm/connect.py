@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
+from fsdp_flat.comm.shm.transport import SharedMemoryTransport, check_memory, close_all
 
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
@@ -85,6 +86,7 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
     return None
 
 
+@functools.cache
 def _host() -> bytes:
     """Return an id of the running kernel, its network namespace and the user, equal on ranks that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
@@ -101,6 +103,7 @@ def _listen(timeout_s: float) -> socket.socket | None:
         return None
     try:
         _host()
+        check_memory()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(b"\0fsdp_flat-" + secrets.token_hex(16).encode())
         listener.listen(_MOST_RANKS)

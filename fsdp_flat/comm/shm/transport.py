@@ -120,8 +120,16 @@ class _Segment:
 
     def grow(self, nbytes: int) -> None:
         """Grow the memory; others must map it again when they next receive the file descriptor."""
-        os.ftruncate(self.fd, nbytes)
-        self._map, self.memory = _mapped(self.fd, nbytes)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self._map, self.memory = _mapped(self.fd, nbytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"A rank can get no {nbytes} bytes of memory that it shares with other ranks ({error.strerror}). Raise "
+                "the limit (ulimit -f or the memory of the container), or set FSDP_FLAT_SHARED_MEMORY=0 in the "
+                "environment.",
+            ) from error
         self.known_to.clear()
 
     def take(self, nbytes: int) -> int | None:
@@ -235,8 +243,9 @@ class SharedMemoryTransport:
         return free[-1], 0
 
     def confirm(self, source: int, header: _Header) -> None:
-        """Confirm to ``source`` that its message was read, or is not needed."""
-        self._send_header(source, header._replace(kind=_READ, unit=0), [])
+        """Confirm to ``source`` that its message was read, or is not needed; do nothing if connections are closed."""
+        if self._close.alive:  # not at the end of the process
+            self._send_header(source, header._replace(kind=_READ, unit=0), [])
 
     def _send_header(self, rank: int, header: _Header, fds: list[int]) -> None:
         if rank not in self._peers:
@@ -387,6 +396,15 @@ def wait_for(
             )
     for transport, rank in sources:
         transport.receive_ready(rank)
+
+
+def check_memory() -> None:
+    """Raise an OSError if this process may not make memory that it can share."""
+    fd = os.memfd_create("fsdp_flat")
+    try:
+        os.ftruncate(fd, _SEGMENT_NBYTES)
+    finally:
+        os.close(fd)
 
 
 def _mapped(fd: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
