@@ -39,7 +39,7 @@ _ADVICE = (
 # By group name: the number of this process's failures in the group, and whether its report is still in the store.
 # Process-wide, because a group outlives models.
 _num_failures: dict[str, int] = {}
-_reported: set[str] = set()
+reported: set[str] = set()
 _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
@@ -146,15 +146,11 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
     group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if (
-            group is None
-            or not moves_by_gloo(group, torch.device("cpu"))
-            or (follows and group.group_name in _reported)
-        ):
+        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group.group_name in reported):
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")
         number = _num_failures[group.group_name] = _num_failures.get(group.group_name, 0) + 1
-        _reported.add(group.group_name)
+        reported.add(group.group_name)
         group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
 
 
@@ -169,6 +165,22 @@ def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tupl
                 number, _, text = store.get(_KEY % rank).decode(errors="replace").partition(" ")
                 reports[rank] = int(number), text
     return reports
+
+
+def withdraw_report(group: dist.ProcessGroup | None) -> None:
+    """Delete this rank's report of a failure, as this rank continues."""
+    if group is not None and group.group_name in reported:
+        reported.discard(group.group_name)
+        with suppress(Exception):
+            group_store(group).delete_key(_KEY % group.rank())
+
+
+def reported_failure(rank_group: RankGroup, ranks: Sequence[int]) -> str | None:
+    """Return the report of one of ``ranks`` that has failed more often than this rank, so that it will send nothing."""
+    assert rank_group.group is not None
+    own = _num_failures.get(rank_group.group.group_name, 0)
+    reports = _read_reports(rank_group, ranks).items()
+    return next((f"rank {rank} {text}" for rank, (number, text) in reports if number > own), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,11 +198,8 @@ class WatchedWork:
     raises_early: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        group = self.rank_group.group
-        if _reported and group is not None and group.group_name in _reported:
-            _reported.discard(group.group_name)
-            with suppress(Exception):
-                group_store(group).delete_key(_KEY % self.rank_group.rank)
+        if reported:
+            withdraw_report(self.rank_group.group)
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
@@ -200,7 +209,7 @@ class WatchedWork:
         has_logged = False
         try:
             while not self._is_over_soon():
-                if self.raises_early and self._has_failed_peer():
+                if self.raises_early and reported_failure(self.rank_group, self.sources) is not None:
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
                 if not has_logged:
                     has_logged = True
@@ -217,12 +226,6 @@ class WatchedWork:
                 return False
             raise
         return True
-
-    def _has_failed_peer(self) -> bool:
-        """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
-        assert self.rank_group.group is not None
-        own = _num_failures.get(self.rank_group.group.group_name, 0)
-        return any(number > own for number, _ in _read_reports(self.rank_group, self.sources).values())
 
     def _failure(self, error: RuntimeError) -> PeerFailureError:
         """Report the failure of this rank, and return the error, with the reports of the others."""

@@ -1,4 +1,4 @@
-"""Ranks without shared memory that part in a step: each gets the cause, with the rank and the unit, not gloo's text."""
+"""Ranks that part in a step, most without shared memory: each gets the cause, with rank and unit, not gloo's text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
 
 TIMEOUT_S = 3
+TRANSPORTS = pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 
 
 class Moody(Stack):
@@ -35,9 +36,9 @@ class Moody(Stack):
         return x
 
 
-def ready(timeout_s: float = TIMEOUT_S) -> FSDP:
+def ready(timeout_s: float = TIMEOUT_S, *, shared: bool = False) -> FSDP:
     """A model that has made a step over a group of its own."""
-    os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
+    os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(shared))
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     model = by_policy(Moody().double(), process_group=group, use_orig_params=True)
     square_loss(model, batch(dist.get_rank())).backward()
@@ -120,9 +121,10 @@ def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> 
         assert not waited
 
 
+@TRANSPORTS
 @on_ranks(2, timeout=50)
-def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(rank: int) -> None:
-    model = ready(timeout_s=40)
+def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(shared: bool, rank: int) -> None:
+    model = ready(timeout_s=40, shared=shared)
     patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.5
     try:
         if rank == 1:
@@ -137,9 +139,10 @@ def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(
     dist.barrier()
 
 
+@TRANSPORTS
 @on_ranks(2, timeout=50)
-def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(rank: int) -> None:
-    model = ready(timeout_s=40)
+def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(shared: bool, rank: int) -> None:
+    model = ready(timeout_s=40, shared=shared)
     other = by_policy(Stack().double(), process_group=model.process_group, use_orig_params=True)
     model.module.bad = 0
     with pytest.raises(ValueError, match="an odd batch"):

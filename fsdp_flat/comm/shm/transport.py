@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import struct
+import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -160,7 +161,8 @@ class SharedMemoryTransport:
 
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         assert rank_group.group is not None
-        # Not the group itself, which keeps its transport alive.
+        # The group keeps its transport alive.
+        self._group = weakref.ref(rank_group.group)
         self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
@@ -203,6 +205,8 @@ class SharedMemoryTransport:
         one of the ranks has ended.
         """
         self._check()
+        if exchanges.reported:
+            exchanges.withdraw_report(self._group())
         for rank in self._peers:
             self.receive_ready(rank)
         self._num_sends += 1
@@ -355,6 +359,18 @@ class SharedMemoryTransport:
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
         return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
+    def check_reports(self, rank: int, collective: str) -> None:
+        """Raise a PeerFailureError if ``rank``, which this rank waits for, has reported that its step failed."""
+        group = self._group()
+        if group is None:
+            return
+        report = exchanges.reported_failure(RankGroup(group, self.rank, group.size()), [rank])
+        if report is not None:
+            raise PeerFailureError(
+                f"Rank {self.rank} of the group waits in {collective} for a rank that has stopped: {report}. That "
+                "error came first."
+            )
+
     def _ended_error(self, rank: int | None) -> PeerFailureError:
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} exchanges tensors "
@@ -388,7 +404,13 @@ def wait_for(
         collective = first.describe(_PURPOSES.index(purpose), unit)
         if patience_s < timeout_s:
             exchanges.log_wait(first.rank, ranks, collective)
-        if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
+        until = time.monotonic() + timeout_s - patience_s
+        while (left_s := until - time.monotonic()) > 0:
+            for transport, rank in sources:
+                transport.check_reports(rank, collective)
+            if poll.poll(min(left_s, patience_s) * 1000):
+                break
+        else:
             raise PeerFailureError(
                 f"Rank {first.rank} of the group has heard nothing from rank(s) {ranks}, which it waits for in "
                 f"{collective}, for the {first.timeout_s:.0f} seconds of the group's timeout. They hang, or have not "
