@@ -16,8 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -165,9 +164,9 @@ _PATHS = {
 
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # A dotted name would resolve through an allowed module to another one, os.system for instance.
         if (module, name) in _PATHS:
             return _PATHS[module, name]
+        # A dotted name would resolve through an allowed module to another one, os.system for instance.
         is_dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
         if name in _ALLOWED.get(module, "").split() or is_dtype:
             return super().find_class(module, name)
@@ -216,7 +215,11 @@ class SafeReader(dcp.FileSystemReader):
 
     def _load(self, state: dict[str, Any], planner: _SafeLoadPlanner) -> None:
         try:
-            with _torch_warnings_ignored():
+            # In loads alone: filters are those of the process, and saves run in threads.
+            with warnings.catch_warnings():
+                # Reading without communication is intended, and torch itself uses names that it has deprecated.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                warnings.filterwarnings("ignore", module="torch")
                 dcp.load(state, storage_reader=self, planner=planner, no_dist=True)
         except CheckpointException as error:
             # torch's is no Exception, and wraps whatever was raised, a KeyboardInterrupt too.
@@ -224,16 +227,6 @@ class SafeReader(dcp.FileSystemReader):
             if isinstance(cause, LoadError) or not isinstance(cause, (Exception, CheckpointException)):
                 raise cause from None
             raise LoadError(f"{self.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
-
-
-@contextmanager
-def _torch_warnings_ignored() -> Iterator[None]:
-    # Not for the thread of a save: filters are those of the process.
-    with warnings.catch_warnings():
-        # Reading without communication is intended, and torch itself uses names that it has deprecated.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", module="torch")
-        yield
 
 
 def load_files(

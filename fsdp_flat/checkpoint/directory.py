@@ -27,7 +27,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
-from fsdp_flat.comm import ErrorTexts, RankGroup, agree, barrier, digest_of, exchange_bytes, exchange_ints, global_ranks
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    barrier,
+    decoded,
+    digest_of,
+    encoded,
+    exchange_bytes,
+    exchange_ints,
+    global_ranks,
+)
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_in
@@ -199,7 +210,7 @@ class Consensus:
         """
         if error is not None and self.size == 1:
             raise error
-        own = [int(error is None), digest_of("\n".join(same).encode(errors="surrogatepass")), *values]
+        own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
         rows = exchange_ints(own, self._group, self._device)
         differ = len({digest for _, digest, *_ in rows}) > 1
         if differ or not all(ok for ok, *_ in rows):
@@ -209,10 +220,8 @@ class Consensus:
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
-        payloads = exchange_bytes(
-            text.encode(errors="surrogatepass"), self._group, self._device, only_on_rank0=only_on_rank0
-        )
-        return [payload.decode(errors="surrogatepass") for payload in payloads]
+        payloads = exchange_bytes(encoded(text), self._group, self._device, only_on_rank0=only_on_rank0)
+        return list(map(decoded, payloads))
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from fsdp_flat.comm.agreement import (
 from fsdp_flat.comm.custom import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter, memory_of_group
 from fsdp_flat.comm.exchanges import (
     begin_all_reduce,
+    decoded,
     dtype_from_name,
+    encoded,
     exchange_bytes,
     exchange_ints,
     report_failure,

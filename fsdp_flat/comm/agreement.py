@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
+from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.comm.torch_comm import flatten_dense, group_store
@@ -212,11 +212,9 @@ def find_disagreement(
             said = [type(found).__name__, str(found)]
         payload = "\n".join(said)
         compared = "\n".join(map(_compared, payload.split("\n")))
-        # A path that is not UTF-8 has surrogates.
-        sent, said_alike = (text.encode(errors="surrogatepass") for text in (payload, compared))
-        everyone = exchange_if_different(sent, rank_group, device, compared=said_alike)
+        everyone = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
         if everyone is not None and found is None:
-            found = _finding([each.decode(errors="surrogatepass").split("\n") for each in everyone], words)
+            found = _finding([decoded(each).split("\n") for each in everyone], words)
     return found
 
 

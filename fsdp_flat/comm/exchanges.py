@@ -92,6 +92,16 @@ def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.dev
     return [row.tolist() for row in _gathered(own, group)]
 
 
+def encoded(text: str) -> bytes:
+    """Return a text as bytes for an exchange; that of a path which is not UTF-8 has surrogates."""
+    return text.encode(errors="surrogatepass")
+
+
+def decoded(payload: bytes) -> str:
+    """Return the text of :func:`encoded` bytes."""
+    return payload.decode(errors="surrogatepass")
+
+
 def exchange_bytes(
     payload: bytes, group: dist.ProcessGroup, device: torch.device, *, only_on_rank0: bool = False
 ) -> list[bytes]:
