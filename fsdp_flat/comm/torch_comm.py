@@ -13,8 +13,9 @@ from torch._utils import _flatten_dense_tensors
 
 # gloo's threads need the interpreter to release the tensors of a collective that has ended. If one still waits for it
 # when the interpreter ends, Python before 3.14 aborts the process ("terminate called without an active exception").
-# So a process that ends right after a collective, as after a save, leaves the interpreter to them for a moment.
-atexit.register(time.sleep, 0.01)
+# So a process that ends right after a collective, as after a save, leaves the interpreter to them for a moment,
+# long enough for the system to run them beside other processes.
+atexit.register(time.sleep, 0.1)
 
 # Concatenates tensors of one dtype, flattened, by one operation; DistributedDataParallel flattens its buckets by it.
 flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = _flatten_dense_tensors

@@ -14,10 +14,13 @@ import fsdp_flat
 
 dist.init_process_group("gloo", init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
 sys.setswitchinterval(60)  # the main thread keeps the interpreter to the end
-dist.all_reduce(torch.ones(1), async_op=True)
+reduced = torch.ones(1)
+dist.all_reduce(reduced.view(1), async_op=True)
+while reduced.numpy()[0] != 2:
+    pass
 end = time.monotonic() + 1
 while time.monotonic() < end:
-    pass  # now gloo's thread is done with the collective and waits for the interpreter, to release its tensor
+    pass  # now gloo's thread waits for the interpreter, to release the view that it was given
 """
 
 
