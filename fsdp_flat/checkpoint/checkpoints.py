@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +26,7 @@ from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressB
 from fsdp_flat.comm import digest_of, outliving_group
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import BackgroundWork, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
@@ -35,6 +36,8 @@ from fsdp_flat.user_warnings import warn_user
 _logger = logging.getLogger("fsdp_flat")
 # By directory, the save that a thread of this process is writing there: process-wide, because models may share one.
 _running: WeakValueDictionary[Path, CheckpointSave] = WeakValueDictionary()
+# By group, the thread that uses it: saves of several models run in the order of their calls, the same on all ranks.
+_threads: WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
 
 
 class CheckpointSave:
@@ -51,7 +54,7 @@ class CheckpointSave:
         self._work: Future[None] = Future()
         self._is_reported = False
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], group: dist.ProcessGroup) -> None:
         def logged() -> None:
             try:
                 work()
@@ -60,10 +63,10 @@ class CheckpointSave:
                 _logger.error("The save of %s in the background failed: %r", self.path, error)
                 raise
 
-        # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
-        executor = ThreadPoolExecutor(1, thread_name_prefix=f"fsdp_flat checkpoint {self.step}")
-        self._work = executor.submit(logged)
-        executor.shutdown(wait=False)
+        if group not in _threads:
+            # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
+            _threads[group] = ThreadPoolExecutor(1, thread_name_prefix="fsdp_flat checkpoint")
+        self._work = _threads[group].submit(logged)
 
     @property
     def done(self) -> bool:
@@ -147,14 +150,12 @@ def save_checkpoint(
         _write(values, directory, keep_last, together)
         save._work.set_result(None)
         return save
-    unit = units_of(model)[0]
-    if unit.background is None:
-        # The script may destroy its process groups while its last checkpoint is written.
-        unit.background = BackgroundWork(outliving_group(together.ranks))
+    # The script may destroy its process groups while its last checkpoint is written.
+    group = outliving_group(together.ranks)
     # A gloo group communicates CPU tensors.
-    in_thread = Consensus(unit.background.group, SAVING, torch.device("cpu"))
-    save._run(partial(_write, values, directory, keep_last, in_thread))
-    unit.background.finish = save._finish
+    in_thread = Consensus(group, SAVING, torch.device("cpu"))
+    save._run(partial(_write, values, directory, keep_last, in_thread), group)
+    units_of(model)[0].finish_save = save._finish
     _running[directory.resolve()] = save
     return save
 
@@ -166,8 +167,7 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
     """
     if (other := _running.get(directory.resolve())) is not None:
         wait([other._work])
-    background = units_of(model)[0].background
-    if background is not None and (text := background.finish()):
+    if text := units_of(model)[0].finish_save():
         warn_user(text, stacklevel=3)
 
 

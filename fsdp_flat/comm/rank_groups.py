@@ -25,6 +25,8 @@ _CPU = torch.device("cpu")
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
 # Groups of threads: destroy_process_group() makes torch forget a group, and gloo serves it as long as it is referenced.
 _outliving: WeakSet[dist.ProcessGroup] = WeakSet()
+# The same by default group and ranks. torch holds each group that it creates, so models share them.
+_outliving_of: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +116,18 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def outliving_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Create a gloo group for a thread, whose collectives work until it ends, also if groups are destroyed meanwhile.
+    """Return a gloo group for a thread, whose collectives work until it ends, also if groups are destroyed meanwhile.
 
-    Every rank of the group must call this.
+    Every rank of the group must call this. The group is created at the first call.
     """
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert group is not None
-    _outliving.add(group)
-    return group
+    assert dist.group.WORLD is not None
+    known, key = _outliving_of.setdefault(dist.group.WORLD, {}), tuple(ranks)
+    with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
+        dist.get_backend(known[key])
+        return known[key]
+    known[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    _outliving.add(known[key])
+    return known[key]
 
 
 def second_group(rank_group: RankGroup) -> RankGroup:

@@ -12,7 +12,6 @@ from fsdp_flat.runtime.build import build_rows, handles_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (
-    BackgroundWork,
     Ignored,
     SmallerGroup,
     UnitControl,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -195,19 +194,6 @@ class StateHandler(Protocol):
 
     @property
     def split(self) -> Callable[..., torch.Tensor]: ...
-
-
-@dataclass(slots=True, eq=False)
-class BackgroundWork:
-    """Holds the gloo group of a thread beside the step, and that thread's newest work.
-
-    Attributes:
-        group: created once, because another group of the same ranks would collide with its keys in the store.
-        finish: waits for the newest work, and returns its error if the caller has not seen it yet, else an empty text.
-    """
-
-    group: dist.ProcessGroup
-    finish: Callable[[], str] = str
 
 
 def _is_a(value: object, class_name: str) -> bool:

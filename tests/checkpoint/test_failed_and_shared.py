@@ -7,8 +7,7 @@ import os
 import resource
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
-from fsdp_flat.checkpoint import CheckpointSave, dcp_files
+from fsdp_flat.checkpoint import dcp_files
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
+from tests.checkpoint.held_saves import held
 from tests.support import assert_equal, on_ranks
 from tests.support.pool import spawn
 from tests.wrapper.models import seeded, shard, whole_state
@@ -35,15 +35,6 @@ def names_in(directory: Path) -> list[str]:
     found = sorted(path.name for path in directory.iterdir())
     dist.barrier()
     return found
-
-
-@contextmanager
-def held(until: threading.Event) -> Iterator[None]:
-    """Have the threads of saves wait for an event before they write."""
-    start = CheckpointSave._run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointSave, "_run", lambda save, work: start(save, lambda: (until.wait(), work())))
-        yield
 
 
 # -- the process around a save -----------------------------------------------------------------------------------------
@@ -215,6 +206,23 @@ def test_saves_of_two_models_into_one_directory_wait_for_each_other(
         other = shard(seeded(seed=5))
         load_checkpoint(tmp_path / "run", other, step=int(name[-1]))
         assert_equal(whole_state(other), whole_state(model))
+
+
+@on_ranks(2)
+def test_saves_of_several_models_share_a_group_and_a_thread(tmp_path: Path, rank: int) -> None:
+    save_checkpoint(tmp_path / "first", shard(seeded()), background=True).wait()
+    opened, threads = os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")
+    may_write = threading.Event()
+    with held(may_write):
+        saves = [save_checkpoint(tmp_path / str(n), shard(seeded(seed=n)), background=True) for n in range(3)]
+    may_write.set()
+    for number, save in enumerate(saves):
+        save.wait()
+        loaded = shard(seeded(seed=5))
+        load_checkpoint(tmp_path / str(number), loaded)
+        assert_equal(whole_state(loaded), whole_state(shard(seeded(seed=number))))
+    assert len(os.listdir("/proc/self/fd")) <= len(opened)
+    assert len(os.listdir("/proc/self/task")) <= len(threads)
 
 
 @on_ranks(2)

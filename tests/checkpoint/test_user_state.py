@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, iter_full_state_dict, load_checkpoint, save_checkpoint
-from fsdp_flat.checkpoint import CheckpointSave
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
+from tests.checkpoint.held_saves import held
 from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import train_on
@@ -128,12 +127,7 @@ def test_values_that_change_during_a_save_in_the_background_are_saved_as_they_we
             optimizer.state[param]["history"] = [1]
     is_changed = threading.Event()
 
-    def held(save: CheckpointSave, work: Callable[[], None]) -> None:
-        start(save, lambda: (is_changed.wait(), work()))
-
-    start = CheckpointSave._run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointSave, "_run", held)
+    with held(is_changed):
         saving = save_checkpoint(tmp_path, model, optimizer, background=True)
     model.module.extra["seen"].append(2)
     for row in optimizer.state.values():
