@@ -247,10 +247,10 @@ class DTensorViews(Views):
             if current is not param or _data(current).data_ptr() != self._pointers[index]
         ]
 
-    def adopt_changes(self) -> None:
+    def adopt_changes(self) -> bool:
         changed = self.changed()
         if not changed:
-            return
+            return False
         params = list(self.params)
         assigned = {index: self._assigned(index) for index in changed}
         for index, current in assigned.items():
@@ -261,6 +261,7 @@ class DTensorViews(Views):
         for index, current in assigned.items():
             params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
+        return True
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""

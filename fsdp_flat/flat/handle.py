@@ -443,9 +443,9 @@ class FlatParamHandle:
         if not self._is_current(self.flat_param.data):
             self.convert(lambda tensor: tensor)
         # An exception may have ended a load below a plain module, where nothing restores the parameters.
-        self.views.hide_names()
-        self.views.adopt_changes()
-        if not self._is_current(self.flat_param.data):
+        if self.views.shows_names:
+            self.views.hide_names()
+        if self.views.adopt_changes() and not self._is_current(self.flat_param.data):
             if any(isinstance(each.buffer, AliasBuffer) for each in self._by_dtype.values()):
                 self._rebuild(self.flat_param.data)
             else:

@@ -47,6 +47,7 @@ class Views:
         shows_unsharded: the modules point at the unsharded parameters.
         is_split: other ranks hold other elements of the parameters.
         exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
+        shows_names: the modules hold the tensors of :meth:`show_names`.
         is_stepped: an optimizer that holds these parameters has stepped since their all-gather; so it has on all ranks.
     """
 
@@ -68,7 +69,7 @@ class Views:
         self.params, self.layout, self.rank, self.flat_param = tuple(params), layout, rank, flat_param
         self._sites = [(index, site) for index, entry in enumerate(params) for site in entry.sites]
         self._num_rewrites = 0
-        self.shows_unsharded = self.is_stepped = self._shows_names = False
+        self.shows_unsharded = self.is_stepped = self.shows_names = False
         self.is_split = layout.world_size > 1 or any(entry.adapter.groups for entry in params)
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
@@ -107,22 +108,22 @@ class Views:
 
     def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register a tensor for each parameter under its original names, until :meth:`hide_names`."""
-        self._shows_names = True
+        self.shows_names = True
         for index, site in self._sites:
             site.module._parameters[site.name] = tensors[index]  # type: ignore[assignment]
 
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if that is not done yet: the sharded or unsharded parameters are shown again."""
-        if self._shows_names:
-            self._shows_names = False
+        if self.shows_names:
+            self.shows_names = False
             (self.use_unsharded_views if self.shows_unsharded else self.use_sharded_views)()
 
     def changed(self) -> list[int]:
         """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
         raise NotImplementedError
 
-    def adopt_changes(self) -> None:
-        """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
+    def adopt_changes(self) -> bool:
+        """Adopt tensors that the user assigned to sharded parameters; return whether there were any."""
         raise NotImplementedError
 
     def restore_places(self) -> None:
@@ -228,17 +229,15 @@ class Views:
                     "assignments, or do not keep parameters (set_reshard_after_backward, SHARD_GRAD_OP in no_sync)."
                 )
             return
-        for (index, _), (attributes, name, unsharded_param, sharded) in zip(
-            self._sites, zip(*self._bindings, strict=True), strict=False
-        ):
+        places = zip(self._sites, *self._bindings, strict=False)
+        for (index, _), attributes, name, unsharded_param, sharded in places:
             current, storage = attributes.get(name), self._storages[index]
             is_same = storage is None or unsharded_param.untyped_storage()._cdata == storage
             if current is not sharded and (current is not unsharded_param or not is_same):
                 raise PhaseError(
-                    f"Parameter {self.describe(index)} was assigned after a forward, "
-                    "while the unit was unsharded, and the assignment would be lost. The weights were changed before "
-                    "the backward of that forward, or without one. Assign between steps, after backward, or inside "
-                    "summon_full_params."
+                    f"Parameter {self.describe(index)} was assigned after a forward, while the unit was unsharded, and "
+                    "the assignment would be lost. The weights were changed before the backward of that forward, or "
+                    "without one. Assign between steps, after backward, or inside summon_full_params."
                 )
 
     def local(self, index: int) -> torch.Tensor:
@@ -381,9 +380,9 @@ class OrigViews(Views):
             or any(site.module._parameters.get(site.name) is not entry.param for site in entry.sites)
         ]
 
-    def adopt_changes(self) -> None:
+    def adopt_changes(self) -> bool:
         if not self.changed():
-            return
+            return False
         replaced = []
         for index, site in self._sites:
             current, entry = site.module._parameters.get(site.name), self.params[index]
@@ -400,6 +399,7 @@ class OrigViews(Views):
             self._write_back(index, self.params[index].param.data)
         self.use_sharded_views()
         self.bind_shard()
+        return True
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.bump_version()
@@ -456,8 +456,7 @@ class FlatViews(Views):
 
     def restore_places(self) -> None:
         # torch.func.functional_call puts back the Parameter that it found by an assignment, which registers it.
-        is_any_registered = any(map(operator.contains, self._registered, self._bindings.names))
-        for index, site in self._sites if is_any_registered else ():
+        for index, site in self._sites if any(map(operator.contains, self._registered, self._bindings.names)) else ():
             if site.module._parameters.get(site.name) is self.unsharded_params[index]:
                 site.module.__dict__[site.name] = site.module._parameters.pop(site.name)
 
@@ -466,7 +465,7 @@ class FlatViews(Views):
         super().show_names(tensors)
 
     def hide_names(self) -> None:
-        for _, site in self._sites if self._shows_names else ():
+        for _, site in self._sites if self.shows_names else ():
             site.module._parameters.pop(site.name, None)
         super().hide_names()
 
@@ -481,13 +480,14 @@ class FlatViews(Views):
 
     def changed(self) -> list[int]:
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
+        places = zip(self._sites, self._registered, *self._bindings, strict=False)
         return [
             index
-            for (index, site), (held, name, _, own) in zip(self._sites, zip(*self._bindings, strict=True), strict=False)
-            if name in site.module._parameters or held.get(name, own) is not own
+            for (index, _), registered, held, name, _, own in places
+            if name in registered or held.get(name, own) is not own
         ]
 
-    def adopt_changes(self) -> None:
+    def adopt_changes(self) -> bool:
         current = self.module._parameters.get(FLAT_PARAM)
         if current is not None and current is not self.flat_param:
             refuse_replaced(f"The flat parameter of unit {self.unit_name!r}")
@@ -497,3 +497,4 @@ class FlatViews(Views):
                 "it is a part of the unit's flat parameter, and the assignment would be lost. Assign inside "
                 "summon_full_params, copy a value to it there, or wrap with use_orig_params=True."
             )
+        return False
