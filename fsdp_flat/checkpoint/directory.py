@@ -41,7 +41,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_in
+from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_settings
 
 COMMIT_NAME = "commit.json"
 # A pattern of the names that torch.distributed.checkpoint gives to a rank's files.
@@ -102,7 +102,8 @@ def progress_bar(label: str, *, asked: bool, here: bool) -> ProgressBar:
 def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
     config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    found = state_dict_in(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
+    with state_dict_settings(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None)):
+        found = model.state_dict()
     for name, value in found.items() if copy else ():
         # Boxes are copies already; buffers are the live ones.
         if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, boxed_state_dict, path_of_user, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.comm import ALONE, RankGroup
@@ -21,8 +21,17 @@ from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, Unsupporte
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import IndexedParam, LoadPlan, ParamIndex, StateShard, full_tensor, local_from, redistribute
-from fsdp_flat.state.codecs import FULL, BoxedTensor
+from fsdp_flat.state import (
+    BoxedTensor,
+    IndexedParam,
+    ParamIndex,
+    StateShard,
+    dtensor_from,
+    full_tensor,
+    redistribute,
+    settings_for,
+    state_dict_settings,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -33,6 +42,7 @@ class _Entry:
     """Describes one entry of a model's state dict.
 
     Attributes:
+        name: its name without ``torch.compile``'s prefix, which ``key``, that in the state dict, may have.
         value: a plain tensor that every rank has (a buffer, an ignored parameter, a tensor that a hook computes), or
             the DTensor of a parameter that ``fully_shard`` has sharded; None for any other managed parameter.
         template: a tensor on the meta device, of the full shape and the dtype to store.
@@ -40,6 +50,7 @@ class _Entry:
     """
 
     name: str
+    key: str
     value: torch.Tensor | None
     template: torch.Tensor
     param: IndexedParam | None
@@ -68,9 +79,8 @@ def _entries_of(
     flags = {handle: handle.views.requires_grad() for handle in handles}
     found: list[_Entry] = []
     first: dict[tuple[FlatParamHandle, int], str] = {}
-    for raw, value in boxed_state_dict(model).items():
-        # The state dict of a compiled model has torch.compile's prefix in its names.
-        name = clean_fqn(raw)
+    for key, value in boxed_state_dict(model).items():
+        name = clean_fqn(key)
         # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
         param = value.param if isinstance(value, BoxedTensor) else None
         param = by_name.get(name) if isinstance(value, DTensor) else param
@@ -90,7 +100,7 @@ def _entries_of(
         earlier = name if param is None else first.setdefault((param.handle, param.index), name)
         same_as = None if earlier == name else earlier
         plain = value.detach() if param is None or isinstance(value, DTensor) else None
-        found.append(_Entry(name, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
+        found.append(_Entry(name, key, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
     return found
 
 
@@ -346,68 +356,42 @@ def load_full(
     for unit in units_of(model):
         unit.check_idle("load_full")
     together.barrier("load_full")
-    plan = LoadPlan()
-    with ExitStack() as stack:
-        for unit in units_of(model):
-            # Load into the buffers in their registered dtype, not into copies in the compute dtype.
-            stack.enter_context(unit.buffers.exact())
-        with together.propagate_errors():
-            tensors, names = _stored_in(path)
-            entries = _entries_of(model, keep)
-            found = {entry.name: names[entry.name] for entry in entries if entry.name in names}
-            missing = [entry.name for entry in entries if entry.name not in found and entry.same_as not in found]
-            _refuse_computed(model, [entry for entry in entries if entry.name in found])
-            known = set(found.values())
-            unexpected = [name for name in tensors if name not in known]
-            problems = [
-                f"{entry.name!r} has shape {tuple(shape)} in the file, {tuple(entry.template.shape)} in the model"
-                for entry in entries
-                if entry.name in found and (shape := tensors[found[entry.name]].shape) != entry.template.shape
-            ]
-            if strict and missing:
-                problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
-            if strict and unexpected:
-                problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
-            if problems:
-                raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
-            for unit in units_of(model):
-                unit.reshard()
-                unit.adopt_changes()
-                for handle in unit.handles:
-                    plan.call(handle.views.bump_version)
-            # A tied parameter is read once, under any of its names in the file.
-            by_name = {entry.same_as or entry.name: entry for entry in reversed(entries) if entry.name in found}
-            for entry in by_name.values():
-                _plan_copy(entry, tensors[found[entry.name]], plan)
-        plan.commit()
+    with together.propagate_errors():
+        tensors, names = _stored_in(path)
+        entries = _entries_of(model, keep)
+        # A tied parameter may be in the file under any of its names.
+        found = {entry.same_as or entry.name: names[entry.name] for entry in entries if entry.name in names}
+        missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]
+        known = {names[entry.name] for entry in entries if entry.name in names}
+        unexpected = [name for name in tensors if name not in known]
+        problems = [
+            f"{entry.name!r} has shape {tuple(shape)} in the file, {tuple(entry.template.shape)} in the model"
+            for entry in entries
+            if entry.name in found and (shape := tensors[found[entry.name]].shape) != entry.template.shape
+        ]
+        if strict and missing:
+            problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
+        if strict and unexpected:
+            problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
+        if problems:
+            raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
+    # Only now: another rank may have had a problem.
+    with together.propagate_errors():
+        given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
+        state = {entry.key: _loadable(entry, tensors[name]) for entry, name in given if name is not None}
+        with state_dict_settings(model, settings_for(StateDictType.FULL_STATE_DICT, None, None)):
+            not_taken = model.load_state_dict(state, strict=strict and keep is None).unexpected_keys
+        if strict and not_taken:
+            raise LoadError(f"No module has taken {some_of(not_taken, 5)} of {path}; all else that was kept is loaded.")
+        unexpected += map(clean_fqn, not_taken)
     return missing, unexpected
 
 
-def _refuse_computed(model: nn.Module, entries: list[_Entry]) -> None:
-    """Raise a LoadError for an entry whose tensor is not the model's own: what is copied to it would be lost."""
-    tensors = chain(model.parameters(), model.buffers())
-    own = {each.untyped_storage().data_ptr() for each in tensors if type(each) in (torch.Tensor, nn.Parameter)}
-    for entry in entries:
-        value = entry.value
-        if type(value) is torch.Tensor and value.numel() and value.untyped_storage().data_ptr() not in own:
-            raise LoadError(
-                f"{entry.name!r} is computed by a module or a state-dict hook when the model is saved, so load_full "
-                "cannot copy a value to it. Read the file (safetensors.torch.load_file) and pass the tensors to "
-                "model.load_state_dict, which runs the modules' load hooks."
-            )
-
-
-def _plan_copy(entry: _Entry, full: torch.Tensor, plan: LoadPlan) -> None:
-    """Plan the copy of a full tensor to this rank's part of an entry."""
-    value, param = entry.value, entry.param
-    if value is None:
-        assert param is not None
-        FULL.decode(full, StateShard(param, param.local, param.shape), plan)
-    elif param is None:
-        plan.copy(value, full)
-    else:
-        assert isinstance(value, DTensor)
-        plan.copy(value.to_local(), local_from(param, full))
+def _loadable(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
+    """Return the value of an entry for ``load_state_dict``: a DTensor of this rank's part, or the full tensor."""
+    if entry.param is None or not isinstance(entry.value, DTensor):
+        return full
+    return dtensor_from(entry.param, full, repr(entry.name))
 
 
 def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -6,7 +6,7 @@ from fsdp_flat.state.model_save import (
     get_state_dict_type,
     save_model,
     set_state_dict_type,
-    state_dict_in,
+    state_dict_settings,
     state_dict_type,
 )
 from fsdp_flat.state.optim_dicts import (
@@ -33,4 +33,4 @@ from fsdp_flat.state.shards import (
     rank_groups_of,
     redistribute,
 )
-from fsdp_flat.state.torch_state import full_tensor, local_from
+from fsdp_flat.state.torch_state import dtensor_from, full_tensor

@@ -27,7 +27,7 @@ from fsdp_flat.flat import DeferredTensor, FlatParamHandle, Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
-from fsdp_flat.state.model_save import flat_shard
+from fsdp_flat.state.model_save import flat_shard, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
@@ -291,7 +291,7 @@ def load_unit(
     unit = unit_of(wrapper)
     assert unit is not None
     unit.check_idle("load_state_dict")
-    settings = unit.state_dict_settings
+    settings = settings_of(unit)
     # Boxes are loaded as such, whichever type is set.
     has_boxes = any(isinstance(value, BoxedTensor) for value in state_dict.values())
     codec = BOXES if has_boxes else codec_of(settings.state_dict_type, settings.state_dict_config)

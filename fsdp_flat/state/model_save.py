@@ -102,22 +102,24 @@ def state_dict_type(
             unit.state_dict_settings = settings
 
 
-# By unit, settings that replace its own while a model's state dict is made.
+# By unit, settings that replace its own while a model's state dict is made or loaded.
 _forced: ContextVar[Mapping[Unit, StateDictSettings]] = ContextVar("fsdp_flat_forced", default=MappingProxyType({}))
 
 
-def _settings_of(unit: Unit) -> StateDictSettings:
+def settings_of(unit: Unit) -> StateDictSettings:
+    """Return the settings in force for a unit."""
     return _forced.get().get(unit, unit.state_dict_settings)
 
 
-def state_dict_in(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
-    """Return a model's state dict in the type of ``settings``, whichever is set on its wrappers.
+@contextmanager
+def state_dict_settings(model: nn.Module, settings: StateDictSettings) -> Iterator[None]:
+    """Save and load a model's state dict with ``settings`` inside the block, whichever are set on its wrappers.
 
-    Nothing is set on the model or passed to ``state_dict``, which its modules may override.
+    Nothing is set on the model or passed to its methods, which its modules may override.
     """
     token = _forced.set({**_forced.get(), **dict.fromkeys(units_of(model), settings)})
     try:
-        return model.state_dict()
+        yield
     finally:
         _forced.reset(token)
 
@@ -140,7 +142,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     prefix = kwargs.get("prefix", "")
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
-    saves, settings = _saves.get(), _settings_of(unit)
+    saves, settings = _saves.get(), settings_of(unit)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
@@ -157,7 +159,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
             if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
                 # A nested wrapper with different settings all-gathers by itself.
-                alike = [each for each in gathering if _settings_of(each) == settings]
+                alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
         state = _save_unit(unit, settings, prefix, partial(wrapped.state_dict, **kwargs), gathered.pop(unit, None))
     finally:

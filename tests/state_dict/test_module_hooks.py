@@ -74,6 +74,18 @@ class Renaming(Scaling):
             state[prefix + "lin.weight"] = state.pop(prefix + "old")
 
 
+class Unscaling(Scaling):
+    """Also loads what it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.on_load)
+
+    @staticmethod
+    def on_load(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "lin.weight"] = state[prefix + "lin.weight"] / 8
+
+
 class Dropping(Scaling):
     @staticmethod
     def on_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -189,14 +201,27 @@ def test_names_that_a_module_changes_come_back_from_every_kind_of_file(use_orig_
 
 @KINDS
 @on_ranks(2)
-def test_load_full_refuses_names_under_which_a_hook_saves_what_it_computes(
-    use_orig_params: bool, tmp_path: Path
-) -> None:
-    model = model_of(Scaling, use_orig_params)
+def test_load_full_runs_load_hooks_that_compute(use_orig_params: bool, tmp_path: Path) -> None:
+    model, other = model_of(Unscaling, use_orig_params), model_of(Unscaling, use_orig_params, seed=1)
     save_full(model, tmp_path)
     dist.barrier()
-    with pytest.raises(RuntimeError, match=r"'0\.lin\.weight' is computed .*load_file"):
-        load_full(model, tmp_path)
+    load_full(other, tmp_path)
+    assert_equal(state_in(other, FULL), state_in(model, FULL))
+
+
+@KINDS
+@on_ranks(2)
+def test_load_full_refuses_names_that_no_module_takes(use_orig_params: bool, tmp_path: Path) -> None:
+    model, other = model_of(Concatenating, use_orig_params), model_of(Concatenating, use_orig_params, seed=1)
+    save_full(model, tmp_path)
+    dist.barrier()
+    before = state_in(other, FULL)
+    with pytest.raises(RuntimeError, match=r"[Uu]nexpected key.*0\.both"):
+        load_full(other, tmp_path)
+    assert_equal(state_in(other, FULL), before)
+    with pytest.raises(RuntimeError, match=r"No module has taken '?0\.both"):
+        load_full(other, tmp_path, keep=lambda _: True)
+    assert load_full(other, tmp_path, strict=False) == ([], ["0.both"])
 
 
 @KINDS
