@@ -195,11 +195,21 @@ class Reduction:
         factor = self._policy.divide_factor
         return self._mean_divisor if factor is None else factor
 
+    def take_result(self) -> torch.Tensor | None:
+        """Return the result, divided by the caller's factor as it is now; None for a partial reduction.
+
+        The factor is read again: a caller may complete it while backward runs, or set another one between backwards
+        whose gradients are set together.
+        """
+        result, divisor = self.result, self._divisor
+        if result is not None and (isinstance(divisor, torch.Tensor) or divisor != self._divided_by):
+            result.div_(divisor / self._divided_by)
+        return result
+
     def hand_over(self, shard: torch.Tensor, used: Sequence[int]) -> None:
         """Add ``shard``, the sum of the results of all reductions of the handle, to its gradients.
 
-        The caller's factor is read again: a caller may complete it while backward runs. ``used`` holds for each
-        parameter whether any rank has used it.
+        ``used`` holds for each parameter whether any rank has used it.
         """
         grads = self.handle.grads
         if grads.partial.used:
@@ -207,9 +217,6 @@ class Reduction:
             used = grads.partial.used
         if grads.partial.shard is None:
             grads.partial.used = ()
-        divisor = self._divisor
-        if isinstance(divisor, torch.Tensor) or divisor != self._divided_by:
-            shard.div_(divisor / self._divided_by)
         if self._policy.zeros_for_unused:
             used = bytes(self.handle.views.requires_grad())
         add_reduced(self.handle.views, shard, used)
@@ -301,8 +308,9 @@ class Reductions:
         for handle, reductions in finished.items():
             total: torch.Tensor | None = None
             for reduction in reductions:
-                if reduction.result is not None:
-                    total = reduction.result if total is None else total.add_(reduction.result)
+                result = reduction.take_result()
+                if result is not None:
+                    total = result if total is None else total.add_(result)
                     last = reduction
             if total is not None:
                 last.hand_over(total, used[handle])

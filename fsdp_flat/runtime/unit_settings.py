@@ -66,8 +66,9 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
 def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | None) -> None:
     """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, here and in units below.
 
-    With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is
-    read at the end of each backward, so it may be set again for every step.
+    With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is read
+    when gradients are set, at the end of a backward, so it may be set again for every step. It then divides the sum of
+    all backwards whose gradients are set together (:meth:`set_is_last_backward`).
 
     Args:
         factor: a number, a scalar tensor on the gradients' device, or None for the mean.

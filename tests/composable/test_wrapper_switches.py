@@ -131,3 +131,23 @@ def test_a_factor_that_changes_in_a_backward_is_read_at_its_end(rank: int) -> No
     half = len(found) // 2
     for fixed, changed in zip(found[:half], found[half:], strict=True):
         torch.testing.assert_close(changed, fixed)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_one_factor_divides_all_backwards_whose_gradients_are_set_together(by_hand: bool, rank: int) -> None:
+    model, plain = wrapper_and_plain(use_orig_params=True)
+    for number in (0, 1):
+        replicated_gradients(plain, [batch(each, number) for each in range(2)], square_loss)
+    for before, after in ((None, 4.0), (3.0, None), (3.0, torch.tensor(4.0)), (torch.tensor(2.0), 4.0), (3.0, 8.0)):
+        model.set_manual_backward_finalization(by_hand)
+        for number, factor in enumerate((before, after)):
+            model.set_gradient_divide_factor(factor)
+            if not by_hand:
+                model.set_is_last_backward(number == 1)
+            square_loss(model, batch(rank, number)).backward()
+        if by_hand:
+            model.finalize_backward()
+        wanted = {name: param.grad * (2 / (after or 2)) for name, param in plain.named_parameters()}
+        torch.testing.assert_close(full_grads(model), wanted)
+        model.zero_grad()
