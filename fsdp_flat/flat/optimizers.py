@@ -30,24 +30,24 @@ class _Watch:
 
     Attributes:
         views: the views of every unit.
-        checked: by optimizer that was checked, the number of its parameters, and their views.
+        checked: by optimizer that was checked, the ids of its parameters, and their views.
     """
 
     def __init__(self) -> None:
         self.views: weakref.WeakSet[Views] = weakref.WeakSet()
-        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, weakref.WeakSet[Views]]]
+        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[Views]]]
         self.checked = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     @dynamo_disabled_here
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        num_params = sum([len(group["params"]) for group in optimizer.param_groups])
-        num_checked, found = self.checked.get(optimizer, (-1, self.views))
-        if num_params != num_checked:
+        ids = [each for group in optimizer.param_groups for each in map(id, group["params"])]
+        ids_checked, found = self.checked.get(optimizer, (None, self.views))
+        if ids != ids_checked:
             _check_optimizer(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
             found = weakref.WeakSet(views for views in self.views if not held.isdisjoint(views.visible_params()))
-            self.checked[optimizer] = num_params, found
+            self.checked[optimizer] = ids, found
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
         if found:

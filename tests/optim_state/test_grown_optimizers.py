@@ -163,7 +163,8 @@ def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out(
 
 @KINDS
 @on_ranks(2)
-def test_units_that_an_optimizer_gets_later_are_gathered_after_its_steps(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_units_that_an_optimizer_gets_later_are_gathered_after_its_steps(use_orig_params: bool, replaces: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(2)])
     model: Any = FSDP(
@@ -181,6 +182,9 @@ def test_units_that_an_optimizer_gets_later_are_gathered_after_its_steps(use_ori
             optimizer.step()
         if step == 1:
             for optimizer, each in zip(optimizers, (plain, model.module), strict=True):
-                optimizer.add_param_group({"params": list(each[1].parameters())})
+                if replaces:
+                    optimizer.param_groups[0]["params"] = list(each[1].parameters())
+                else:
+                    optimizer.add_param_group({"params": list(each[1].parameters())})
         for each in (plain, model):
             each.zero_grad()
