@@ -22,8 +22,13 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
     """Accumulate gradients inside the block: unreduced ones (``"local"``), or reduced shards (``"sharded"``)."""
     if mode not in ("local", "sharded"):
         raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
-    if not all(unit.control.sync_gradients for unit in units):
-        raise PhaseError("no_sync was entered inside no_sync; one level is enough.")
+    off = next((unit for unit in units if not unit.control.sync_gradients), None)
+    if off is not None:
+        raise PhaseError(
+            f"no_sync was entered where gradients of unit {off.name!r} are not reduced already: inside no_sync, of "
+            "which one level is enough, or after set_requires_gradient_sync(False), which does the same until it is "
+            "called with True."
+        )
     for unit in units:
         unit.control.sync_gradients = mode == "sharded"
     try:

@@ -119,9 +119,13 @@ def test_no_sync_is_for_the_root_and_not_nested(rank: int, num_ranks: int) -> No
     mean_loss(model, batches(num_ranks)[rank])
     with pytest.raises(RuntimeError, match=r"outermost.*'1' is nested"), model[1].no_sync():
         pass
-    with model.no_sync(), pytest.raises(AssertionError, match="one level"), model.no_sync():
+    with model.no_sync(), pytest.raises(AssertionError, match="inside no_sync, of which one level"), model.no_sync():
         pass
-    # Neither error leaves the units without reduction.
+    model[1].set_requires_gradient_sync(False)
+    with pytest.raises(AssertionError, match=r"set_requires_gradient_sync\(False\)"), model.no_sync():
+        pass
+    model[1].set_requires_gradient_sync(True)
+    # None of the errors leaves the units without reduction.
     mean_loss(model, batches(num_ranks)[rank]).backward()
     assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
 
