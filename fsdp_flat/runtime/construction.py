@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,8 +12,17 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member_of
-from fsdp_flat.comm import ShardingGroups, Strategy, agree, digest_of, resolve_groups, strategy_from, true_on_any_rank
-from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
+from fsdp_flat.comm import (
+    ShardingGroups,
+    Strategy,
+    agree,
+    digest_of,
+    report_failure,
+    resolve_groups,
+    strategy_from,
+    true_on_any_rank,
+)
+from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, TiedParameterError
 from fsdp_flat.flat import FlattenedBy, adapter_of, check_adapter, modules_of, named_sites
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.build import (
@@ -141,6 +150,27 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
     options = _options_from(arguments)
     plan, ignored, compared = _agreed_plan(module, arguments, options)
+    try:
+        return _built(module, plan, options, ignored, compared, wrap_unit)
+    except Exception as error:
+        # Ranks have agreed on the plan, and do so again where callers' code runs. Any other error may be of this rank
+        # alone: the next collective of the others, which have built their units, raises with its text.
+        for rank_group in options.groups.rank_groups:
+            report_failure(
+                rank_group, f"raised {type(error).__name__}: {error}", follows=isinstance(error, PeerFailureError)
+            )
+        raise
+
+
+def _built(
+    module: nn.Module,
+    plan: WrapPlan,
+    options: UnitOptions,
+    ignored: Ignored,
+    compared: Mapping[nn.Module, str],
+    wrap_unit: Callable[[Unit], nn.Module],
+) -> Unit:
+    """Build the units of a plan on which ranks have agreed; ``compared`` are the names by which ranks compare them."""
     call = _prepare(module, plan, options, ignored)
     names = {unit.module: unit.fqn for unit in plan.units}
     # Most units have the same arguments: those of one call are validated once.
