@@ -151,7 +151,7 @@ def save_checkpoint(
         save._work.set_result(None)
         return save
     # The script may destroy its process groups while its last checkpoint is written.
-    group = outliving_group(together.ranks)
+    group = outliving_group(together.group)
     # A gloo group communicates CPU tensors.
     in_thread = Consensus(group, SAVING, torch.device("cpu"))
     save._run(partial(_write, values, directory, keep_last, in_thread), group)

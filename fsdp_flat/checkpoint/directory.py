@@ -175,7 +175,7 @@ class Consensus:
 
     def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
         self.ranks = global_ranks(group)
-        self._group = group
+        self.group = group
         self._words = words
         self._device = device
         self._rank_group = RankGroup.of(group)
@@ -212,7 +212,7 @@ class Consensus:
         if error is not None and self.size == 1:
             raise error
         own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
-        rows = exchange_ints(own, self._group, self._device)
+        rows = exchange_ints(own, self.group, self._device)
         differ = len({digest for _, digest, *_ in rows}) > 1
         if differ or not all(ok for ok, *_ in rows):
             # A difference may be the cause of an error.
@@ -221,7 +221,7 @@ class Consensus:
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
-        payloads = exchange_bytes(encoded(text), self._group, self._device, only_on_rank0=only_on_rank0)
+        payloads = exchange_bytes(encoded(text), self.group, self._device, only_on_rank0=only_on_rank0)
         return list(map(decoded, payloads))
 
 

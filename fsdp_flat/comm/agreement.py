@@ -18,12 +18,11 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
-from fsdp_flat.comm.torch_comm import flatten_dense, group_store
+from fsdp_flat.comm.torch_comm import flatten_dense, group_store, timeout_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.user_warnings import warn_user
 
@@ -244,18 +243,21 @@ def barrier(what: str, rank_group: RankGroup) -> None:
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
-    rank 0 only. If ranks share memory, a rank that sends a different collective is detected within a second.
+    rank 0 only. If ranks share memory, a rank that sends a different collective, or has ended, is detected within a
+    second.
 
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
-            if a rank has not arrived within the default process-group timeout.
+            if a rank has not arrived within the group's timeout.
+        PeerFailureError: if ranks share memory, and one has ended that has not arrived.
     """
     if not connected([rank_group]):
         return
     store_barrier = _StoreBarrier(rank_group)
     if store_barrier.is_complete:
         return
-    limit = default_pg_timeout.total_seconds()
+    assert rank_group.group is not None
+    limit = timeout_of(rank_group.group).total_seconds()
     patience = min(WARN_AFTER_S, limit)
     transport = known_transport(rank_group)
     begun = time.monotonic()
@@ -270,6 +272,12 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                 f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
                 f"goes on with {collective}. It is a collective: every rank of the group must call it, at the same "
                 "point."
+            )
+        ended = frozenset() if transport is None else transport.ended_ranks
+        if ended and (ended := ended.intersection(store_barrier.missing())) and store_barrier.leave():
+            raise PeerFailureError(
+                f"{what} was called on rank {rank_group.rank} of the group, and rank(s) {sorted(ended)} have ended or "
+                "closed their connections without calling it. If their output has an error, that came first."
             )
         if waited < patience or (warned and rank_group.rank and waited < limit):
             continue

@@ -6,8 +6,10 @@ choice is made: ``resolve_groups`` here, or ``UnitControl.of`` (runtime) for the
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,11 +20,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.api import ShardingStrategy, member_of
+from fsdp_flat.comm import torch_comm
+from fsdp_flat.comm.torch_comm import timeout_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
 _CPU = torch.device("cpu")
 # Every unit of a model asks for the same groups, and each group costs connections.
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
+# By default group and global ranks, the number of groups created of just these.
+_num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # Groups of threads: destroy_process_group() makes torch forget a group, and gloo serves it as long as it is referenced.
 _outliving: WeakSet[dist.ProcessGroup] = WeakSet()
 # The same by default group and ranks. torch holds each group that it creates, so models share them.
@@ -112,20 +118,33 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if _moves_cpu_tensors(group):
         return group
-    return dist.new_group(global_ranks(group), backend="gloo", use_local_synchronization=True)
+    return _new_group(group, global_ranks(group), backend="gloo")
 
 
-def outliving_group(ranks: list[int]) -> dist.ProcessGroup:
+def _new_group(
+    parent: dist.ProcessGroup, ranks: Sequence[int], *, backend: str | None = None, description: str = "fsdp_flat"
+) -> dist.ProcessGroup:
+    """Create a group of global ``ranks``, which are in ``parent``, with its timeout. All of them must call this."""
+    assert dist.group.WORLD is not None
+    created = _num_created.setdefault(dist.group.WORLD, Counter())
+    created[tuple(ranks)] += 1
+    # Ranks create groups of the same ranks equally often, so they agree on the name.
+    name = f"fsdp_flat_{hashlib.sha1(repr(list(ranks)).encode()).hexdigest()}_{created[tuple(ranks)]}"
+    return torch_comm.new_group(ranks, name, backend=backend, timeout=timeout_of(parent), description=description)
+
+
+def outliving_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a gloo group for a thread, whose collectives work until it ends, also if groups are destroyed meanwhile.
 
-    Every rank of the group must call this. The group is created at the first call.
+    It has the ranks of ``group``, all of which must call this. It is created at the first call.
     """
     assert dist.group.WORLD is not None
+    ranks = global_ranks(group)
     known, key = _outliving_of.setdefault(dist.group.WORLD, {}), tuple(ranks)
     with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
         dist.get_backend(known[key])
         return known[key]
-    known[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    known[key] = _new_group(group, ranks, backend="gloo")
     _outliving.add(known[key])
     return known[key]
 
@@ -137,8 +156,7 @@ def second_group(rank_group: RankGroup) -> RankGroup:
     """
     assert rank_group.group is not None
     ranks = global_ranks(rank_group.group)
-    is_part = len(ranks) < dist.get_world_size()
-    return RankGroup.of(dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second"))
+    return RankGroup.of(_new_group(rank_group.group, ranks, description="fsdp_flat_second"))
 
 
 def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
@@ -153,7 +171,7 @@ def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
         return known[num_ranks]
     first = rank_group.rank // num_ranks * num_ranks
     ranks = global_ranks(rank_group.group)[first : first + num_ranks]
-    known[num_ranks] = RankGroup.of(dist.new_group(ranks, use_local_synchronization=True))
+    known[num_ranks] = RankGroup.of(_new_group(rank_group.group, ranks))
     return known[num_ranks]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 # gloo's threads need the interpreter to release the tensors of a collective that has ended. If one still waits for it
 # when the interpreter ends, Python before 3.14 aborts the process ("terminate called without an active exception").
@@ -29,6 +32,43 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store of a group; torch has no public accessor for it."""
     store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a group's collectives; torch has no public accessor for it."""
+    for device in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
+        # A group may have no backend for a device, and torch's "fake" one has no options.
+        with suppress(RuntimeError, AttributeError):
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    return default_pg_timeout
+
+
+def new_group(
+    ranks: Sequence[int], name: str, *, backend: str | None, timeout: timedelta, description: str
+) -> dist.ProcessGroup:
+    """Create a process group of global ``ranks``, all of which must call this with the same ``name``; no others do.
+
+    ``torch.distributed.new_group(use_local_synchronization=True)`` derives a name from the number of groups that a rank
+    is in, so ranks would wait for each other under different names where that differs.
+    """
+    c10d: Any = dist.distributed_c10d
+    default = c10d._get_default_group()
+    default_backend, store = c10d._world.pg_map[default]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend or default_backend),
+        store,
+        name,
+        timeout=timeout,
+        device_id=default.bound_device_id,
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    created: dist.ProcessGroup = group
+    return created
 
 
 def tensor_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[..., torch.Tensor] | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, check_memory, close_all
+from fsdp_flat.comm.torch_comm import timeout_of
 
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ os.register_at_fork(after_in_child=_leave_parents_groups)
 
 def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
     """Connect all ranks of a group, or none."""
-    timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
+    timeout_s = timeout_of(group).total_seconds()
     # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
     listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())

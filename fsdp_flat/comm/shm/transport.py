@@ -359,6 +359,11 @@ class SharedMemoryTransport:
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
         return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
+    @property
+    def ended_ranks(self) -> frozenset[int]:
+        """Return the ranks whose connections were closed, as far as :meth:`unexpected` has read them."""
+        return frozenset(self._ended_ranks)
+
     def check_reports(self, rank: int, collective: str) -> None:
         """Raise a PeerFailureError if ``rank``, which this rank waits for, has reported that its step failed."""
         group = self._group()
