@@ -298,6 +298,10 @@ class FlatParamHandle:
         self.buffer = self._unsharded.buffer
         return self._unsharded.params
 
+    def all_unsharded_params(self) -> list[tuple[nn.Parameter, ...]]:
+        """Return the unsharded parameters of each compute dtype that was in use."""
+        return [unsharded.params for unsharded in self._by_dtype.values()]
+
     def _switch_unsharded_params(self) -> None:
         self.views.use_unsharded_params(self._use_compute_dtype(self.views.params))
         self.views.use_sharded_views()

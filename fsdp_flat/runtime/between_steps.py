@@ -354,6 +354,10 @@ def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
         marks = entry.param.__dict__
         if "_fsdp_flattened" in marks:
             memo[id(entry.param)]._fsdp_flattened = marks["_fsdp_flattened"]
+    # Modules may hold unsharded ones in lists of their own, as recurrent ones do; these have no memory now.
+    for unsharded in handle.all_unsharded_params():
+        for entry, param in zip(handle.views.params, unsharded, strict=True):
+            memo.setdefault(id(param), memo[id(entry.param)])
 
 
 def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHandle:

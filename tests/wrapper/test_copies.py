@@ -55,6 +55,33 @@ def test_a_copy_and_its_original_train_apart_as_plain_models_do(
     assert_same(twin, plain_twin)
 
 
+class Recurrent(nn.Module):
+    """Its recurrent layer keeps its weights in a list too, and so does the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 4), nn.Linear(4, 2)
+        self.held: list[nn.Parameter] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.held[:] = [self.head.weight]
+        return self.head(self.rnn(x)[0])
+
+
+@KINDS
+@on_ranks(2)
+def test_a_model_that_keeps_weights_in_lists_is_copied_after_a_step(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    model = FSDP(Recurrent(), use_orig_params=use_orig_params)
+    x = torch.ones(3, 2, 4)
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    twin = copy.deepcopy(model)
+    assert_equal(twin(x).detach(), model(x).detach())
+    held = twin.module.held[0]
+    assert not any(held is param for param in model.module.held)
+
+
 @on_ranks(4)
 def test_a_copy_of_a_hybrid_model_shares_both_groups() -> None:
     model, plain = shard(seeded(), "HYBRID_SHARD"), seeded()
