@@ -352,6 +352,9 @@ class Unit:
 
     def _free_buffers(self) -> None:
         self.log_event("reshard")
+        if torch.is_autocast_enabled(self.options.device.type):
+            # autocast keeps low-precision copies of parameters, as large as these and soon outdated.
+            torch.clear_autocast_cache()
         if not self.control.keeps_unsharded_storage:
             for handle in self.handles:
                 handle.free()

@@ -250,6 +250,21 @@ def test_autocast_goes_with_it(side: Side, layout: Layout, use_orig_params: bool
 
 
 @on_both_sides(layouts=SHARDED, tolerance=LOW)
+def test_steps_inside_one_autocast_region_compute_with_new_weights(
+    side: Side, layout: Layout, use_orig_params: bool
+) -> Any:
+    model, losses = model_of(side, layout, None, use_orig_params=use_orig_params), []
+    with torch.autocast("cpu", dtype=BF16):
+        for _ in range(3):
+            loss = model(x_of()).float().square().mean()
+            loss.backward()
+            sgd(model).step()
+            losses.append(loss.detach())
+    assert losses[0] != losses[2]
+    return {"losses": losses, "state": state_of(model)}
+
+
+@on_both_sides(layouts=SHARDED, tolerance=LOW)
 def test_ignored_modules_stay_in_full_precision(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     torch.manual_seed(1)
     inner = nn.Sequential(Noting(), Noting())
