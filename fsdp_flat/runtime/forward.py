@@ -18,7 +18,14 @@ from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.options import AfterForward, Weights
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.tensors import CallInputs, cast_floats, differentiable_tensors, map_tensors, tensors_in
+from fsdp_flat.runtime.tensors import (
+    CallInputs,
+    are_tensors,
+    cast_floats,
+    differentiable_tensors,
+    map_tensors,
+    tensors_in,
+)
 from fsdp_flat.runtime.unit import Unit, unit_of
 
 
@@ -181,11 +188,12 @@ class UnitForward:
         """Hook the outputs, and reshard the parameters or keep them for backward; return the outputs.
 
         A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
-        a generator, or stored outside of the model.
+        a generator, or stored outside of the model. Tensors without gradients in place of outputs are no reason to
+        expect that: a layer that this rank skips returns its input, and a graph of an earlier step may be alive.
         """
         output, returns = self._hooked(output)
         hidden = False
-        if not returns and torch.is_grad_enabled():
+        if not returns and torch.is_grad_enabled() and not are_tensors(output):
             hidden = any(handle.grads.are_in_a_graph for handle in self._unit.handles)
         self._close(returns or hidden, open_ended=hidden)
         return output
@@ -312,6 +320,10 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
         # A leaf that is passed through outlives the graph, and so would its hook.
         if not tensor.is_leaf:
             tensor.register_hook(hook)
+            hooks: Any = tensor._backward_hooks
+            # First, before hooks of the module itself, which may compute with the parameters.
+            for key in list(hooks)[:-1] if len(hooks) > 1 else ():
+                hooks[key] = hooks.pop(key)
     return bool(unit.handles)
 
 

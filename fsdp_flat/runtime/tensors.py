@@ -48,6 +48,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def are_tensors(value: Any) -> bool:
+    """Return whether ``value`` is tensors, at least one, beside numbers and strings; no opaque object may hold more."""
+    has_any = False
+    seen: dict[int, Any] = {}
+    ahead = [value]
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, torch.Tensor):
+            has_any = True
+        elif type(item) not in _LEAVES and id(item) not in seen:
+            seen[id(item)] = item
+            children = list(_children(item))
+            if not children:
+                return False
+            ahead += children
+    return has_any
+
+
 _LEAVES = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
 
 

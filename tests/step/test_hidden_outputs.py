@@ -286,3 +286,32 @@ def test_a_loss_of_what_was_kept_out_of_sight_raises_where_the_unit_is_sharded(
     loss.backward()
     pair.follow(loss_of)
     pair.check_gradients()
+
+
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient a hook on the output computes with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def step(z: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(0.3 * self.layer(z) + x)
+
+        with torch.no_grad():
+            z = step(step(torch.zeros_like(x)))
+        z = step(z)
+        start = z.detach().clone().requires_grad_()
+        again = step(start)
+        z.register_hook(lambda grad: grad + torch.autograd.grad(again, start, grad, retain_graph=True)[0])
+        return z
+
+
+@KINDS
+@on_ranks(2)
+def test_a_hook_that_a_module_puts_on_its_own_output_computes_with_the_weights(use_orig_params: bool) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Equilibrium(), Equilibrium())
+    policy = ModuleWrapPolicy({Equilibrium})
+    pair = Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    pair.train(num_steps=2)

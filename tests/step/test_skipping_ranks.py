@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.step.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Block, wrapped
@@ -150,6 +151,48 @@ def test_a_unit_that_every_rank_runs_and_none_uses_keeps_no_gradient(use_orig_pa
         assert pair.plain.blocks[block].up.weight.grad is None
         pair.check_gradients(f"gradients where no rank uses block {block}")
         pair.step(lr=0.02)
+
+
+class SkippingItself(Block):
+    """Returns its input on ranks that skip it, as stochastic depth does."""
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        return x if skips else y
+
+
+class StochasticDepth(nn.Module):
+    """Its first block gets an input that requires no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SkippingItself() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, skipped: tuple[int, ...]) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, index in skipped)
+        return self.head(x)
+
+
+@KINDS
+@MEMORY
+@on_ranks(2, timeout=20)
+def test_a_loss_of_the_step_before_that_is_still_held_changes_nothing(
+    use_orig_params: bool, shared_memory: bool
+) -> None:
+    options = placed("FULL_SHARD", shared_memory=shared_memory)
+    options |= {"auto_wrap_policy": ModuleWrapPolicy({SkippingItself}), "use_orig_params": use_orig_params}
+    pair = Pair.of(StochasticDepth(), wrap=wrapped, **options)
+    held: dict[tuple[nn.Module, int], list[torch.Tensor]] = {}
+
+    def held_loss(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
+        losses = held.setdefault((model, rank), [])
+        # Ranks take turns to use the first blocks.
+        losses.append(model(x, (0, 1) if (rank + len(losses)) % 2 else ()).pow(2).mean())
+        return losses[-1]
+
+    pair.train(held_loss, num_steps=3)
 
 
 class Wide(nn.Module):
