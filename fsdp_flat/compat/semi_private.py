@@ -461,7 +461,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
 
 def _warn_legacy(name: str, instead: str) -> None:
-    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning)
 
 
 def _get_grad_norm(

@@ -164,8 +164,7 @@ def fully_shard(
     if is_one and any(each.options.strategy.shards for each in unit.with_inner):
         warn_user(
             "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
-            "them.",
-            stacklevel=2,
+            "them."
         )
     for each in unit.with_inner:
         _set_resharding(each, reshard_after_forward)

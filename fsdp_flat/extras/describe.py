@@ -212,7 +212,6 @@ def plan(
             ignored_modules={modules[child] for child in ignored.modules if child in modules},
             ignored_params=ignored_params,
             root_kwargs=kwargs,
-            stacklevel=3,
         )
         units += [(unit.fqn, unit.module, _options(unit.kwargs, num_ranks, num_replicas)) for unit in planned.units]
     position = {module: index for index, module in enumerate(root.modules())}

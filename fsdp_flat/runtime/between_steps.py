@@ -137,8 +137,7 @@ def summon_full_params(
     if offload_to_cpu and not rank0_only:
         warn_user(
             "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a full copy on its CPU. "
-            "Pass rank0_only=True unless every rank needs it.",
-            stacklevel=3,
+            "Pass rank0_only=True unless every rank needs it."
         )
     units = []
     for child in modules_of(module) if recurse else (module,):

@@ -272,8 +272,7 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
             f"Batch norm {some_of(full, 4)} of unit {name!r} stays in full precision, inputs cast to it and outputs "
             f"back: its running statistics are not in {precision.param_dtype}, so its parameters cannot be. To choose "
             "yourself, pass MixedPrecision(full_precision_modules=...), an auto_wrap_policy (which makes it a unit in "
-            f"full precision), or buffer_dtype={precision.param_dtype}.",
-            stacklevel=5,
+            f"full precision), or buffer_dtype={precision.param_dtype}."
         )
     rounded = [repr(path) for path, child in modules if precision.rounds_statistics_of(child)]
     if rounded:
@@ -281,8 +280,7 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
             f"Batch norm {some_of(rounded, 4)} of unit {name!r} updates its running statistics in "
             f"{precision.buffer_dtype}, which loses small changes. To keep it in full precision, pass "
             "MixedPrecision(full_precision_modules=(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in "
-            "low precision, also pass _module_classes_to_ignore=().",
-            stacklevel=5,
+            "low precision, also pass _module_classes_to_ignore=()."
         )
 
 

@@ -301,8 +301,7 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
         warn_user(
-            f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index.",
-            stacklevel=6,
+            f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index."
         )
     return device, True
 

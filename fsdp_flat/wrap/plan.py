@@ -64,7 +64,6 @@ def plan_units(
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
     is_wrapped: Callable[[nn.Module], bool] | None = None,
-    stacklevel: int = 5,
 ) -> WrapPlan:
     """Decide which submodules of ``root`` become units, and change nothing.
 
@@ -77,7 +76,6 @@ def plan_units(
         ignored_params: parameters that no unit manages.
         root_kwargs: the wrapper's keyword arguments that units inherit.
         is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
-        stacklevel: of warnings, see ``warn_user``; by default that of the code that calls the wrapper's constructor.
     """
     check_policy(policy)
     classes = named_classes(policy)
@@ -116,15 +114,14 @@ def plan_units(
         warn_user(
             f"mixed_precision and auto_wrap_policy are both given for {type(root).__name__}, which has modules that "
             f"stay in full precision: {_counted(counts)}. Each becomes a unit of its own with mixed_precision=None. "
-            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=()).",
-            stacklevel=stacklevel,
+            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=())."
         )
     if classes is not None:
         text = _unmatched_text(
             root, classes, ignored_params, has_units=not all(isinstance(unit.module, exempt) for unit in units)
         )
         if text is not None:
-            warn_user(text, stacklevel=stacklevel)
+            warn_user(text)
     return WrapPlan(units, full_precision)
 
 
@@ -278,8 +275,7 @@ def warn_no_forward(module: nn.Module, name: str) -> None:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         warn_user(
             f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
-            "gathered. Wrap its entries, or the module that calls them.",
-            stacklevel=5,
+            "gathered. Wrap its entries, or the module that calls them."
         )
 
 

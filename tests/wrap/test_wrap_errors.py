@@ -41,7 +41,6 @@ def plan(root: nn.Module, policy: Any, *, ignored: set[nn.Module] | None = None,
         ignored_params={param for module in modules for param in module.parameters()},
         root_kwargs=root_kwargs(**changes),
         is_wrapped=lambda module: isinstance(module, Wrapper),
-        stacklevel=2,
     )
 
 

@@ -111,7 +111,6 @@ def test_the_plan_lists_every_module_that_stays_in_full_precision() -> None:
             ignored_modules={model[2]},
             ignored_params=set(model[2].parameters()),
             root_kwargs=root_kwargs(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
-            stacklevel=2,
         )
     assert made.full_precision == (model[0], model[2])
     assert [unit.fqn for unit in made.units] == ["0", "1"]
