@@ -13,7 +13,6 @@ from fsdp_flat.wrap.plan import (
     _recursive_wrap,
     apply_plan,
     plan_units,
-    warn_no_forward,
 )
 from fsdp_flat.wrap.policies import (
     CustomPolicy,

@@ -270,15 +270,6 @@ def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({count} module{'' if count == 1 else 's'})" for name, count in counts.items())
 
 
-def warn_no_forward(module: nn.Module, name: str) -> None:
-    """Warn if ``module`` is a container that is never called, so that its own parameters are never unsharded."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        warn_user(
-            f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
-            "gathered. Wrap its entries, or the module that calls them."
-        )
-
-
 def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, module) of each module once, children before parents, ``root`` last.
 
