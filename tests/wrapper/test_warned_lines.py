@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType, ShardingStrategy, StateDictType, fully_shard, plan
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -125,3 +127,9 @@ def test_a_warning_points_to_the_callers_line(call: str, rank: int) -> None:
         CALLS[call](model, optimizer)
     assert caught or (call in {"other weights", "buffers of each rank"} and rank > 0)
     assert {warning.filename for warning in caught} <= {__file__}, [str(warning) for warning in caught]
+
+
+def test_no_module_calls_warnings_warn_itself() -> None:
+    package = Path(fsdp_flat.__file__).parent
+    found = {path.name for path in package.rglob("*.py") if "warnings.warn(" in path.read_text()}
+    assert found == {"user_warnings.py"}
