@@ -1,7 +1,7 @@
 """Defines the enums and option records of FSDP1's public interface, with its names, values and defaults.
 
 ``fsdp_flat.api`` mirrors ``torch.distributed.fsdp.api``. Everything here is a plain value without behaviour, so every
-layer may import it; :func:`member_of` is the one way to accept members of torch's own enums.
+layer may import it; :func:`member_of` and :func:`is_a` accept torch's own, which clients may have bound earlier.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ def member_of(
             return member
     choices = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
     raise error(f"{argument} must be one of {choices}{others}; got {value!r} of type {type(value).__name__}.")
+
+
+def is_a(value: object, class_name: str) -> bool:
+    """Return whether ``value`` is an option object of the class of this name, ours or torch's, or of a subclass."""
+    return any(kind.__name__ == class_name for kind in type(value).__mro__)
 
 
 class ShardingStrategy(_NamedEnum):
@@ -164,7 +169,7 @@ class StateDictConfig:
     """Holds options of every model state dict: ``offload_to_cpu`` moves values to the CPU."""
 
     offload_to_cpu: bool = False
-    rank0_only = False  # a field of the types that have the option
+    rank0_only = False  # the class default; Full configs make it a field
 
 
 @dataclass
@@ -200,7 +205,7 @@ class OptimStateDictConfig:
     """Holds options of every optimizer state dict."""
 
     offload_to_cpu: bool = True
-    rank0_only = False  # a field of the types that have the option
+    rank0_only = False  # the class default; Full configs make it a field
 
 
 @dataclass

@@ -18,9 +18,8 @@ from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.extras.names import named_as_plain
 from fsdp_flat.flat import FlatParameter, unguarded
-from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -100,21 +99,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
     ) -> None:
         super().__init__()
         arguments = Arguments(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=auto_wrap_policy,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
+            *(process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision),
+            *(ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers),
+            *(use_orig_params, ignored_states, device_mesh),
         )
         self._hold(runtime.construct(module, arguments, FullyShardedDataParallel._around))
 
@@ -310,28 +297,24 @@ class FullyShardedDataParallel(UndocumentedMembers):
         still unsharded after a forward that no backward followed.
         """
         kept = {shown: param for unit in runtime.units_of(self) for shown, param in unit.optimizer_params().items()}
-        items = super().named_parameters(*args, **kwargs)
-        yield from self._named((name, kept.get(param, param)) for name, param in items)
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield name, kept.get(param, param)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield as :meth:`nn.Module.named_modules`; names have no wrapper components inside ``summon_full_params``.
 
-        Then the wrapper and the wrapped module have the same name, also if the call is on a plain module around them.
+        Then a wrapper and its module have the same name, also if the call is on a plain module around them.
         """
-        if self._unit.phase is Phase.SUMMONED:
-            return named_as_plain(self, self._wrapped_module, memo, prefix, remove_duplicate)
-        return super().named_modules(memo, prefix, remove_duplicate)
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        if self._unit.phase is not Phase.SUMMONED:
+            return found
+        return ((clean_fqn(name), module) for name, module in found)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield as :meth:`nn.Module.named_buffers`; names have no wrapper components inside ``summon_full_params``."""
-        yield from self._named(super().named_buffers(*args, **kwargs))
-
-    def _named(self, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-        if self._unit.phase is not Phase.SUMMONED:
-            return items
-        return ((name.replace(FSDP_PREFIX, "").replace("_orig_mod.", ""), item) for name, item in items)
+        return super().named_buffers(*args, **kwargs)  # defined for FSDP1's signature
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 

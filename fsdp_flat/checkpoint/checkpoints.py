@@ -168,7 +168,7 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
     if (other := _running.get(directory.resolve())) is not None:
         wait([other._work])
     if text := units_of(model)[0].finish_save():
-        warn_user(text, stacklevel=3)
+        warn_user(text)
 
 
 class CheckpointValues:
@@ -474,7 +474,7 @@ def load_checkpoint(
             return None
         raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
     if skipped and together.rank == 0:
-        warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
+        warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.")
     assert found is not None
     extra = load_files(path, found.files, model, optim, together)
     return LoadedCheckpoint(found.step, path, extra, tuple(skipped))

@@ -295,8 +295,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
             warned = True
             warn_user(
                 f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
-                "every rank must call it.",
-                stacklevel=4,
+                "every rank must call it."
             )
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp_flat.compat.installation import Installation, Replaced, install, installed, uninstall
+from fsdp_flat.compat.installation import Installation, install, installed, uninstall
 
-__all__ = ["Installation", "Replaced", "install", "installed", "uninstall"]
+__all__ = ["Installation", "install", "installed", "uninstall"]

@@ -39,31 +39,23 @@ from fsdp_flat.wrap import _Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """Describes a name of a module that now resolves to fsdp_flat's object."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Installation:
     """Reports the changes made by :func:`install`; ``str`` lists them, one line per module.
 
     Attributes:
-        replaced: the replaced names, those in torch's modules first.
+        replaced: (module, name) of each replaced name, those in torch's modules first.
         left: subclasses of torch's wrapper that were defined before; constructing one raises an error.
         fully_shard: FSDP2's names are replaced too.
     """
 
-    replaced: tuple[Replaced, ...]
+    replaced: tuple[tuple[str, str], ...]
     left: tuple[str, ...]
     fully_shard: bool = False
 
     def __str__(self) -> str:
         modules: dict[str, list[str]] = {}
-        for replaced in self.replaced:
-            modules.setdefault(replaced.module, []).append(replaced.name)
+        for module, name in self.replaced:
+            modules.setdefault(module, []).append(name)
         lines = [f"{len(self.replaced)} names in {len(modules)} modules are fsdp_flat's now:"]
         lines += [f"  {module}: {', '.join(names)}" for module, names in modules.items()]
         if self.left:
@@ -142,7 +134,7 @@ def install(fully_shard: bool = False) -> Installation:
         _state.guarded = wrapper, wrapper.__init__
         wrapper.__init__ = _guarded_init
     done = Installation(
-        tuple(Replaced(_name_of(binding.namespace), binding.name) for binding in _state.bindings),
+        tuple((_name_of(binding.namespace), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
         _state.fully_shard,
     )

@@ -1,8 +1,9 @@
 """Presents units, handles and wrappers under undocumented and older names of FSDP1 that callers read.
 
-accelerate, verl, OLMo, composer, MMEngine, torch's checkpointing and its test helpers read these. They hold no state:
-each reads the unit, the handle and its layout, or calls a function of a package below. A docstring says so if an
-attribute may be assigned. The wrapper class inherits from :class:`UndocumentedMembers`.
+accelerate, verl, OLMo, composer, MMEngine, torch's checkpointing and its test helpers read these. Each reads the unit,
+the handle and its layout, or calls a function of a package below. A docstring says so if an attribute may be assigned.
+Two things are stored: the views of a wrapper's handles, which callers compare by ``is``, and FSDP1's attributes of a
+flat parameter. The wrapper class inherits from :class:`UndocumentedMembers`.
 """
 
 from __future__ import annotations
@@ -461,7 +462,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
 
 def _warn_legacy(name: str, instead: str) -> None:
-    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning)
 
 
 def _get_grad_norm(

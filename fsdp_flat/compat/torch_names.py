@@ -28,13 +28,7 @@ HOMES = {
         f"{OURS}.fully_sharded_data_parallel",
     ),
     "NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.compat.semi_private",
-    **dict.fromkeys(
-        (
-            *("_ConfigAutoWrap", "_Policy", "_construct_wrap_fn", "_module_wrap_policy", "_or_policy"),
-            *("_post_order_apply", "_recursive_wrap", "_wrap", "_wrap_module_cls_individually"),
-        ),
-        f"{OURS}.wrap",
-    ),
+    **dict.fromkeys(("_Policy", "_module_wrap_policy", "_or_policy", "_wrap_module_cls_individually"), f"{OURS}.wrap"),
     **dict.fromkeys(
         (
             *("FlatParamHandle", "_get_fsdp_handles", "_get_fsdp_root_states", "_get_fsdp_states"),

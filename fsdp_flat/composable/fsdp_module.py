@@ -5,7 +5,6 @@ torch's pipelining, and trainers that compute a loss in chunks, end a backward b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from fsdp_flat import runtime
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
 from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, schedule_of, unit_of
+from fsdp_flat.user_warnings import warn_user
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,8 @@ class FSDPModule(ShardedModule):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call :meth:`set_gradient_divide_factor`, the name that replaced this one."""
-        warnings.warn(
-            "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor.",
-            DeprecationWarning,
-            stacklevel=2,
+        warn_user(
+            "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor.", DeprecationWarning
         )
         self.set_gradient_divide_factor(factor)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
@@ -146,8 +146,9 @@ def fully_shard(
     members = _members(module)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims))
-    # By the field, so that torch's policy, which a client may have bound before install(), is not ignored.
-    offloads = hasattr(offload_policy, "pin_memory")
+    if offload_policy is not None and not is_a(offload_policy, "OffloadPolicy"):
+        raise OptionTypeError(f"offload_policy must be an OffloadPolicy; got {type(offload_policy).__name__}.")
+    offloads = is_a(offload_policy, "CPUOffloadPolicy")
     options = _options(mp_policy, RowSharding(mesh, offloads, data_dims), reshard_after_forward)
     by_mesh = {mesh: options}
 
@@ -164,8 +165,7 @@ def fully_shard(
     if is_one and any(each.options.strategy.shards for each in unit.with_inner):
         warn_user(
             "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
-            "them.",
-            stacklevel=2,
+            "them."
         )
     for each in unit.with_inner:
         _set_resharding(each, reshard_after_forward)

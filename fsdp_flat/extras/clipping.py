@@ -72,8 +72,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
             # If nothing is sharded, all ranks have the same gradients.
             warn_user(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
-                "differ from the dtype on other ranks.",
-                stacklevel=4,
+                "differ from the dtype on other ranks."
             )
         return total
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

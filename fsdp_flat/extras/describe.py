@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardingStrategy
-from fsdp_flat.comm import RankGroup, ShardingGroups, strategy_from
+from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.flat import FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
+    Ignored,
     UnitControl,
     UnitOptions,
     handles_of,
@@ -24,7 +25,7 @@ from fsdp_flat.runtime import (
     resolve_ignored,
     units_of,
 )
-from fsdp_flat.wrap import plan_units
+from fsdp_flat.wrap import UnitPlan, plan_units
 
 _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
@@ -173,7 +174,53 @@ def plan(
     Raises:
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, or wrapping would raise it.
     """
-    strategy = strategy_from(sharding_strategy)
+    _check_numbers(num_ranks, num_replicas, strategy_from(sharding_strategy))
+    if units_of(module):
+        raise OptionError(
+            f"{type(module).__name__} holds a FullyShardedDataParallel already; describe(model) shows it."
+        )
+    root, ignored = _meta_copy(module, resolve_ignored(module, ignored_modules, ignored_states, nested=()))
+    kwargs = {
+        "sharding_strategy": sharding_strategy,
+        "mixed_precision": mixed_precision,
+        "use_orig_params": use_orig_params,
+    }
+    units = [UnitPlan(type(module).__name__, root, kwargs)]
+    if auto_wrap_policy is not None:
+        units += plan_units(
+            root,
+            auto_wrap_policy,
+            ignored_modules=set(ignored.modules),
+            ignored_params=set(ignored.params),
+            root_kwargs=kwargs,
+        ).units
+    position = {module: index for index, module in enumerate(root.modules())}
+    units.sort(key=lambda unit: position[unit.module])
+    # By parameter, the module of its unit: the innermost one, but for ties.
+    homes = {param: unit.module for unit in units for _, param in named_sites(unit.module)}
+    homes |= owners_of_ties(root, [unit.module for unit in units[1:]], ignored.has)
+
+    def collect(unit: UnitPlan) -> list[ManagedParam]:
+        return collect_params(
+            unit.module,
+            unit_name=unit.fqn,
+            skip=lambda param: ignored.has(param) or homes[param] is not unit.module,
+            is_managed_below=lambda _module, _name: False,
+        )
+
+    # Collect all parameters before the first handle, which replaces parameters by shards.
+    collected = [collect(unit) for unit in units]
+    described: dict[nn.Module, UnitDescription] = {}
+    for unit, params in zip(units, collected, strict=True):
+        options = _options(unit.kwargs, num_ranks, num_replicas)
+        if handles := handles_of(params, unit.module, unit.fqn, options):
+            reshard_after_forward = UnitControl.of(options.strategy).reshard_after_forward
+            described[unit.module] = _described(unit.fqn, options, handles, reshard_after_forward)
+    return _summed(described, root, _options(kwargs, num_ranks, num_replicas).groups)
+
+
+def _check_numbers(num_ranks: int, num_replicas: int, strategy: Strategy) -> None:
+    """Raise if the numbers of ranks and of replicas do not fit each other or the strategy."""
     if not all(isinstance(each, int) for each in (num_ranks, num_replicas)):
         raise OptionTypeError(f"num_ranks and num_replicas must be integers; got {num_ranks!r} and {num_replicas!r}.")
     if num_ranks < 1 or num_replicas < 1 or num_ranks % num_replicas:
@@ -185,11 +232,10 @@ def plan(
         raise OptionError(
             f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.member.name}."
         )
-    if units_of(module):
-        raise OptionError(
-            f"{type(module).__name__} holds a FullyShardedDataParallel already; describe(model) shows it."
-        )
-    ignored = resolve_ignored(module, ignored_modules, ignored_states, nested=())
+
+
+def _meta_copy(module: nn.Module, ignored: Ignored) -> tuple[nn.Module, Ignored]:
+    """Return a copy of ``module`` on the meta device, and what is ignored in the copy."""
     params = {
         param: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         for param in (*module.parameters(), *ignored.params)
@@ -198,47 +244,10 @@ def plan(
     copies: dict[int, Any] = {id(tensor): twin for tensor, twin in (*params.items(), *buffers.items())}
     root = copy.deepcopy(module, copies)
     modules = dict(zip(module.modules(), root.modules(), strict=True))
-    ignored_params = {params[param] for param in ignored.params}
-    kwargs = {
-        "sharding_strategy": sharding_strategy,
-        "mixed_precision": mixed_precision,
-        "use_orig_params": use_orig_params,
-    }
-    units = [(type(module).__name__, root, _options(kwargs, num_ranks, num_replicas))]
-    if auto_wrap_policy is not None:
-        planned = plan_units(
-            root,
-            auto_wrap_policy,
-            ignored_modules={modules[child] for child in ignored.modules if child in modules},
-            ignored_params=ignored_params,
-            root_kwargs=kwargs,
-            stacklevel=3,
-        )
-        units += [(unit.fqn, unit.module, _options(unit.kwargs, num_ranks, num_replicas)) for unit in planned.units]
-    position = {module: index for index, module in enumerate(root.modules())}
-    units.sort(key=lambda unit: position[unit[1]])
-    # By parameter, the module of its unit: the innermost one, but for ties.
-    homes = {param: unit for _, unit, _ in units for _, param in named_sites(unit)}
-    homes |= owners_of_ties(root, [unit for _, unit, _ in units[1:]], ignored_params.__contains__)
-    for param in ignored_params:
-        homes.pop(param, None)
-
-    def collect(name: str, unit: nn.Module) -> list[ManagedParam]:
-        return collect_params(
-            unit,
-            unit_name=name,
-            skip=lambda param: homes.get(param) is not unit,
-            is_managed_below=lambda _module, _name: False,
-        )
-
-    # Collect all parameters before the first handle, which replaces parameters by shards.
-    collected = [collect(name, unit) for name, unit, _ in units]
-    described: dict[nn.Module, UnitDescription] = {}
-    for (name, unit, options), found in zip(units, collected, strict=True):
-        if handles := handles_of(found, unit, name, options):
-            reshard_after_forward = UnitControl.of(options.strategy).reshard_after_forward
-            described[unit] = _described(name, options, handles, reshard_after_forward)
-    return _summed(described, root, units[0][2].groups)
+    return root, Ignored(
+        frozenset(modules[child] for child in ignored.modules if child in modules),
+        frozenset(params[param] for param in ignored.params),
+    )
 
 
 def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitOptions:

@@ -67,18 +67,6 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from {clean_fqn(name): module for name, module in model.named_modules()}.items()
 
 
-def named_as_plain(
-    wrapper: nn.Module, wrapped: nn.Module, memo: set[nn.Module] | None, prefix: str, remove_duplicate: bool
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield as ``wrapper.named_modules``, but the wrapper and the module inside of it under the same name."""
-    memo = set() if memo is None else memo
-    if wrapper not in memo:
-        if remove_duplicate:
-            memo.add(wrapper)
-        yield prefix, wrapper
-        yield from wrapped.named_modules(memo, prefix, remove_duplicate)
-
-
 def whole_shape(param: torch.Tensor) -> torch.Size:
     """Return the unsharded shape of a parameter of which ``param`` is this rank's shard; else the tensor's own shape.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from torch import nn
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam
 from fsdp_flat.flat.torch_flat import unguarded
+from fsdp_flat.user_warnings import warn_user
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
@@ -131,11 +131,10 @@ def warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
     """Warn if a parameter that becomes a part of a flat one has a hook for its gradient, which will not run."""
     lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]
     if lost:
-        warnings.warn(
+        warn_user(
             f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which "
             "will not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
-            "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True.",
-            stacklevel=2,
+            "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True."
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 import weakref
 from typing import Any
 
@@ -17,6 +16,7 @@ from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, UnreducedGrad, set
 from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
 from fsdp_flat.flat.torch_flat import dynamo_disabled_here, unguarded
 from fsdp_flat.flat.views import Views
+from fsdp_flat.user_warnings import warn_user
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
@@ -128,11 +128,10 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
         return
     parts = [shape for group in optimizer.param_groups for param in group["params"] for shape in _shapes_of_part(param)]
     if len({len(shape) > 1 for shape in parts}) > 1:
-        warnings.warn(
+        warn_user(
             f"A parameter group of {type(optimizer).__name__} is empty, and the others hold weights and biases "
             "alike. Rules by param.dim() or param.shape find nothing on sharded parameters, which are 1-D parts: "
-            "use names, or fsdp_flat.whole_shape(param), which needs use_orig_params=True.",
-            stacklevel=2,
+            "use names, or fsdp_flat.whole_shape(param), which needs use_orig_params=True."
         )
 
 

@@ -39,7 +39,7 @@ from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
 
 # The name component that torch.compile adds.
-_WORD = COMPILED_MODULE + "."
+_COMPILED_PREFIX = COMPILED_MODULE + "."
 _COPYING = "fsdp_flat is copying an outer unit"
 _COPIED = "units that fsdp_flat has copied"
 
@@ -137,8 +137,7 @@ def summon_full_params(
     if offload_to_cpu and not rank0_only:
         warn_user(
             "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a full copy on its CPU. "
-            "Pass rank0_only=True unless every rank needs it.",
-            stacklevel=3,
+            "Pass rank0_only=True unless every rank needs it."
         )
     units = []
     for child in modules_of(module) if recurse else (module,):
@@ -458,23 +457,24 @@ def _restore_module(module: nn.Module) -> None:
     for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_fsdp_has_managed_params"):
         module.__dict__.pop(mark, None)
     drop_full_precision(module)
+    ours = (_remove_compiled_prefix, _add_compiled_prefix)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_without_word, _with_word)]:
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
             del hooks[key]
 
 
 def hide_compiled_name(module: nn.Module) -> None:
     """Make a module returned by ``torch.compile`` save and load under original names; ignore other modules."""
-    if COMPILED_MODULE in module._modules:
-        module.register_state_dict_post_hook(_without_word)
-        module.register_load_state_dict_pre_hook(_with_word)
+    if COMPILED_MODULE in module._modules and _remove_compiled_prefix not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_remove_compiled_prefix)
+        module.register_load_state_dict_pre_hook(_add_compiled_prefix)
 
 
-def _without_word(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix + _WORD)]:
-        state_dict[prefix + key[len(prefix + _WORD) :]] = state_dict.pop(key)
+def _remove_compiled_prefix(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix + _COMPILED_PREFIX)]:
+        state_dict[prefix + key[len(prefix + _COMPILED_PREFIX) :]] = state_dict.pop(key)
 
 
-def _with_word(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(prefix + _WORD)]:
-        state_dict[prefix + _WORD + key[len(prefix) :]] = state_dict.pop(key)
+def _add_compiled_prefix(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(prefix + _COMPILED_PREFIX)]:
+        state_dict[prefix + _COMPILED_PREFIX + key[len(prefix) :]] = state_dict.pop(key)

@@ -36,7 +36,6 @@ from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
-from fsdp_flat.wrap import warn_no_forward
 
 WRAPPING = ErrorTexts(
     "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
@@ -81,7 +80,6 @@ def build_unit(
 
     Every rank of the unit's groups must call this in the same order of units.
     """
-    warn_no_forward(module, name)
     modules = own_modules(module, ignored)
     groups, device, precision = options.groups, options.device, options.precision
     try:
@@ -107,6 +105,7 @@ def build_unit(
         broadcast_from_rank_zero([*(entry.param for entry in params), *buffers], groups)
     marked = {entry.fqn for entry in params if is_marked(entry.param)} if call.on_meta else set()
     full_precision = [child for _, child in modules if precision.is_full_in(child)]
+    _warn_of_container(module, name, modules, call.owners)
     _warn_of_statistics(modules, name, precision)
     handles = handles_of(params, module, name, options)
     low = [child for _, child in modules if child not in full_precision]
@@ -260,6 +259,20 @@ def named_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, t
     ]
 
 
+def _warn_of_container(
+    module: nn.Module, name: str, modules: Sequence[tuple[str, nn.Module]], owners: Mapping[nn.Parameter, nn.Module]
+) -> None:
+    """Warn of a container with parameters that is never called, so they are never unsharded, or in an outer unit."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward:
+        return
+    holders = {owners.get(param) for _, child in modules for param in child._parameters.values() if param is not None}
+    what = f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so"
+    if module in holders:
+        warn_user(f"{what} its parameters are never gathered. Wrap its entries, or the module that calls them.")
+    elif holders - {None}:  # without those of ignored parameters
+        warn_user(f"{what} its parameters are in the unit around it. Wrap its entries to have units of them.")
+
+
 def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, precision: Precision) -> None:
     """Warn of batch norms that cannot run in low precision, or that lose statistics there.
 
@@ -272,8 +285,7 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
             f"Batch norm {some_of(full, 4)} of unit {name!r} stays in full precision, inputs cast to it and outputs "
             f"back: its running statistics are not in {precision.param_dtype}, so its parameters cannot be. To choose "
             "yourself, pass MixedPrecision(full_precision_modules=...), an auto_wrap_policy (which makes it a unit in "
-            f"full precision), or buffer_dtype={precision.param_dtype}.",
-            stacklevel=5,
+            f"full precision), or buffer_dtype={precision.param_dtype}."
         )
     rounded = [repr(path) for path, child in modules if precision.rounds_statistics_of(child)]
     if rounded:
@@ -281,8 +293,7 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
             f"Batch norm {some_of(rounded, 4)} of unit {name!r} updates its running statistics in "
             f"{precision.buffer_dtype}, which loses small changes. To keep it in full precision, pass "
             "MixedPrecision(full_precision_modules=(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in "
-            "low precision, also pass _module_classes_to_ignore=().",
-            stacklevel=5,
+            "low precision, also pass _module_classes_to_ignore=()."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -112,17 +111,10 @@ def _validated(arguments: Arguments) -> UnitOptions:
     sync_states = sync_states_from(arguments.sync_module_states)
     groups = _groups_of(arguments, strategy, device)
     if groups.num_ranks == 1 and strategy.member is not ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            f"{strategy.member.name} over a single rank has nothing to shard; the strategy becomes NO_SHARD.",
-            stacklevel=5,
-        )
+        warn_user(f"{strategy.member.name} over a single rank has nothing to shard; the strategy becomes NO_SHARD.")
         strategy = strategy_from(ShardingStrategy.NO_SHARD)
     elif strategy.member is ShardingStrategy.NO_SHARD and groups.num_ranks > 1:
-        warnings.warn(
-            "NO_SHARD keeps full parameters on every rank; DistributedDataParallel does the same.",
-            FutureWarning,
-            stacklevel=5,
-        )
+        warn_user("NO_SHARD keeps full parameters on every rank; DistributedDataParallel does the same.", FutureWarning)
     return UnitOptions(
         strategy=strategy,
         groups=groups,
@@ -312,9 +304,7 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
                 f"An ignored module is wrapped by FullyShardedDataParallel already: {type(module).__name__}."
             )
         if module is root:
-            warn_user(
-                "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=5
-            )
+            warn_user("The module being wrapped is itself in the ignored set, so nothing of it will be sharded.")
     subtree = {child for module in modules for _, child in own_modules(module)}
     for site, param in named_sites(root) if subtree else ():
         owner = getattr(param, "_fsdp_flattened", None)

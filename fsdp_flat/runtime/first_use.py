@@ -85,8 +85,7 @@ def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
     if buffers:
         warn_user(
             f"Buffers left the meta device and were never written, so their values are undefined: {', '.join(buffers)}"
-            ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn.",
-            stacklevel=2,
+            ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn."
         )
     if not params:
         return None
@@ -109,8 +108,7 @@ def _check_values(units: Sequence[Unit]) -> None:
         warn_user(
             f"{len(left)} parameters left the meta device by to_empty and were never written, so they are NaN: "
             f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
-            "dict, between to_empty and the first forward.",
-            stacklevel=2,
+            "dict, between to_empty and the first forward."
         )
     by_groups: dict[ShardingGroups, list[Unit]] = {}
     for unit in units:
@@ -230,8 +228,7 @@ class RankChecks:
                 f"{short.orig_dtype}, so an optimizer keeps its state and makes its updates in it too, where small "
                 "updates are lost. Convert the model to torch.float32 before it is sharded, and compute in low "
                 "precision by param_dtype; or pass MixedPrecision(master_dtype=torch.float32) to "
-                "FullyShardedDataParallel.",
-                stacklevel=2,
+                "FullyShardedDataParallel."
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -27,6 +26,7 @@ from fsdp_flat.runtime.tensors import (
     tensors_in,
 )
 from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.user_warnings import warn_user
 
 
 @dynamo_disabled_here
@@ -277,11 +277,10 @@ def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler
     schedule.looked_for_compiled = True
     if not schedule.warned_uncompiled and (compiler or any(_is_compiled(module) for module in modules)):
         schedule.warned_uncompiled = True
-        warnings.warn(
+        warn_user(
             f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
             f"{schedule.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. "
-            "Training goes on without compilation; pass use_orig_params=True to have it.",
-            stacklevel=5,
+            "Training goes on without compilation; pass use_orig_params=True to have it."
         )
 
 

@@ -83,7 +83,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
     try:
         reset()
     except BaseException:
-        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=6)
+        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.")
         raise
 
 
@@ -152,7 +152,7 @@ def agree_on_weights(
     if found is not None and sync == "raise":
         raise RankMismatchError(f"{found}. {_ADVICE}")
     if found is not None and sync == "warn" and all(rank_group.rank == 0 for rank_group in groups.rank_groups):
-        warn_user(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=5)
+        warn_user(f"{found}; each rank's shard will hold its own. {_ADVICE}")
     return found is not None and sync == "auto"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, is_a
 from fsdp_flat.comm import (
     CollectiveChoice,
     RankGroup,
@@ -222,22 +222,17 @@ class StateHandler(Protocol):
     def split(self) -> Callable[..., torch.Tensor]: ...
 
 
-def _is_a(value: object, class_name: str) -> bool:
-    """Return whether ``value`` is of a class of this name, ours or torch's."""
-    return any(kind.__name__ == class_name for kind in type(value).__mro__)
-
-
 def _check_dtypes(value: Any, *names: str) -> None:
     for name in names:
         dtype = getattr(value, name, None)
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            kind = "MixedPrecision" if _is_a(value, "MixedPrecision") else "MixedPrecisionPolicy"
+            kind = "MixedPrecision" if is_a(value, "MixedPrecision") else "MixedPrecisionPolicy"
             raise OptionTypeError(f"{kind}.{name} must be a torch.dtype or None; got {dtype!r}.")
 
 
 def precision_of_rows(policy: Any) -> Precision:
     """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`."""
-    if not _is_a(policy, "MixedPrecisionPolicy"):
+    if not is_a(policy, "MixedPrecisionPolicy"):
         raise OptionTypeError(f"mp_policy must be a MixedPrecisionPolicy; got {type(policy).__name__}.")
     _check_dtypes(policy, "param_dtype", "reduce_dtype", "output_dtype")
     # A field of torch's class since 2.15.
@@ -254,7 +249,7 @@ def precision_from(value: Any) -> Precision:
     """Convert a ``MixedPrecision`` (ours or torch's) or None to a :class:`Precision`."""
     value = MixedPrecision() if value is None else value
     kind = type(value)
-    if not (_is_a(value, "MixedPrecision") and hasattr(value, "cast_root_forward_inputs")):
+    if not (is_a(value, "MixedPrecision") and hasattr(value, "cast_root_forward_inputs")):
         raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got a {kind.__module__}.{kind.__qualname__}.")
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype")
     _check_dtypes(value, *names)
@@ -327,8 +322,7 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
         warn_user(
-            f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index.",
-            stacklevel=6,
+            f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index."
         )
     return device, True
 
@@ -336,6 +330,6 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
 def cpu_offload_from(value: Any) -> CPUOffload:
     """Return a ``CPUOffload`` (ours or torch's), or ours for None."""
     value = CPUOffload() if value is None else value
-    if not _is_a(value, "CPUOffload"):
+    if not is_a(value, "CPUOffload"):
         raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(value).__name__}.")
     return value

@@ -217,16 +217,14 @@ def _warn(kinds: Mapping[str, str]) -> None:
             f"Trainable parameters that no unit manages differ between ranks, and a state dict holds rank 0's: "
             f"{', '.join(params)}. Start them from the same values and call model.average_ignored_gradients() to have "
             "their gradients averaged over ranks, or model.average_ignored_gradients(False) if they are each rank's "
-            "own on purpose. Modules that are added before wrapping are sharded like the others.",
-            stacklevel=2,
+            "own on purpose. Modules that are added before wrapping are sharded like the others."
         )
     if buffers:
         warn_user(
             f"Buffers differ between ranks after a step, and a state dict holds rank 0's: {', '.join(buffers)}. "
             "Statistics of batches are each rank's own: convert the model by "
             "nn.SyncBatchNorm.convert_sync_batchnorm before wrapping, or call model.average_buffers() before a state "
-            "dict is taken or the model is evaluated.",
-            stacklevel=2,
+            "dict is taken or the model is evaluated."
         )
 
 

@@ -135,7 +135,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     call this if the type all-gathers. ``args`` and ``kwargs`` are those of ``nn.Module.state_dict``.
     """
     if args:
-        warn_user("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=3)
+        warn_user("Positional arguments to state_dict are deprecated by torch; use keywords.")
         kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
     unit = unit_of(wrapper)
     assert unit is not None
@@ -252,8 +252,7 @@ def _save_unit(
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
         warn_user(
             f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
-            "tensors.",
-            stacklevel=4,
+            "tensors."
         )
         if codec.is_flat:
             return _save_full(unit, FULL, config, prefix, inner, None)

@@ -156,8 +156,7 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
     if alone:
         warn_user(
             f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
-            "the state dict. Save them beside it.",
-            stacklevel=4,
+            "the state dict. Save them beside it."
         )
         rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
     check_rows(rows)
@@ -200,7 +199,7 @@ def rekey_optim_state_dict(
         OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
         PhaseError: (an AssertionError) no such key type.
     """
-    _check_form(optim_input, stacklevel=3)
+    _check_form(optim_input)
     contents = _contents(model, optim, optim_input)
     wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
     given = check_states(optim_state_dict)["state"]
@@ -279,17 +278,16 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
             "The optimizer state dict to load has no state, so the optimizer begins anew. A sharded checkpoint is read "
             "into the entries that the state dict of the optimizer has, and a new optimizer has none: take a step "
             "before (and load the model's weights after it), or use the functions of "
-            "torch.distributed.checkpoint.state_dict, which do.",
-            stacklevel=3,
+            "torch.distributed.checkpoint.state_dict, which do."
         )
 
 
-def _check_form(optim_input: OptimInput, *, rank0_only: bool = False, full: bool = True, stacklevel: int = 4) -> None:
+def _check_form(optim_input: OptimInput, *, rank0_only: bool = False, full: bool = True) -> None:
     if not full and (optim_input is not None or rank0_only):
         raise PhaseError("optim_input and rank0_only need full tensors (full_state_dict=True).")
     if optim_input is not None:
         text = "optim_input is an older way to say the order of parameters; pass the optimizer as optim."
-        warn_user(text, FutureWarning, stacklevel=stacklevel)
+        warn_user(text, FutureWarning)
 
 
 def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:

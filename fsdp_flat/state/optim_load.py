@@ -262,7 +262,7 @@ def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Map
     ):
         if names:
             text = f"The optimizer state dict has {told}, {names[0]!r} the first; they are left out."
-            warn_user(text, stacklevel=5)
+            warn_user(text)
 
 
 def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -350,8 +350,7 @@ def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
         warn_user(
             f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
             "rank holds elements. That is right for parameters that have had no gradient yet. With this state-dict "
-            "type ranks do not compare what they have: if another rank has these states, the checkpoint is incomplete.",
-            stacklevel=4,
+            "type ranks do not compare what they have: if another rank has these states, the checkpoint is incomplete."
         )
 
 

@@ -7,22 +7,17 @@ names equal those of ``torch.distributed.fsdp.wrap``; a wrapper's constructor ca
 from __future__ import annotations
 
 from fsdp_flat.wrap.plan import (
+    UnitPlan,
     WrapPlan,
-    _construct_wrap_fn,
-    _post_order_apply,
-    _recursive_wrap,
     apply_plan,
     plan_units,
-    warn_no_forward,
 )
 from fsdp_flat.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _ConfigAutoWrap,
     _module_wrap_policy,
     _or_policy,
     _Policy,
-    _wrap,
     _wrap_module_cls_individually,
     always_wrap_policy,
     enable_wrap,

@@ -20,14 +20,13 @@ from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap.policies import (
     _or_policy,
-    _wrap,
     _wrap_module_cls_individually,
     check_policy,
     describe_module,
     explain_unbound,
     is_policy_object,
     named_classes,
-    wrap_overrides,
+    overrides_of,
 )
 
 _MAX_LISTED = 8
@@ -64,7 +63,6 @@ def plan_units(
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
     is_wrapped: Callable[[nn.Module], bool] | None = None,
-    stacklevel: int = 5,
 ) -> WrapPlan:
     """Decide which submodules of ``root`` become units, and change nothing.
 
@@ -77,7 +75,6 @@ def plan_units(
         ignored_params: parameters that no unit manages.
         root_kwargs: the wrapper's keyword arguments that units inherit.
         is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
-        stacklevel: of warnings, see ``warn_user``; by default that of the code that calls the wrapper's constructor.
     """
     check_policy(policy)
     classes = named_classes(policy)
@@ -90,13 +87,8 @@ def plan_units(
         )
     mixed_precision = root_kwargs.get("mixed_precision")
     exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
-    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
-    if is_policy_object(policy):
-        inherited = {**root_kwargs, "auto_wrap_policy": None}
-        chosen = policy._run_policy(root, ignored_modules, dict(inherited))
-        chosen = {**{module: inherited for module in full_precision if module not in ignored_modules}, **chosen}
-    else:
-        chosen = _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
+    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt))
+    chosen = _ask_policy(policy, root, ignored_modules, ignored_params, root_kwargs=root_kwargs, exempt=exempt)
     # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
     compiled = {module._modules[COMPILED_MODULE]: module for _, module in ordered if COMPILED_MODULE in module._modules}
     targets = {
@@ -116,15 +108,11 @@ def plan_units(
         warn_user(
             f"mixed_precision and auto_wrap_policy are both given for {type(root).__name__}, which has modules that "
             f"stay in full precision: {_counted(counts)}. Each becomes a unit of its own with mixed_precision=None. "
-            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=()).",
-            stacklevel=stacklevel,
+            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=())."
         )
     if classes is not None:
-        text = _unmatched_text(
-            root, classes, ignored_params, has_units=not all(isinstance(unit.module, exempt) for unit in units)
-        )
-        if text is not None:
-            warn_user(text, stacklevel=stacklevel)
+        has_units = not all(isinstance(unit.module, exempt) for unit in units)
+        _warn_of_unmatched(root, classes, ignored_params, has_units=has_units)
     return WrapPlan(units, full_precision)
 
 
@@ -139,25 +127,38 @@ def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, di
             )
     for unit in plan.units:
         wrapped = wrapper(unit.module, unit.kwargs)
-        _replace_module(places, unit.module, unit.fqn, wrapped)
+        if not isinstance(wrapped, nn.Module):
+            where = describe_module(unit.module, unit.fqn)
+            raise PhaseError(f"Wrapping {where} gave {wrapped!r}; the wrapper has to return an nn.Module.")
+        for parent, name in places[unit.module]:
+            setattr(parent, name, wrapped)
 
 
-def _chosen_modules(
+def _ask_policy(
+    policy: Any,
     root: nn.Module,
-    policy: Callable[..., bool],
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     *,
-    only_children: bool,
-) -> tuple[set[nn.Module], int]:
-    """Return the modules that a function policy chooses, and the number of elements in them, and change nothing.
+    root_kwargs: dict[str, Any],
+    exempt: tuple[type[nn.Module], ...],
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that a policy chooses, and those of the ``exempt`` classes, with their keyword arguments.
 
-    The policy is called in FSDP1's order and with FSDP1's numbers: ``nonwrapped_numel`` counts a module's parameters
-    once each, without the ignored ones; with ``recurse=False`` the elements in units below are subtracted, once for
-    each unit (twice for a weight shared by two units, as in FSDP1). A module found at a second place counts as the
-    first time, and the policy is not called again. With ``only_children`` the root is not chosen.
+    A function policy is called in FSDP1's order and with FSDP1's numbers: ``nonwrapped_numel`` counts a module's
+    parameters once each, without the ignored ones; with ``recurse=False`` the elements in units below are subtracted,
+    once for each unit (twice for a weight shared by two units, as in FSDP1). A module found at a second place counts as
+    the first time, and the policy is not called again.
     """
-    chosen: set[nn.Module] = set()
+    if is_policy_object(policy):
+        inherited = {**root_kwargs, "auto_wrap_policy": None}
+        added = [each for each in root.modules() if isinstance(each, exempt) and each not in ignored_modules]
+        return {**dict.fromkeys(added, inherited), **policy._run_policy(root, ignored_modules, dict(inherited))}
+    asked = policy
+    if root_kwargs.get("mixed_precision") is not None:
+        # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
+        asked = partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
+    chosen: dict[nn.Module, dict[str, Any]] = {}
     covered: dict[nn.Module, int] = {}
 
     def visit(module: nn.Module) -> int:
@@ -165,40 +166,23 @@ def _chosen_modules(
             return covered[module]
         numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
         below = 0
-        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+        if asked(module=module, recurse=True, nonwrapped_numel=numel):
             # A loop: a generator would double the depth of the recursion.
             for _, child in module.named_children():
                 if child is not None and child not in ignored_modules:
                     below += visit(child)
-            may_choose = module is not root or not only_children
-            if may_choose and policy(module=module, recurse=False, nonwrapped_numel=numel - below):
-                chosen.add(module)
+            if module is not root and asked(module=module, recurse=False, nonwrapped_numel=numel - below):
+                chosen[module] = {**root_kwargs, **overrides_of(module)}
                 below = numel
         covered[module] = below
         return below
 
-    return chosen, visit(root)
-
-
-def _ask_function(
-    policy: Callable[..., bool],
-    root: nn.Module,
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    root_kwargs: dict[str, Any],
-    exempt: tuple[type[nn.Module], ...],
-) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that a function policy chose, with their keyword arguments."""
-    asked = policy
-    if root_kwargs.get("mixed_precision") is not None:
-        # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
-        asked = partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
     try:
-        chosen, _ = _chosen_modules(root, asked, ignored_modules, ignored_params, only_children=True)
+        visit(root)
     except TypeError as error:
         explain_unbound(policy, error)
         raise
-    return {module: {**root_kwargs, **wrap_overrides(module)} for module in chosen}
+    return chosen
 
 
 def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[nn.Parameter]) -> None:
@@ -226,10 +210,10 @@ def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[
             )
 
 
-def _unmatched_text(
+def _warn_of_unmatched(
     root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter], *, has_units: bool
-) -> str | None:
-    """Return a warning if some classes match nothing, or only ignored modules of a model that could be split."""
+) -> None:
+    """Warn if some classes match nothing, or only ignored modules of a model that could be split."""
     kind = type(root).__name__
     unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in root.modules())]
     if unmatched and (has_units or len(unmatched) == len(classes)):
@@ -239,16 +223,13 @@ def _unmatched_text(
             else f"matches no module of {kind}, so the whole model becomes one unit. The policy names"
         )
         nearest = "\n".join(f"  {_full_name(cls)}: {_nearest(cls, root)}" for cls in sorted(unmatched, key=_full_name))
-        return f"auto_wrap_policy {found}\n{nearest}\nPass the very classes that the model is made of."
+        warn_user(f"auto_wrap_policy {found}\n{nearest}\nPass the very classes that the model is made of.")
     # A policy that asks for the root gets it, since that is a unit.
-    if has_units or isinstance(root, tuple(classes)):
-        return None
-    num_with_params = sum(
-        any(param not in ignored_params for param in module.parameters(recurse=False)) for module in root.modules()
-    )
-    found = "matches only ignored modules" if classes else "names no class"
-    text = f"auto_wrap_policy {found} of {kind}, so all the rest of the model becomes one unit."
-    return text if num_with_params > 1 else None
+    elif not has_units and not isinstance(root, tuple(classes)):
+        found = "matches only ignored modules" if classes else "names no class"
+        holders = [each for each in root.modules() if not ignored_params.issuperset(each.parameters(recurse=False))]
+        if len(holders) > 1:
+            warn_user(f"auto_wrap_policy {found} of {kind}, so all the rest of the model becomes one unit.")
 
 
 def _nearest(cls: type, root: nn.Module) -> str:
@@ -271,16 +252,6 @@ def _full_name(cls: type) -> str:
 
 def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({count} module{'' if count == 1 else 's'})" for name, count in counts.items())
-
-
-def warn_no_forward(module: nn.Module, name: str) -> None:
-    """Warn if ``module`` is a container that is never called, so that its own parameters are never unsharded."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        warn_user(
-            f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
-            "gathered. Wrap its entries, or the module that calls them.",
-            stacklevel=5,
-        )
 
 
 def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -310,83 +281,3 @@ def _find_places(root: nn.Module) -> _Places:
             if child is not None:
                 places.setdefault(child, []).append((parent, name))
     return places
-
-
-def _replace_module(places: _Places, module: nn.Module, path: str, wrapped: object) -> None:
-    """Register ``wrapped`` wherever ``module`` was registered when its places were found."""
-    _require_module(wrapped, module, path)
-    for parent, name in places[module]:
-        setattr(parent, name, wrapped)
-
-
-def _require_module(wrapped: object, module: nn.Module, path: str) -> None:
-    if not isinstance(wrapped, nn.Module):
-        where = describe_module(module, path)
-        raise PhaseError(f"Wrapping {where} gave {wrapped!r}; the wrapper has to return an nn.Module.")
-
-
-def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` on every module, children first; unless None, its result replaces the module at all its places."""
-    places = _find_places(root_module)
-    for path, module in _post_order(root_module):
-        replacement = fn(module)
-        if replacement is None:
-            continue
-        if module is root_module:
-            raise PhaseError(
-                f"The function returned {type(replacement).__name__} for {describe_module(module, path)}, which has no "
-                "parent to register it with. Return None for the root and wrap it yourself."
-            )
-        _replace_module(places, module, path, replacement)
-
-
-def _construct_wrap_fn(
-    root_module: nn.Module,
-    target_module_to_kwargs: dict[nn.Module, dict[str, Any]],
-    fsdp_fn: Callable[..., nn.Module],
-) -> Callable[[nn.Module], nn.Module | None]:
-    """Return a function for ``_post_order_apply`` that wraps the given modules, except the root."""
-
-    def wrap_target(module: nn.Module) -> nn.Module | None:
-        if module is root_module or module not in target_module_to_kwargs:
-            return None
-        return fsdp_fn(module, **target_module_to_kwargs[module])
-
-    return wrap_target
-
-
-def _recursive_wrap(
-    module: nn.Module,
-    auto_wrap_policy: Callable[..., bool],
-    wrapper_cls: Callable[..., nn.Module],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    only_wrap_children: bool = False,
-    **kwargs: Any,
-) -> tuple[nn.Module, int]:
-    """Wrap the modules that a function policy chooses, in place, as ``wrapper_cls(submodule, **kwargs)``.
-
-    Return ``module``, wrapped if it was chosen and not ``only_wrap_children``, and the number of elements in units.
-    """
-    if auto_wrap_policy is None:
-        raise PhaseError("auto_wrap_policy is None. Pass a function policy, for example always_wrap_policy.")
-    if wrapper_cls is None:
-        raise PhaseError("wrapper_cls is None. Pass the class to wrap with.")
-    for path, submodule in module.named_modules():
-        # A function has no instances.
-        already = isinstance(wrapper_cls, type) and isinstance(submodule, wrapper_cls)
-        if already and submodule not in ignored_modules:
-            raise PhaseError(
-                f"{describe_module(submodule, path)} is already wrapped by {type(submodule).__name__}. "
-                "Wrap by hand or by policy, not both, or put it in ignored_modules."
-            )
-    chosen, numel = _chosen_modules(
-        module, auto_wrap_policy, ignored_modules, ignored_params, only_children=only_wrap_children
-    )
-    wrap_child = partial(_wrap, wrapper_cls=wrapper_cls)
-    _post_order_apply(module, _construct_wrap_fn(module, dict.fromkeys(chosen, kwargs), wrap_child))
-    if module not in chosen:
-        return module, numel
-    wrapped = _wrap(module, wrapper_cls, **kwargs)
-    _require_module(wrapped, module, "")
-    return wrapped, numel

@@ -316,60 +316,13 @@ def _is_base_of_modules(cls: type) -> bool:
 # -- while a model is built -------------------------------------------------------------------------------------------
 
 
-def wrap_overrides(module: nn.Module) -> dict[str, Any]:
+def overrides_of(module: nn.Module) -> dict[str, Any]:
     """Return the keyword arguments in the ``_wrap_overrides`` of ``module``, if any."""
     return dict(getattr(module, "_wrap_overrides", None) or {})
 
 
-def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
-    """Return ``wrapper_cls(module, **kwargs)``; a ``_wrap_overrides`` dict on the module takes priority."""
-    if wrapper_cls is None:
-        raise PhaseError(f"No wrapper for {type(module).__name__}: wrapper_cls is None. Pass the class to wrap with.")
-    return wrapper_cls(module, **{**kwargs, **wrap_overrides(module)})
-
-
-# The arguments of the active enable_wrap. Per thread and per task, so that two models may be built at once.
-_active: ContextVar[dict[str, Any] | None] = ContextVar("fsdp_flat_enable_wrap", default=None)
-
-
-class _Readable(type):
-    """Gives :class:`_ConfigAutoWrap` the class attributes that code written for FSDP1 reads."""
-
-    in_autowrap_context = property(lambda _: _active.get() is not None)
-    wrapper_cls = property(lambda _: (_active.get() or {}).get("wrapper_cls"))
-    kwargs = property(lambda _: {key: value for key, value in (_active.get() or {}).items() if key != "wrapper_cls"})
-
-
-class _ConfigAutoWrap(metaclass=_Readable):
-    """Implements the context of :func:`enable_wrap`; its class attributes, which are read-only, show the state."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.kwargs = kwargs
-
-    @staticmethod
-    def enable_autowrap_context(kwargs: Any) -> None:
-        """Begin wrapping with ``kwargs["wrapper_cls"]`` and the other entries."""
-        if _ConfigAutoWrap.in_autowrap_context:
-            wrapper_cls = _ConfigAutoWrap.wrapper_cls
-            raise UnsupportedError(
-                "enable_wrap is already active in this thread (wrapper_cls="
-                f"{getattr(wrapper_cls, '__name__', repr(wrapper_cls))}) and cannot be nested. "
-                "Leave the outer context first, or pass other arguments to wrap(module, ...)."
-            )
-        if "wrapper_cls" not in kwargs:
-            raise PhaseError(f"enable_wrap needs wrapper_cls, the class to wrap with; got {sorted(kwargs)}.")
-        _active.set(dict(kwargs))
-
-    @staticmethod
-    def disable_autowrap_context() -> None:
-        """Stop wrapping."""
-        _active.set(None)
-
-    def __enter__(self) -> None:
-        self.enable_autowrap_context(self.kwargs)
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        self.disable_autowrap_context()
+# The class and the arguments of the active enable_wrap. Per thread and per task: two models may be built at once.
+_active: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("fsdp_flat_enable_wrap", default=None)
 
 
 @contextmanager
@@ -390,8 +343,17 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
     Raises:
         UnsupportedError: inside another ``enable_wrap``.
     """
-    with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
+    if (active := _active.get()) is not None:
+        raise UnsupportedError(
+            "enable_wrap is already active in this thread (wrapper_cls="
+            f"{getattr(active[0], '__name__', repr(active[0]))}) and cannot be nested. "
+            "Leave the outer context first, or pass other arguments to wrap(module, ...)."
+        )
+    _active.set((wrapper_cls, wrapper_kwargs))
+    try:
         yield
+    finally:
+        _active.set(None)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
@@ -407,7 +369,9 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Raises:
         PhaseError: if the context was given no wrapper (None).
     """
-    arguments = _active.get()
-    if arguments is None:
+    if (active := _active.get()) is None:
         return module
-    return _wrap(module, **{**arguments, **wrap_overrides})
+    wrapper_cls, kwargs = active
+    if wrapper_cls is None:
+        raise PhaseError(f"No wrapper for {type(module).__name__}: wrapper_cls is None. Pass the class to wrap with.")
+    return wrapper_cls(module, **{**kwargs, **wrap_overrides, **overrides_of(module)})

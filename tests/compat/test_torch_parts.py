@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, num: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize(
+    ("policy", "installs"),
+    # torch's function takes a policy object of its own class, or after install() of either.
+    [
+        (policy, installs)
+        for policy in POLICIES
+        for installs in (True, False)
+        if installs or policy != "ours_by_function"
+    ],
+)
 @on_ranks(2)
-def test_activation_checkpointing_is_applied_with_policies_of_both_sides(policy: str) -> None:
+def test_activation_checkpointing_is_applied_with_policies_of_both_sides(policy: str, installs: bool) -> None:
     plain = shard(seeded())
-    with fsdp_flat.installed():
+    with fsdp_flat.installed() if installs else nullcontext():
         model = shard(seeded())
         apply_activation_checkpointing(model, auto_wrap_policy=POLICIES[policy])
         blocks = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_flat import CPUOffload
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import DataParallelMeshDims, FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
@@ -297,6 +298,7 @@ def test_arguments_that_cannot_be_used_are_refused_and_change_nothing() -> None:
         (sharded, {}, ValueError, "Stack is sharded already"),
         (seeded(), {"mesh": "all"}, TypeError, "must be a DeviceMesh; got str"),
         (seeded(), {"mesh": mesh}, ValueError, "one dim .* or two .*got 3"),
+        (seeded(), {"offload_policy": CPUOffload(True)}, TypeError, "must be an OffloadPolicy; got CPUOffload"),
         (seeded(), {"shard_placement_fn": lambda param: 1}, ValueError, "must return a Shard or None; got 1"),
     ):
         children = list(module.modules()) if isinstance(module, nn.Module) else []

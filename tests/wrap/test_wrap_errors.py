@@ -14,12 +14,8 @@ from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, Unsupport
 from fsdp_flat.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _ConfigAutoWrap,
     _module_wrap_policy,
     _or_policy,
-    _post_order_apply,
-    _recursive_wrap,
-    _wrap,
     always_wrap_policy,
     apply_plan,
     enable_wrap,
@@ -41,7 +37,6 @@ def plan(root: nn.Module, policy: Any, *, ignored: set[nn.Module] | None = None,
         ignored_params={param for module in modules for param in module.parameters()},
         root_kwargs=root_kwargs(**changes),
         is_wrapped=lambda module: isinstance(module, Wrapper),
-        stacklevel=2,
     )
 
 
@@ -124,36 +119,15 @@ def test_a_custom_policy_needs_a_function() -> None:
 
 def test_no_policy_is_an_error() -> None:
     assert "auto_wrap_policy is None" in message(PhaseError, AssertionError, lambda: plan(nn.ReLU(), None))
-    text = message(
-        PhaseError,
-        AssertionError,
-        lambda: _recursive_wrap(nn.ReLU(), None, Wrapper, set(), set()),  # type: ignore[arg-type]
-    )
-    assert "auto_wrap_policy is None" in text
 
 
 def test_no_wrapper_is_an_error() -> None:
-    def recursive() -> object:
-        return _recursive_wrap(nn.ReLU(), always_wrap_policy, None, set(), set())  # type: ignore[arg-type]
-
-    def in_context() -> None:
+    def call() -> None:
         with enable_wrap(wrapper_cls=None):
             wrap(nn.ReLU())
 
-    for call in (recursive, in_context, lambda: _wrap(nn.ReLU(), None)):  # type: ignore[arg-type]
-        assert "wrapper_cls" in message(PhaseError, AssertionError, call)
-    assert not _ConfigAutoWrap.in_autowrap_context
-
-
-def test_recursive_wrap_over_a_wrapped_child_is_an_error_unless_it_is_ignored() -> None:
-    model = nn.Sequential(nn.ReLU(), Wrapper(nn.Linear(2, 2)))
-    text = message(
-        PhaseError, AssertionError, lambda: _recursive_wrap(model, always_wrap_policy, Wrapper, set(), set())
-    )
-    assert "'1' (Wrapper) is already wrapped by Wrapper" in text
-    _recursive_wrap(model, always_wrap_policy, Wrapper, {model[1]}, set(), only_wrap_children=True)
-    assert isinstance(model[0], Wrapper)
-    assert not isinstance(model[1].inner, Wrapper)
+    assert "wrapper_cls" in message(PhaseError, AssertionError, call)
+    assert type(wrap(nn.ReLU())) is nn.ReLU
 
 
 def test_a_nested_enable_wrap_is_an_error_and_the_outer_context_goes_on() -> None:
@@ -163,23 +137,10 @@ def test_a_nested_enable_wrap_is_an_error_and_the_outer_context_goes_on() -> Non
 
     with enable_wrap(wrapper_cls=Wrapper, outer=1):
         assert "wrapper_cls=Wrapper" in message(UnsupportedError, NotImplementedError, nest)
-        assert _ConfigAutoWrap.kwargs == {"outer": 1}
-    assert not _ConfigAutoWrap.in_autowrap_context
-
-
-def test_a_context_without_a_wrapper_is_an_error_and_leaves_no_context_behind() -> None:
-    text = message(PhaseError, AssertionError, lambda: _ConfigAutoWrap.enable_autowrap_context({"a": 1}))
-    assert "['a']" in text
-    assert not _ConfigAutoWrap.in_autowrap_context
-
-
-def test_post_order_apply_refuses_to_replace_the_root_or_to_register_something_else() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    text = message(PhaseError, AssertionError, lambda: _post_order_apply(model, lambda module: Wrapper(module)))
-    assert "root module (Sequential)" in text
-    model = nn.Sequential(nn.Linear(2, 2))
-    text = message(PhaseError, AssertionError, lambda: _post_order_apply(model, lambda module: 3))  # type: ignore[arg-type,return-value]
-    assert "'0' (Linear) gave 3" in text
+        made = wrap(nn.ReLU())
+    assert isinstance(made, Wrapper)
+    assert made.options == {"outer": 1}
+    assert type(wrap(nn.ReLU())) is nn.ReLU
 
 
 def test_a_wrapper_that_returns_no_module_is_an_error() -> None:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_flat.wrap as ours
 from fsdp_flat.api import MixedPrecision
-from tests.wrap.zoo import SHARED, TREES, Block, Mixin, Wrapper, our_units, peer_units
+from tests.wrap.zoo import SHARED, TREES, Block, Mixin, our_units, peer_units
 
 CLASSES = {nn.Linear, Block, nn.ModuleList, nn.Embedding}
 
@@ -183,13 +183,11 @@ def test_random_trees_give_the_peers_units(
 
 
 @settings(max_examples=60, deadline=None)
-@given(trees(), st.integers(0, 80), st.booleans())
-def test_recursive_wrap_asks_wraps_and_counts_like_the_peer(
-    tree: tuple[Callable[[], nn.Module], list[str]], size: int, only_children: bool
-) -> None:
+@given(trees(), st.integers(0, 80))
+def test_a_function_policy_is_asked_like_the_peers(tree: tuple[Callable[[], nn.Module], list[str]], size: int) -> None:
     build, ignored = tree
     results = []
-    for lib in (ours, peer):
+    for lib, run in ((ours, our_units), (peer, peer_units)):
         questions: list[tuple[type, bool, int]] = []
 
         def policy(
@@ -202,22 +200,8 @@ def test_recursive_wrap_asks_wraps_and_counts_like_the_peer(
             questions.append((type(module), recurse, nonwrapped_numel))
             return lib.size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=size)
 
-        model = build()
-        modules = {model.get_submodule(path) for path in ignored}
-        params = {param for module in modules for param in module.parameters()}
-        wrapped, numel = lib._recursive_wrap(model, policy, Wrapper, modules, params, only_children, extra=1)
-        kinds = [(path, type(m), getattr(m, "options", None)) for path, m in wrapped.named_modules()]
-        results.append((questions, kinds, numel))
+        results.append((run(build(), policy, *ignored), questions))
     assert results[0] == results[1]
-
-
-def test_recursive_wrap_takes_a_function_as_the_wrapper() -> None:
-    model, numel = ours._recursive_wrap(
-        nn.Sequential(nn.Linear(2, 2)), ours.always_wrap_policy, lambda module: Wrapper(module), set(), set()
-    )
-    assert isinstance(model, Wrapper)
-    assert isinstance(model.inner[0], Wrapper)
-    assert numel == 6
 
 
 @pytest.fixture
@@ -265,12 +249,6 @@ def test_units_equal_those_of_a_real_peer_model(tree: str, policy: str, use_orig
         "_or_policy",
         "_module_wrap_policy",
         "_wrap_module_cls_individually",
-        "_recursive_wrap",
-        "_post_order_apply",
-        "_construct_wrap_fn",
-        "_wrap",
-        "_ConfigAutoWrap",
-        "_ConfigAutoWrap.enable_autowrap_context",
         "ModuleWrapPolicy.__call__",
         "ModuleWrapPolicy._run_policy",
         "CustomPolicy._run_policy",

@@ -286,8 +286,23 @@ def test_sync_module_states_leaves_ignored_parameters_alone(rank: int) -> None:
 @on_ranks(2)
 def test_wrapping_a_container_without_forward_warns(kind: Any) -> None:
     content = [nn.Linear(2, 2)] if kind is nn.ModuleList else {"a": nn.Linear(2, 2)}
-    with pytest.warns(UserWarning, match=rf"wraps a {kind.__name__}, which has no forward"):
+    with pytest.warns(UserWarning, match=rf"wraps a {kind.__name__}, which has no forward, so .* never gathered"):
         FSDP(kind(content))
+
+
+@on_ranks(2)
+def test_a_policy_that_chooses_a_list_warns_if_an_outer_unit_has_its_parameters() -> None:
+    with pytest.warns(UserWarning, match=r"'blocks' wraps a ModuleList, .* its parameters are in the unit around it"):
+        model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}), use_orig_params=True)
+    square_loss(model, batch(0)).backward()
+    assert all(param.grad is not None for param in model.parameters() if param.numel())
+
+
+@on_ranks(2)
+def test_a_list_whose_entries_are_units_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList, Block}))
 
 
 @on_ranks(2)

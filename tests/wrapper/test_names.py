@@ -12,6 +12,7 @@ from torch import nn
 
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.runtime import Arguments
 
 PUBLIC = {
     "BackwardPrefetch",
@@ -127,6 +128,11 @@ def test_the_constructor_has_fsdp1s_arguments_in_order_with_their_defaults() -> 
     assert [p.kind for p in inspect.signature(FSDP).parameters.values()] == [
         inspect.Parameter.POSITIONAL_OR_KEYWORD
     ] * len(ARGUMENTS)
+
+
+def test_the_constructors_record_of_arguments_which_it_fills_by_position_has_their_order() -> None:
+    found = {field.name: field.default for field in dataclasses.fields(Arguments)}
+    assert list(found.items()) == list(ARGUMENTS.items())[1:]
 
 
 def test_the_constructor_agrees_with_the_installed_torch() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import FsdpFlatError, PhaseError, UnsupportedError
@@ -135,6 +138,20 @@ def test_a_parameter_of_another_shape_is_an_error_on_every_rank_that_names_it(
     assert "(11, 5)" in text
     assert_equal(whole_state(model)["blocks.0.up.weight"], seeded().blocks[0].up.weight.detach())
     assert square_loss(model, batch(rank)).isfinite()
+
+
+@BOTH
+@on_ranks(2)
+def test_names_are_the_plain_models_also_of_modules_whose_names_end_as_a_wrappers(use_orig_params: bool) -> None:
+    names = ("x_orig_mod", "my_fsdp_wrapped_module", "checkpointed")
+    plain = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(3)) for name in names))
+    model = copy.deepcopy(plain)
+    model.checkpointed = checkpoint_wrapper(FSDP(model.checkpointed, use_orig_params=use_orig_params))
+    model = FSDP(model, use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(model):
+        for method in ("named_parameters", "named_buffers", "named_modules"):
+            found = dict.fromkeys(name for name, _ in getattr(model, method)())
+            assert list(found) == [name for name, _ in getattr(plain, method)()]
 
 
 @pytest.mark.parametrize("how", ["none", "deleted"])
