@@ -123,7 +123,8 @@ def save_checkpoint(
             tensors, numbers, strings, None, and lists, tuples and dicts of them.
         step: the checkpoint's number; by default one more than the highest in the directory. It replaces one of the
             same number.
-        keep_last: number of checkpoints to keep; older ones are removed once this one is complete.
+        keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
+            removed is logged, and the save succeeds.
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
             save waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is also logged.
             The process does not end before, and may destroy its process groups meanwhile.
@@ -391,10 +392,19 @@ def _write(values: CheckpointValues, directory: Path, keep_last: int, together: 
                 names = disk.FILES_OF_RANK.format(together.size), ".metadata"
                 own = [disk.records_of(writing, name) for name in names]
                 disk.commit(directory, values.step, {k: v for each in (*each_records, *own) for k, v in each.items()})
-                disk.prune(directory, keep_last)
+                _prune(directory, values.step, keep_last)
         except Exception as raised:
             error = raised
         together.fail(error)
+
+
+def _prune(directory: Path, step: int, keep_last: int) -> None:
+    """Remove older checkpoints; log what prevents it, since the new one is complete."""
+    try:
+        disk.prune(directory, keep_last)
+    except OSError as error:
+        path = disk.path_of(directory, step)
+        _logger.warning("%s is complete, but checkpoints before it are not all removed: %r", path, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import os
 import resource
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def names_in(directory: Path) -> list[str]:
     found = sorted(path.name for path in directory.iterdir())
     dist.barrier()
     return found
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield the list of the lines that the library logs in the block."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 # -- the process around a save -----------------------------------------------------------------------------------------
@@ -131,19 +145,11 @@ def test_a_failure_in_the_background_is_logged_at_once(failing: int, tmp_path: P
     def fail(*_: Any) -> Any:
         raise OSError("no space left")
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_flat")
-    logger.addHandler(handler)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == failing:
-                patch.setattr(WRITE, fail)
-            with pytest.raises(OSError if rank == failing else PeerFailureError, match="no space left"):
-                save_checkpoint(tmp_path, shard(seeded()), background=True).wait()
-    finally:
-        logger.removeHandler(handler)
+    with logged() as lines, pytest.MonkeyPatch.context() as patch:
+        if rank == failing:
+            patch.setattr(WRITE, fail)
+        with pytest.raises(OSError if rank == failing else PeerFailureError, match="no space left"):
+            save_checkpoint(tmp_path, shard(seeded()), background=True).wait()
     assert len(lines) == 1
     assert lines[0].startswith(f"ERROR The save of {tmp_path}/step-00000000 in the background failed: ")
     assert "no space left" in lines[0]
@@ -281,6 +287,32 @@ def test_a_save_that_failed_leaves_no_files_and_the_next_one_succeeds(
         with pytest.raises(OSError if rank == failing else PeerFailureError, match="no space left"):
             save_checkpoint(tmp_path, model, step=2, keep_last=1, background=background).wait()
     assert names_in(tmp_path) == ["step-00000001"]
+    save_checkpoint(tmp_path, model, step=3, keep_last=1)
+    assert names_in(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_an_older_checkpoint_that_cannot_be_removed_is_logged_and_the_save_succeeds(
+    background: bool, tmp_path: Path, rank: int
+) -> None:
+    model, replace = shard(seeded()), disk.os.replace
+    save_checkpoint(tmp_path, model, step=1)
+
+    def fail(source: Path, target: Path) -> None:
+        if str(target).endswith(".removing"):
+            raise PermissionError(13, "Permission denied")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+        patch.setattr(disk.os, "replace", fail)
+        assert save_checkpoint(tmp_path, model, step=2, keep_last=1, background=background).wait().is_dir()
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
+    assert [line for line in lines if "WARNING" in line] == [
+        f"WARNING {tmp_path}/step-00000002 is complete, but checkpoints before it are not all removed: "
+        "PermissionError(13, 'Permission denied')"
+    ][rank:]
+    assert load_checkpoint(tmp_path, model).step == 2
     save_checkpoint(tmp_path, model, step=3, keep_last=1)
     assert names_in(tmp_path) == ["step-00000003"]
 
