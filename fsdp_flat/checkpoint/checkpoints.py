@@ -453,7 +453,7 @@ def load_checkpoint(
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
-    from fsdp_flat.checkpoint.dcp_files import load_files
+    from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
     directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, LOADING)
     _wait_for_background(model, directory)
@@ -486,5 +486,5 @@ def load_checkpoint(
     if skipped and together.rank == 0:
         warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
     assert found is not None
-    extra = load_files(path, found.files, model, optim, together)
+    extra = load_files(SafeReader(path), model, optim, together)
     return LoadedCheckpoint(found.step, path, extra, tuple(skipped))
