@@ -8,15 +8,13 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,10 +32,8 @@ from fsdp_flat.user_warnings import warn_user
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
 _logger = logging.getLogger("fsdp_flat")
-# By directory, the save that a thread of this process is writing there: process-wide, because models may share one.
-_running: WeakValueDictionary[Path, CheckpointSave] = WeakValueDictionary()
-# By group, the thread that uses it: saves of several models run in the order of their calls, the same on all ranks.
-_threads: WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
+# By ranks, the thread of their saves and the newest one: process-wide, because models share groups and directories.
+_background: dict[tuple[int, ...], tuple[ThreadPoolExecutor, CheckpointSave]] = {}
 
 
 class CheckpointSave:
@@ -54,7 +50,7 @@ class CheckpointSave:
         self._work: Future[None] = Future()
         self._is_reported = False
 
-    def _run(self, work: Callable[[], None], group: dist.ProcessGroup) -> None:
+    def _run(self, work: Callable[[], None], ranks: Sequence[int]) -> None:
         def logged() -> None:
             try:
                 work()
@@ -63,10 +59,11 @@ class CheckpointSave:
                 _logger.error("The save of %s in the background failed: %r", self.path, error)
                 raise
 
-        if group not in _threads:
-            # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
-            _threads[group] = ThreadPoolExecutor(1, thread_name_prefix="fsdp_flat checkpoint")
-        self._work = _threads[group].submit(logged)
+        # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
+        known = _background.get(tuple(ranks))
+        thread = known[0] if known else ThreadPoolExecutor(1, thread_name_prefix="fsdp_flat checkpoint")
+        self._work = thread.submit(logged)
+        _background[tuple(ranks)] = thread, self
 
     @property
     def done(self) -> bool:
@@ -126,8 +123,9 @@ def save_checkpoint(
         keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
             removed is logged, and the save succeeds.
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
-            save waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is also logged.
-            The process does not end before, and may destroy its process groups meanwhile.
+            save, also one of another model on the same ranks, waits for it. Call ``wait()`` on the result to find out
+            whether it succeeded; a failure is also logged. The process does not end before, and may destroy its
+            process groups meanwhile.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
@@ -142,7 +140,7 @@ def save_checkpoint(
         PhaseError: called in the middle of a step.
     """
     directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, SAVING)
-    _wait_for_background(model, directory)
+    _wait_for_background(together.ranks, directory)
     together.barrier("save_checkpoint")
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
@@ -152,24 +150,21 @@ def save_checkpoint(
         save._work.set_result(None)
         return save
     # The script may destroy its process groups while its last checkpoint is written.
-    group = outliving_group(together.ranks)
     # A gloo group communicates CPU tensors.
-    in_thread = Consensus(group, SAVING, torch.device("cpu"))
-    save._run(partial(_write, values, directory, keep_last, in_thread), group)
-    units_of(model)[0].finish_save = save._finish
-    _running[directory.resolve()] = save
+    in_thread = Consensus(outliving_group(together.ranks), SAVING, torch.device("cpu"))
+    save._run(partial(_write, values, directory, keep_last, in_thread), together.ranks)
     return save
 
 
-def _wait_for_background(model: nn.Module, directory: Path) -> None:
-    """Wait for the last background save of ``model``, and for one of another model into ``directory``.
+def _wait_for_background(ranks: Sequence[int], directory: Path) -> None:
+    """Wait for the newest background save of ``ranks``, and for one of other ranks into ``directory``.
 
-    Warn if that of the model failed and ``wait()`` has not raised its error.
+    Warn if it failed and ``wait()`` has not raised its error.
     """
-    if (other := _running.get(directory.resolve())) is not None:
-        wait([other._work])
-    if text := units_of(model)[0].finish_save():
-        warn_user(text, stacklevel=3)
+    for key, (_, save) in list(_background.items()):
+        is_there = save.path.parent.resolve() == directory.resolve()
+        if (key == tuple(ranks) or is_there) and (text := save._finish()):
+            warn_user(text, stacklevel=3)
 
 
 class CheckpointValues:
@@ -456,7 +451,7 @@ def load_checkpoint(
     from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
     directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, LOADING)
-    _wait_for_background(model, directory)
+    _wait_for_background(together.ranks, directory)
     together.barrier("load_checkpoint")
     steps: list[int] = [] if step is None else [step]
     cut_off: list[str] = []

@@ -1,4 +1,4 @@
-"""Seals the directory of checkpoints, finds the ranks that hold a model, and makes them save and load together.
+"""Reads and writes the directory of checkpoints, finds the ranks that hold a model, and makes them act together.
 
 ``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``. ``commit.json`` completes it: it
 is written last and holds the size and the CRC-32 of every other file; then the directory is renamed. Each of these

@@ -6,7 +6,7 @@ The tree's forwards and schedule drive a unit, which uses the context passed dow
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -60,7 +60,6 @@ class Unit:
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
             an earlier forward still needs the old values, a forward does not.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
-        finish_save: waits for the newest background save; returns its error if no caller has seen it, else "".
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
@@ -101,7 +100,6 @@ class Unit:
         self.unsharded_version = 0
         self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
         self.forward_methods: set[str] = set()
-        self.finish_save: Callable[[], str] = str
         self.optim_state_handlers: dict[str, StateHandler] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-import torch.distributed as dist
 
 from fsdp_flat.checkpoint import CheckpointSave
 
@@ -17,8 +16,8 @@ def held(until: threading.Event) -> Iterator[None]:
     """Have the threads of saves that are started in the block wait for an event before they write."""
     start = CheckpointSave._run
 
-    def run(save: CheckpointSave, work: Callable[[], None], group: dist.ProcessGroup) -> None:
-        start(save, lambda: (until.wait(), work()), group)
+    def run(save: CheckpointSave, work: Callable[[], None], ranks: Sequence[int]) -> None:
+        start(save, lambda: (until.wait(), work()), ranks)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointSave, "_run", run)
