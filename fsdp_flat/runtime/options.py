@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -184,16 +184,6 @@ class UnitControl:
     def of(cls, strategy: Strategy) -> UnitControl:
         """Return the switches of a new unit of the wrapper, from the columns of its strategy."""
         return cls(reshard_after_forward=None if strategy.reshard_after_forward else False)
-
-
-class StateHandler(Protocol):
-    """Describes a caller's functions to save (``merge``) and load (``split``) one optimizer state."""
-
-    @property
-    def merge(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def split(self) -> Callable[..., torch.Tensor]: ...
 
 
 def _is_a(value: object, class_name: str) -> bool:

@@ -15,12 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateHandler,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import Ignored, StateHandler, UnitControl, UnitOptions
+from fsdp_flat.runtime.options import Ignored, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
@@ -100,7 +106,7 @@ class Unit:
         self.unsharded_version = 0
         self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
         self.forward_methods: set[str] = set()
-        self.optim_state_handlers: dict[str, StateHandler] = {}
+        self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import OptimStateDictConfig
+from fsdp_flat.api import OptimStateDictConfig, StatePart
 from fsdp_flat.comm import (
     ErrorTexts,
     RankGroup,
@@ -62,21 +62,6 @@ _SAVING = ErrorTexts(
 Place = tuple[IndexedParam, str]
 # By name of a parameter, its states by name.
 Rows = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """Holds one rank's part of a state.
-
-    Attributes:
-        tensor: the state as the rank's optimizer keeps it, of any shape.
-        start: first element of the rank's slice of the flattened parameter.
-        stop: the element after its last; the slices of all ranks are contiguous.
-    """
-
-    tensor: torch.Tensor
-    start: int
-    stop: int
 
 
 class Peers(Protocol):
