@@ -22,7 +22,7 @@ from torch.overrides import is_tensor_like
 from fsdp_flat import api
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
-from fsdp_flat.flat import PLAIN, TensorAdapter
+from fsdp_flat.flat import PLAIN, TensorAdapter, without_data
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.shards import (
@@ -135,7 +135,7 @@ class BoxedTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> BoxedTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        made: BoxedTensor = without_data(cls, shape, dtype=dtype, device=device)
         made.boxes, made.parts = tuple(found), tuple(parts)
         return made
 

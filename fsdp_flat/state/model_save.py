@@ -183,7 +183,7 @@ def _complete_dtensors(wrapper: nn.Module, state: dict[str, Any], prefix: str, c
     for name, param in ParamIndex(wrapper).dtensors_by_name.items():
         if prefix + name in state:
             full = without_dtensors(state[prefix + name], to_cpu=config.offload_to_cpu)
-            if getattr(config, "rank0_only", False) and param.unit.options.groups.primary.rank:
+            if config.rank0_only and param.unit.options.groups.primary.rank:
                 del state[prefix + name]
             else:
                 state[prefix + name] = full

@@ -31,6 +31,7 @@ from fsdp_flat.state.shards import (
     check_rows,
     check_states,
     copied_state,
+    dtype_of,
     is_scalar,
     refuse_split,
     shape_of,
@@ -154,7 +155,7 @@ class _OptimLoad:
         device, layout = first.handle.flat_param.device, first.handle.layout
 
         def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.empty(shape, dtype=decoder_of(value).decoded_dtype(value), device=device)
+            return torch.empty(shape, dtype=dtype_of(value), device=device)
 
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[first.fqn]):

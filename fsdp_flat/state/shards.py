@@ -473,20 +473,17 @@ class StateDictCodec:
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
-        Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
+        Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype`` (of what they are decoded
+        into). If ``communicates``,
         every rank of the shard groups must call this with the same tensors.
         """
         raise NotImplementedError
-
-    def decoded_dtype(self, value: Any) -> torch.dtype:
-        """Return the dtype of the optimizer state that ``value`` is decoded into."""
-        return dtype_of(value)
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan how ``target`` gets its elements of ``value``.
 
         If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype
-        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state. A value that does not fit raises a
+        of the model's parameter, or for an optimizer state that of the value. A value that does not fit raises a
         LoadError.
         """
         raise NotImplementedError
