@@ -334,8 +334,8 @@ class CheckpointValues:
                 return True
             if name in index.dtensors_by_name or math.prod(param.shape) == 0:
                 return param.rank_group.rank == 0
-            run = param.local_shard.in_param
-            return run.start == 0 and not run.is_empty
+            own = param.local_shard.in_param
+            return own.start == 0 and not own.is_empty
 
         self.tensors["model"] = mine(self.tensors["model"])
         if "optim" in self.tensors:
@@ -481,5 +481,5 @@ def load_checkpoint(
     if skipped and together.rank == 0:
         warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
     assert found is not None
-    extra = load_files(SafeReader(path), model, optim, together)
+    extra = load_files(SafeReader(path), model, optim, together=together)
     return LoadedCheckpoint(found.step, path, extra, tuple(skipped))

@@ -229,7 +229,9 @@ class SafeReader(dcp.FileSystemReader):
             raise LoadError(f"{self.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
 
 
-def load_files(reader: SafeReader, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus) -> Any:
+def load_files(
+    reader: SafeReader, model: nn.Module, optim: torch.optim.Optimizer | None, *, together: Consensus
+) -> Any:
     """Load a checkpoint whose files have been verified; return this rank's ``extra``.
 
     That is rank 0's if another number of ranks has saved it. Every rank must call this.

@@ -337,17 +337,17 @@ def _flush_directory(path: Path) -> None:
 
 def list_steps(directory: Path) -> list[int]:
     """Return the numbers of all checkpoints with their final names: those without a valid record, then newest first."""
-    found = [int(match[1]) for name in _names_in(directory) if (match := _NAME.match(name))]
+    found = [int(match[1]) for name in _listed(directory) if (match := _NAME.match(name))]
     return sorted(found, key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
 
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
-    names = [name for name in _names_in(directory) if name.endswith((_WRITING, _REMOVING))]
+    names = [name for name in _listed(directory) if name.endswith((_WRITING, _REMOVING))]
     return sorted(name for name in names if _NAME.match(Path(name).stem))
 
 
-def _names_in(directory: Path) -> list[str]:
+def _listed(directory: Path) -> list[str]:
     return os.listdir(directory) if directory.is_dir() else []
 
 
