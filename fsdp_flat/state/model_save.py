@@ -25,10 +25,8 @@ from fsdp_flat.state.shards import (
     ParamIndex,
     StateDictCodec,
     StateShard,
-    deferred_of,
     params_of,
 )
-from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -161,32 +159,37 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
-        state = _save_unit(unit, settings, prefix, partial(wrapped.state_dict, **kwargs), gathered.pop(unit, None))
+        state = _save_unit(
+            unit,
+            settings,
+            prefix=prefix,
+            inner=partial(wrapped.state_dict, **kwargs),
+            gathered=gathered.pop(unit, None),
+        )
     finally:
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _encode_deferred(state, list(state), config)
-        if isinstance(codec, FullCodec):
-            _complete_dtensors(wrapper, state, prefix, config)
+        _encode_dtensors(wrapper, state, prefix=prefix, settings=settings)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
         state = state if result is None else result
     return state
 
 
-def _complete_dtensors(wrapper: nn.Module, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
-    """Replace the DTensors of nested units of ``fully_shard`` by full tensors. Every rank must call this."""
+def _encode_dtensors(wrapper: nn.Module, state: dict[str, Any], *, prefix: str, settings: StateDictSettings) -> None:
+    """Encode the DTensors of nested units of ``fully_shard``. Every rank must call this."""
     if not any(unit.shows_dtensors for unit in units_of(wrapper)):
         return
+    config = settings.state_dict_config
+    codec = codec_of(settings.state_dict_type, config)
     for name, param in ParamIndex(wrapper).dtensors_by_name.items():
         if prefix + name in state:
-            full = without_dtensors(state[prefix + name], to_cpu=config.offload_to_cpu)
+            state[prefix + name] = codec.of_dtensor(state[prefix + name], config)
             if config.rank0_only and param.unit.options.groups.primary.rank:
                 del state[prefix + name]
-            else:
-                state[prefix + name] = full
 
 
 def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -203,19 +206,12 @@ def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDic
     """Exchange the values of several units at once; return an empty dict if device memory might not hold them."""
     if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
-    values = iter(_gathered((shard for unit in units for shard in _shards_of(unit, codec, "")), codec, config))
+    values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
     return {unit: [next(values) for handle in unit.handles for _ in handle.layout.param_infos] for unit in units}
-
-
-def _gathered(shards: Iterable[StateShard], codec: StateDictCodec, config: StateDictConfig) -> Sequence[Any]:
-    with torch.no_grad():
-        return codec.gather(shards, config) if isinstance(codec, FullCodec) else codec.encode(list(shards), config)
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
     """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
-    if not isinstance(codec, FullCodec):
-        unit.check_idle("state_dict")
     unit.adopt_changes()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]
@@ -233,6 +229,7 @@ def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
 def _save_unit(
     unit: Unit,
     settings: StateDictSettings,
+    *,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
@@ -245,7 +242,7 @@ def _save_unit(
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     if isinstance(codec, FullCodec):
-        return _save_full(unit, codec, config, prefix, inner, gathered)
+        return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
@@ -256,14 +253,14 @@ def _save_unit(
             stacklevel=4,
         )
         if codec.is_flat:
-            return _save_full(unit, FULL, config, prefix, inner, None)
+            return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
     deferred = _deferred(params, is_kept=True)
     with _names_shown(unit, deferred) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
-    values = _gathered(shards, codec, config) if gathered is None else gathered
+    values = codec.gather(shards, config) if gathered is None else gathered
     if codec.is_flat:
         destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
     else:
@@ -286,6 +283,12 @@ def _encode_deferred(destination: dict[str, Any], names: Iterable[str], config: 
                 destination[name] = found.origin.value
             else:
                 del destination[name]
+
+
+def deferred_of(param: IndexedParam, read: Callable[[], torch.Tensor] | None) -> DeferredTensor:
+    """Return a tensor to show in the place of a parameter; ``read`` returns the full one if a hook computes with it."""
+    device, dtype = param.unit.options.device, param.handle.flat_param.dtype
+    return DeferredTensor.of(param.full_shape, dtype, device, trains=param.trains, read=read)
 
 
 def _deferred(params: Iterable[IndexedParam], *, is_kept: bool) -> list[DeferredTensor]:
@@ -314,6 +317,7 @@ def _names_shown(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def _save_full(
     unit: Unit,
     codec: FullCodec,
+    *,
     config: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
@@ -322,7 +326,7 @@ def _save_full(
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.whole is not None
     if gathered is None and not is_summoned:
-        gathered = _gathered(_shards_of(unit, codec, ""), codec, config)
+        gathered = codec.gather(_shards_of(unit, codec, ""), config)
     params = params_of(unit, prefix)
     with ExitStack() as shown:
         if is_summoned:

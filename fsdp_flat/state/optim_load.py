@@ -20,7 +20,7 @@ from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.flat import clear_padding
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
-from fsdp_flat.state.model_load import LOADING
+from fsdp_flat.state.model_load import LOADING_STATE
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -79,7 +79,7 @@ def load_optim_state(
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
-        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING)
+        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING_STATE)
     elif error is not None:
         raise error
     loading.plan.commit()
@@ -110,7 +110,7 @@ class _OptimLoad:
         """
         index, params = self._index, self._contents.params
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        given = _checked(given)
+        given = _keyed_by_names(given)
         by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
@@ -203,11 +203,13 @@ class _OptimLoad:
     def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
         """Split this rank's part of a state off with its handler, now or as part of the plan."""
         refuse_split(param, key)
-        run, device = param.local_shard.in_param, param.handle.flat_param.device
+        interval, device = param.local_shard.in_param, param.handle.flat_param.device
         handler = param.unit.optim_state_handlers[key]
 
         def put(full: torch.Tensor) -> None:
-            result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
+            result[key] = handler.split(
+                full.detach().to(device), torch.Size(param.shape), interval.start, interval.stop
+            )
 
         if isinstance(value, PendingTensor):
             value.plan_full(device, self.plan, put)
@@ -235,7 +237,7 @@ class _OptimLoad:
         return sharded
 
 
-def _checked(given: Any) -> Mapping[str, Any]:
+def _keyed_by_names(given: Any) -> Mapping[str, Any]:
     given = check_states(given)
     check_rows(given["state"])
     positions = [key for key in given["state"] if not isinstance(key, str)]
