@@ -273,7 +273,7 @@ class CheckpointValues:
         found: dict[str, Any] = {"state": {}}
         error: Exception | None = None
         try:
-            found = save_optim_state(self._index, contents, codec, config, peers=self)
+            found = save_optim_state(self._index, contents, codec=codec, config=config, peers=self)
         except Exception as raised:
             error = raised
         # Once ranks have compared, only merges and transfers may fail on one rank alone.

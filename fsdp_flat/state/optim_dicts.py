@@ -68,8 +68,19 @@ def optim_state_dict(
         UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
     """
     codec, config = _codec_for(model)
-    index = ParamIndex(model)
-    return save_optim_state(index, contents_of(optim, index, optim_state_dict), codec, config)
+    return _saved(model, optim, optim_state_dict, codec=codec, config=config)
+
+
+def _saved(
+    model: nn.Module, optim: Any, state_dict: Any, *, codec: StateDictCodec, config: OptimStateDictConfig
+) -> dict[str, Any]:
+    index, contents, error = ParamIndex(model), OptimContents(()), None
+    try:
+        contents = held_by(optim)
+        contents = contents_of(optim, index, state_dict)
+    except Exception as raised:
+        error = raised  # on every rank
+    return save_optim_state(index, contents, codec=codec, config=config, error=error)
 
 
 def optim_state_dict_to_load(
@@ -253,8 +264,7 @@ def save_full_or_sharded(
     kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
     if full_state_dict:
         kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
-    index = ParamIndex(model)
-    return save_optim_state(index, contents_of(optim, index, optim_state_dict), codec_of(kind, config), config)
+    return _saved(model, optim, optim_state_dict, codec=codec_of(kind, config), config=config)
 
 
 def load_full_or_sharded(

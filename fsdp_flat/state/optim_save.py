@@ -78,12 +78,13 @@ class Peers(Protocol):
 def save_optim_state(
     index: ParamIndex,
     contents: OptimContents,
+    *,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
-    *,
     peers: Peers | None = None,
+    error: Exception | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer, keyed by names. Every rank must call this.
+    """Return the state dict of an optimizer, keyed by names. Every rank must call this, also with an ``error``.
 
     If the codec does not communicate, nothing is communicated except with registered handlers, owned parameters or
     ``peers``. With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
@@ -100,14 +101,13 @@ def save_optim_state(
     names: list[list[str]] = []
     states: list[_ParamState] = []
     values: dict[Place, Any] = {}
-    error: Exception | None = None
     try:
         names, states = _names(index, contents), _read_states(index, contents)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)
     except Exception as raised:
-        error = raised
+        error = error or raised
     if peers is not None:
         _compare(index, states, names=names, error=error, peers=peers)
     elif not is_alone:
@@ -133,15 +133,20 @@ def save_optim_state(
     placed = dict.fromkeys([*(fqn for fqn in order if fqn in rows), *sorted(rows)])
     state: dict[str, Any] = {"state": {name: rows[name] for name in placed}}
     if contents.groups is not None:
-        state["param_groups"] = [
-            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": params}
-            for group, params in zip(contents.groups, held, strict=True)
-        ]
-        for group in state["param_groups"]:
-            if "param_names" in group:
-                # The optimizer was built from named parameters, whose names contain wrapper prefixes.
-                group["param_names"] = list(group["params"])
+        state["param_groups"] = _groups_of(contents.groups, held)
     return state
+
+
+def _groups_of(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Return copies of parameter groups with the names of their parameters."""
+    found = []
+    for group, params in zip(groups, names, strict=True):
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        if "param_names" in settings:
+            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
+            settings["param_names"] = list(params)
+        found.append({**settings, "params": params})
+    return found
 
 
 def _encoded(
