@@ -10,11 +10,19 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import exchange_bytes
-from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.errors import PeerFailureError, UnsupportedError
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer, serialized, unpacked
+from fsdp_flat.state.shards import (
+    LoadPlan,
+    StateShard,
+    TensorTransfer,
+    check_rows,
+    check_states,
+    serialized,
+    unpacked,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +124,8 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
 
 def _without_data(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a state dict with a tensor on the meta device in place of each state that has dims."""
-    if not given or "state" not in given:
-        has = "nothing" if not given else sorted(map(str, given))
-        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
+    given = check_states(given)
+    check_rows(given["state"])
     state: dict[str, dict[str, Any]] = {}
     for name, row in given["state"].items():
         state[name] = {}
