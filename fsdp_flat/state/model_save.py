@@ -257,7 +257,7 @@ def _save_unit(
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
-    deferred = _deferred(params, is_kept=True)
+    deferred = [deferred_of(param, partial(_read, param)) for param in params]
     with _names_shown(unit, deferred) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
     values = codec.gather(shards, config) if gathered is None else gathered
@@ -291,15 +291,8 @@ def deferred_of(param: IndexedParam, read: Callable[[], torch.Tensor] | None) ->
     return DeferredTensor.of(param.full_shape, dtype, device, trains=param.trains, read=read)
 
 
-def _deferred(params: Iterable[IndexedParam], *, is_kept: bool) -> list[DeferredTensor]:
-    """Return a deferred tensor for each of a unit's parameters.
-
-    If hooks compute with it, all ranks of the shard group must, except where no values are kept (``rank0_only``).
-    """
-    return [deferred_of(param, partial(_read, param) if is_kept else None) for param in params]
-
-
 def _read(param: IndexedParam) -> torch.Tensor:
+    """Return a full parameter for a hook that computes with it, as it must on every rank that keeps values."""
     barrier(f"a state-dict hook that computes with {param}", param.rank_group)
     gathered = FULL.gather([StateShard(param, param.local, param.shape)], FullStateDictConfig())
     return param.adapter.from_local(gathered[0])
@@ -335,7 +328,7 @@ def _save_full(
             shown.enter_context(_registered(unit, gathered or ()))
         else:
             # Hooks here find every name too.
-            shown.enter_context(_names_shown(unit, _deferred(params, is_kept=False)))
+            shown.enter_context(_names_shown(unit, [deferred_of(param, None) for param in params]))
         destination = inner()
         for param, present in zip(params, _names_in(destination, params), strict=True):
             if not keep:
