@@ -159,32 +159,26 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
-        state = _save_unit(
-            unit,
-            settings,
-            prefix=prefix,
-            inner=partial(wrapped.state_dict, **kwargs),
-            gathered=gathered.pop(unit, None),
-        )
+        inner = partial(wrapped.state_dict, **kwargs)
+        state = _save_unit(unit, codec, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
     finally:
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _encode_deferred(state, list(state), config)
-        _encode_dtensors(wrapper, state, prefix=prefix, settings=settings)
+        if any(each.shows_dtensors for each in units_of(wrapper)):
+            _encode_dtensors(wrapper, state, prefix=prefix, codec=codec, config=config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
         state = state if result is None else result
     return state
 
 
-def _encode_dtensors(wrapper: nn.Module, state: dict[str, Any], *, prefix: str, settings: StateDictSettings) -> None:
+def _encode_dtensors(
+    wrapper: nn.Module, state: dict[str, Any], *, prefix: str, codec: StateDictCodec, config: StateDictConfig
+) -> None:
     """Encode the DTensors of nested units of ``fully_shard``. Every rank must call this."""
-    if not any(unit.shows_dtensors for unit in units_of(wrapper)):
-        return
-    config = settings.state_dict_config
-    codec = codec_of(settings.state_dict_type, config)
     for name, param in ParamIndex(wrapper).dtensors_by_name.items():
         if prefix + name in state:
             state[prefix + name] = codec.of_dtensor(state[prefix + name], config)
@@ -228,7 +222,7 @@ def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
 
 def _save_unit(
     unit: Unit,
-    settings: StateDictSettings,
+    codec: StateDictCodec,
     *,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
@@ -239,8 +233,8 @@ def _save_unit(
     ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
     unit's values if :func:`_gather_units` has them.
     """
+    settings = settings_of(unit)
     config = settings.state_dict_config
-    codec = codec_of(settings.state_dict_type, config)
     if isinstance(codec, FullCodec):
         return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     unit.check_idle("state_dict")
