@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import DeferredTensor, FlatParamHandle, Site, modules_of
+from fsdp_flat.flat import DeferredTensor, Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
@@ -316,8 +316,7 @@ def load_unit(
         if codec.is_flat:
             _load_flats(unit, state_dict, values, codec=codec, prefix=prefix, load=load)
         # Each visible parameter itself, so that the modules' own load finds every name.
-        sites = [site for sites in _sites_of(unit).values() for site in sites]
-        found = [(site.fqn, site.module._parameters.get(site.name)) for site in sites]
+        found = [(site.fqn, site.module._parameters.get(site.name)) for sites in _sites_of(unit) for site in sites]
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
@@ -405,26 +404,21 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     return bool(params)
 
 
-def _sites_of(unit: Unit) -> dict[tuple[FlatParamHandle, int], list[Site]]:
-    """Return the sites of each parameter of a unit, by handle and index, in modules that the unit still has.
+def _sites_of(unit: Unit) -> list[list[Site]]:
+    """Return the sites of each parameter of a unit, in the order of :func:`params_of`, in modules that it still has.
 
     A module that has taken the place of another one has entries of its own.
     """
-    modules = set(unit.module.modules())
-    return {
-        (handle, index): [site for site in entry.sites if site.module in modules]
-        for handle in unit.handles
-        for index, entry in enumerate(handle.views.params)
-    }
+    modules, entries = set(unit.module.modules()), [entry for handle in unit.handles for entry in handle.views.params]
+    return [[site for site in entry.sites if site.module in modules] for entry in entries]
 
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
     own = {id(param) for handle in unit.handles for param in handle.views.visible_params()}
-    sites, found = _sites_of(unit), []
-    for param in params_of(unit, prefix):
-        names = [prefix + FSDP_PREFIX + site.fqn for site in sites[param.handle, param.index]]
-        given = [state_dict.pop(name, None) for name in names]
+    found = []
+    for param, sites in zip(params_of(unit, prefix), _sites_of(unit), strict=True):
+        given = [state_dict.pop(prefix + FSDP_PREFIX + site.fqn, None) for site in sites]
         value = next((value for value in given if value is not None and id(value) not in own), None)
         found.append((StateShard(param, param.local, param.shape), value))
     return found
