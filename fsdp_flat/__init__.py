@@ -10,6 +10,7 @@ from fsdp_flat.api import (
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateHandler,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -17,6 +18,7 @@ from fsdp_flat.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    StatePart,
 )
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat.compat import install, installed, uninstall
@@ -49,7 +51,7 @@ from fsdp_flat.extras import (
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
-from fsdp_flat.state import OptimStateHandler, StatePart, register_optim_state_handler
+from fsdp_flat.state import register_optim_state_handler
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ layer may import it; :func:`member_of` and :func:`is_a` accept torch's own, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeVar
@@ -237,3 +237,33 @@ class StateDictSettings:
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
     optim_state_dict_config: OptimStateDictConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Holds one rank's part of an optimizer's state. (Not in FSDP1.)
+
+    Attributes:
+        tensor: the state as the rank's optimizer keeps it, of any shape.
+        start: first element of the rank's slice of the flattened parameter.
+        stop: the element after its last; the slices of all ranks are contiguous.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStateHandler:
+    """Holds the functions that merge and split one optimizer state. (Not in FSDP1.)
+
+    Attributes:
+        merge: ``merge(parts, shape)`` returns the tensor to save, made from every rank's part. ``parts`` are in the
+            order of the slices, without ranks that hold no elements or no such state. ``shape`` is the parameter's.
+        split: ``split(saved, shape, start, stop)`` returns the state of a rank's optimizer for the elements ``start``
+            to ``stop`` of the flattened parameter.
+    """
+
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor]
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor]

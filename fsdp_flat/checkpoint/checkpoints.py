@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import math
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,10 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -34,10 +33,11 @@ from fsdp_flat.user_warnings import warn_user
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
 _logger = logging.getLogger("fsdp_flat")
-# By directory, the save that a thread of this process is writing there: process-wide, because models may share one.
-_running: WeakValueDictionary[Path, CheckpointSave] = WeakValueDictionary()
-# By group, the thread that uses it: saves of several models run in the order of their calls, the same on all ranks.
-_threads: WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
+# Background saves whose results no later save or load of their models has looked at: process-wide, because models may
+# share a directory.
+_background: list[CheckpointSave] = []
+# By ranks, the thread of their saves, which run in the order of their calls, the same on all ranks.
+_threads: dict[tuple[int, ...], ThreadPoolExecutor] = {}
 
 
 class CheckpointSave:
@@ -54,7 +54,7 @@ class CheckpointSave:
         self._work: Future[None] = Future()
         self._is_reported = False
 
-    def _run(self, work: Callable[[], None], group: dist.ProcessGroup) -> None:
+    def _run(self, work: Callable[[], None], model: nn.Module, ranks: Sequence[int]) -> None:
         def logged() -> None:
             try:
                 work()
@@ -63,10 +63,12 @@ class CheckpointSave:
                 _logger.error("The save of %s in the background failed: %r", self.path, error)
                 raise
 
-        if group not in _threads:
+        if tuple(ranks) not in _threads:
             # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
-            _threads[group] = ThreadPoolExecutor(1, thread_name_prefix="fsdp_flat checkpoint")
-        self._work = _threads[group].submit(logged)
+            _threads[tuple(ranks)] = ThreadPoolExecutor(1, thread_name_prefix="fsdp_flat checkpoint")
+        self._unit = weakref.ref(units_of(model)[0])
+        self._work = _threads[tuple(ranks)].submit(logged)
+        _background.append(self)
 
     @property
     def done(self) -> bool:
@@ -123,10 +125,11 @@ def save_checkpoint(
             tensors, numbers, strings, None, and lists, tuples and dicts of them.
         step: the checkpoint's number; by default one more than the highest in the directory. It replaces one of the
             same number.
-        keep_last: number of checkpoints to keep; older ones are removed once this one is complete.
+        keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
+            removed is logged, and the save succeeds.
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
-            save waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is also logged.
-            The process does not end before, and may destroy its process groups meanwhile.
+            save of the model waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is
+            also logged. The process does not end before, and may destroy its process groups meanwhile.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
@@ -151,24 +154,26 @@ def save_checkpoint(
         save._work.set_result(None)
         return save
     # The script may destroy its process groups while its last checkpoint is written.
-    group = outliving_group(together.group)
     # A gloo group communicates CPU tensors.
-    in_thread = Consensus(group, SAVING, torch.device("cpu"))
-    save._run(partial(_write, values, directory, keep_last, in_thread), group)
-    units_of(model)[0].finish_save = save._finish
-    _running[directory.resolve()] = save
+    in_thread = Consensus(outliving_group(together.group), SAVING, torch.device("cpu"))
+    save._run(partial(_write, values, directory, keep_last, in_thread), model, together.ranks)
     return save
 
 
 def _wait_for_background(model: nn.Module, directory: Path) -> None:
-    """Wait for the last background save of ``model``, and for one of another model into ``directory``.
+    """Wait for the last background save of ``model``, and for those of other models into ``directory``.
 
     Warn if that of the model failed and ``wait()`` has not raised its error.
     """
-    if (other := _running.get(directory.resolve())) is not None:
-        wait([other._work])
-    if text := units_of(model)[0].finish_save():
-        warn_user(text)
+    unit = units_of(model)[0]
+    for save in list(_background):
+        if save._unit() is unit:
+            _background.remove(save)
+            if text := save._finish():
+                warn_user(text)
+        elif save.path.parent.resolve() == directory.resolve():
+            wait([save._work])
+    _background[:] = [save for save in _background if save._unit() is not None or not save.done]
 
 
 class CheckpointValues:
@@ -277,7 +282,7 @@ class CheckpointValues:
         found: dict[str, Any] = {"state": {}}
         error: Exception | None = None
         try:
-            found = save_optim_state(self._index, contents, codec, config, peers=self)
+            found = save_optim_state(self._index, contents, codec=codec, config=config, peers=self)
         except Exception as raised:
             error = raised
         # Once ranks have compared, only merges and transfers may fail on one rank alone.
@@ -338,8 +343,8 @@ class CheckpointValues:
                 return True
             if name in index.dtensors_by_name or math.prod(param.shape) == 0:
                 return param.rank_group.rank == 0
-            run = param.local_shard.in_param
-            return run.start == 0 and not run.is_empty
+            own = param.local_shard.in_param
+            return own.start == 0 and not own.is_empty
 
         self.tensors["model"] = mine(self.tensors["model"])
         if "optim" in self.tensors:
@@ -391,10 +396,19 @@ def _write(values: CheckpointValues, directory: Path, keep_last: int, together: 
                 names = disk.FILES_OF_RANK.format(together.size), ".metadata"
                 own = [disk.records_of(writing, name) for name in names]
                 disk.commit(directory, values.step, {k: v for each in (*each_records, *own) for k, v in each.items()})
-                disk.prune(directory, keep_last)
+                _prune(directory, values.step, keep_last)
         except Exception as raised:
             error = raised
         together.fail(error)
+
+
+def _prune(directory: Path, step: int, keep_last: int) -> None:
+    """Remove older checkpoints; log what prevents it, since the new one is complete."""
+    try:
+        disk.prune(directory, keep_last)
+    except OSError as error:
+        path = disk.path_of(directory, step)
+        _logger.warning("%s is complete, but checkpoints before it are not all removed: %r", path, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +457,7 @@ def load_checkpoint(
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
-    from fsdp_flat.checkpoint.dcp_files import load_files
+    from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
     directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, LOADING)
     _wait_for_background(model, directory)
@@ -476,5 +490,5 @@ def load_checkpoint(
     if skipped and together.rank == 0:
         warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.")
     assert found is not None
-    extra = load_files(path, found.files, model, optim, together)
+    extra = load_files(SafeReader(path), model, optim, together=together)
     return LoadedCheckpoint(found.step, path, extra, tuple(skipped))

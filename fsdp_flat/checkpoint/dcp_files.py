@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, files_of_ranks
+from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn
@@ -230,21 +230,24 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def load_files(
-    path: Path, records: Records, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus
+    reader: SafeReader, model: nn.Module, optim: torch.optim.Optimizer | None, *, together: Consensus
 ) -> Any:
-    """Load a checkpoint whose files, those with ``records``, have been verified; return this rank's ``extra``.
+    """Load a checkpoint whose files have been verified; return this rank's ``extra``.
 
-    Every rank must call this.
+    That is rank 0's if another number of ranks has saved it. Every rank must call this.
     """
     # Everything is read and checked, on all ranks, before anything is changed.
     with together.propagate_errors():
-        reader = SafeReader(path)
-        plain, extra = _saved_values(reader, records, together)
+        num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
+        extra = reader.read_value(f"extra.{together.rank if num_ranks == together.size else 0}")
+        plain: dict[str, Any] = reader.read_value("plain")
         template: dict[str, Any] = {}
         template["model"], own_names = _model_template(model, reader)
         if optim is not None:
             if "optim" not in plain:
-                raise LoadError(f"{path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
+                raise LoadError(
+                    f"{reader.path} was saved without an optimizer; load it with optim=None. Nothing was loaded."
+                )
             contents = held_by(optim)
             states, deferred = _optim_template(model, contents, reader)
             template["optim"] = {"state": states}
@@ -263,20 +266,6 @@ def load_files(
     values = {**template["model"], **plain["model"]}
     model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
     return extra
-
-
-def _saved_values(reader: SafeReader, records: Records, together: Consensus) -> tuple[dict[str, Any], Any]:
-    """Read the values that are no tensors, and this rank's ``extra``: rank 0's if another number of ranks saved it."""
-    # Of format 1: a rank's extra, and the rows of parameters of which it has elements.
-    each = [unpacked(file.read_bytes()) for file in files_of_ranks(Path(reader.path), records)]
-    if not each:
-        num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
-        rank = together.rank if num_ranks == together.size else 0
-        return reader.read_value("plain"), reader.read_value(f"extra.{rank}")
-    plain = each[0]
-    for other in each if "optim" in plain else ():
-        plain["optim"]["state"] = {**other["optim"]["state"], **plain["optim"]["state"]}
-    return plain, each[together.rank if len(each) == together.size else 0]["extra"]
 
 
 def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -1,9 +1,8 @@
-"""Seals the directory of checkpoints, finds the ranks that hold a model, and makes them save and load together.
+"""Reads and writes the directory of checkpoints, finds the ranks that hold a model, and makes them act together.
 
 ``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``. ``commit.json`` completes it: it
 is written last and holds the size and the CRC-32 of every other file; then the directory is renamed. Each of these
-steps is flushed to disk before the next. Format 2 keeps all values in files of torch.distributed.checkpoint. Format 1
-kept those that are no tensors in a file of each rank beside them, ``rank-00000.pt``.
+steps is flushed to disk before the next. All other files are those of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ COMMIT_NAME = "commit.json"
 # A pattern of the names that torch.distributed.checkpoint gives to a rank's files.
 FILES_OF_RANK = "__{}_*.distcp"
 _FORMAT = 2
-_READABLE = (1, 2)
 _WRITING = ".writing"
 _REPLACED = ".replaced"
 _REMOVING = ".removing"
@@ -339,17 +337,17 @@ def _flush_directory(path: Path) -> None:
 
 def list_steps(directory: Path) -> list[int]:
     """Return the numbers of all checkpoints with their final names: those without a valid record, then newest first."""
-    found = [int(match[1]) for name in _names_in(directory) if (match := _NAME.match(name))]
+    found = [int(match[1]) for name in _listed(directory) if (match := _NAME.match(name))]
     return sorted(found, key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
 
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
-    names = [name for name in _names_in(directory) if name.endswith((_WRITING, _REMOVING))]
+    names = [name for name in _listed(directory) if name.endswith((_WRITING, _REMOVING))]
     return sorted(name for name in names if _NAME.match(Path(name).stem))
 
 
-def _names_in(directory: Path) -> list[str]:
+def _listed(directory: Path) -> list[str]:
     return os.listdir(directory) if directory.is_dir() else []
 
 
@@ -363,8 +361,8 @@ def _order(directory: Path, step: int) -> int:
 def _read_commit(path: Path) -> Commit:
     try:
         body: dict[str, Any] = json.loads((path / COMMIT_NAME).read_text())
-        if body["format"] not in _READABLE:
-            raise LoadError(f"{path} has format {body['format']}; this version reads formats {_READABLE}")
+        if body["format"] != _FORMAT:
+            raise LoadError(f"{path} has format {body['format']}; this version reads format {_FORMAT}")
         records = {name: {key: entry[key] for key in ("size", "crc32")} for name, entry in body["files"].items()}
         found = Commit(int(body["step"]), int(body["order"]), records)
     except FileNotFoundError as error:
@@ -399,14 +397,6 @@ def verified(path: Path, share: int, num_shares: int) -> tuple[Commit | None, st
         return found, ""
     except (LoadError, OSError) as error:
         return found, str(error)
-
-
-def files_of_ranks(path: Path, records: Records) -> list[Path]:
-    """Return by rank the files with values that are no tensors, as recorded; empty unless ``path`` is of format 1.
-
-    A file of such a name that has no record is none of the checkpoint's, and was not verified.
-    """
-    return [path / name for name in sorted(records) if name.startswith("rank-")]
 
 
 def prune(directory: Path, keep_last: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -251,19 +251,9 @@ def save_full(
         files = _planned(entries, directory, max_file_bytes)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-    by_name = {entry.name: entry for entry in entries}
-    error: Exception | None = None
     with bar(sum(file.nbytes for file in files)) as update:
-        for writer, file, name in _in_turn(files, num_writers):
-            template = file.tensors[name]
-            full = _full_tensor_on(by_name[name], writer)
-            update(template.nbytes)
-            # A rank that has failed still takes part in the remaining transfers.
-            if writer == rank and full is not None and error is None:
-                try:
-                    file.write(name, full.to(template.dtype))
-                except Exception as raised:
-                    error = raised
+        turns = _in_turn(files, num_writers)
+        error = _write_in_turn(turns, {entry.name: entry for entry in entries}, rank=rank, update=update)
     try:
         together.fail(error)
         with together.propagate_errors():
@@ -314,6 +304,31 @@ def _in_turn(files: list[FileWriter], num_writers: int) -> Iterator[tuple[int, F
             for writer, (file, name) in enumerate(zip(batch, names, strict=True)):
                 if name is not None:
                     yield writer, file, name
+
+
+def _write_in_turn(
+    turns: Iterable[tuple[int, FileWriter, str]],
+    entries: Mapping[str, _Entry],
+    *,
+    rank: int | None,
+    update: Callable[[int], object],
+) -> Exception | None:
+    """Gather each tensor on its writer, which appends it to its file; return the error of this rank's first failure.
+
+    Every rank of the shard group must call this.
+    """
+    error: Exception | None = None
+    for writer, file, name in turns:
+        template = file.tensors[name]
+        full = _full_tensor_on(entries[name], writer)
+        update(template.nbytes)
+        # A rank that has failed still takes part in the remaining transfers.
+        if writer == rank and full is not None and error is None:
+            try:
+                file.write(name, full.to(template.dtype))
+            except Exception as raised:
+                error = raised
+    return error
 
 
 def _finish(directory: Path, files: list[FileWriter]) -> None:

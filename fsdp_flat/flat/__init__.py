@@ -45,4 +45,5 @@ from fsdp_flat.flat.torch_flat import (
     node_will_run,
     pytree_children,
     unguarded,
+    without_data,
 )

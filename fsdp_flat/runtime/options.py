@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -210,16 +210,6 @@ class AfterForward(Enum):
     RESHARD = "they are freed"
     KEEP_BUFFERS = "the unit is sharded, and the next backward uses the buffers if no other unit has run"
     KEEP_UNSHARDED = "they stay for backward"
-
-
-class StateHandler(Protocol):
-    """Describes a caller's functions to save (``merge``) and load (``split``) one optimizer state."""
-
-    @property
-    def merge(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def split(self) -> Callable[..., torch.Tensor]: ...
 
 
 def _check_dtypes(value: Any, *names: str) -> None:

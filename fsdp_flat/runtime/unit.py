@@ -5,19 +5,25 @@ The tree's forwards and schedule drive a unit, which uses the context passed dow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateHandler,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, StateHandler, UnitControl, UnitOptions, Weights
+from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions, Weights
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
@@ -39,7 +45,6 @@ class Unit:
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
             an earlier forward still needs the old values, a forward does not.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
-        finish_save: waits for the newest background save; returns its error if no caller has seen it, else "".
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
@@ -81,8 +86,7 @@ class Unit:
         self.unsharded_version = 0
         self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
         self.forward_methods: set[str] = set()
-        self.finish_save: Callable[[], str] = str
-        self.optim_state_handlers: dict[str, StateHandler] = {}
+        self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 

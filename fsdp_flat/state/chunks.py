@@ -104,6 +104,9 @@ class FlatCodec(StateDictCodec):
     communicates = False
     is_flat = True
 
+    def fits(self, value: Any, target: StateShard) -> bool:
+        return True  # decoding compares each rank's part too
+
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         tensors, found = ShardedTensors(), []
         for shard in shards:
@@ -227,7 +230,7 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
     elif len(spec.exchanges) > 1:
         raise LoadError(
             f"{target.label}: expected a DTensor on {spec.mesh} with placements {spec.placements}, got "
-            f"{_described(value)}."
+            f"{_kind_of(value)}."
         )
     chunk = local_chunk(value, target.label)
     assert chunk is not None
@@ -236,13 +239,13 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
     rank_group = target.param.rank_group
     raise LoadError(
         f"{target.label}: rank {rank_group.rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a "
-        f"{_described(value)}; expected {spec.chunk_shape}, since its shard group has {rank_group.size} "
+        f"{_kind_of(value)}; expected {spec.chunk_shape}, since its shard group has {rank_group.size} "
         "rank(s). Load full tensors, or load the checkpoint into the state dicts of this model and its optimizer "
         "through torch.distributed.checkpoint, which reshards."
     )
 
 
-def _described(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     if isinstance(value, DTensor):
         return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
     return f"{type(value).__name__} of shape {shape_of(value)}"

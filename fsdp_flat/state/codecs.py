@@ -22,7 +22,7 @@ from torch.overrides import is_tensor_like
 from fsdp_flat import api
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
-from fsdp_flat.flat import PLAIN, TensorAdapter
+from fsdp_flat.flat import PLAIN, TensorAdapter, without_data
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.shards import (
@@ -35,6 +35,7 @@ from fsdp_flat.state.shards import (
     redistribute,
     shape_of,
 )
+from fsdp_flat.state.torch_state import without_dtensors
 
 _aten = torch.ops.aten
 
@@ -83,16 +84,25 @@ class FullCodec(StateDictCodec):
         full = adapter.full_tensor(tensor)
         return full.cpu() if config.offload_to_cpu else full
 
+    def of_dtensor(self, value: Any, config: Config) -> Any:
+        """Return the full tensor of a DTensor, any other value itself. Every rank of its mesh must call this."""
+        return without_dtensors(value, to_cpu=config.offload_to_cpu)
+
+    def fits(self, value: Any, target: StateShard) -> bool:
+        shape, expected = shape_of(value), target.full_shape
+        # Any tensor of one element is one, as for torch; what is no tensor is an error of decoding.
+        return shape == expected or math.prod(shape) == math.prod(expected) == 1 or not is_tensor_like(value)
+
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
-        full, run, adapter = value, target.run.to_slice(), target.param.adapter
+        full, interval, adapter = value, target.interval.to_slice(), target.param.adapter
         is_read = isinstance(value, torch.Tensor)
         if not is_read:
             if not is_tensor_like(value):
                 raise LoadError(
                     f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
                 )
-            if run.start == run.stop:
+            if interval.start == interval.stop:
                 return
             # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
             full = torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
@@ -104,7 +114,7 @@ class FullCodec(StateDictCodec):
         # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
         if adapter is not PLAIN:
             full = adapter.local_slice(full.detach().reshape(target.full_shape))
-        local = full.reshape(-1)[run]
+        local = full.reshape(-1)[interval]
         if local.is_meta and not target.local.is_meta:
             raise LoadError(f"{target.label}: a tensor on the meta device, which has no data to load.")
         if local.dtype is not target.local.dtype:
@@ -135,7 +145,7 @@ class BoxedTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> BoxedTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        made: BoxedTensor = without_data(cls, shape, dtype=dtype, device=device)
         made.boxes, made.parts = tuple(found), tuple(parts)
         return made
 
@@ -226,15 +236,13 @@ class BoxCodec(StateDictCodec):
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        own, run = _boxed(target, target.local), target.run
-        if value.shape != own.shape:
-            raise LoadError(f"{target.label}: a tensor of shape {tuple(value.shape)}; expected {tuple(own.shape)}.")
+        own, interval = _boxed(target, target.local), target.interval
         if value.boxes != own.boxes:
             raise LoadError(
                 f"{target.label}: {value!r} does not hold what rank {target.param.rank_group.rank} of "
-                f"{target.param.rank_group.size} holds, the elements {run.start} to {run.stop}. Boxes fit the sharding "
-                "that they were made for: load the checkpoint into this model's own state_dict() "
-                "with torch.distributed.checkpoint, which reshards."
+                f"{target.param.rank_group.size} holds, the elements {interval.start} to {interval.stop}. Boxes fit "
+                "the sharding that they were made for: load the checkpoint into this model's own state_dict() with "
+                "torch.distributed.checkpoint, which reshards."
             )
         for part, given in zip(own.parts, value.parts, strict=True):
             if part.data_ptr() != given.data_ptr():
@@ -243,8 +251,8 @@ class BoxCodec(StateDictCodec):
 
 def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:
     """Return views of this rank's elements ``local`` as boxes of the full tensor."""
-    param, found = shard.param, boxes(shard.param.shape, shard.run)
-    parts = [local[box.interval.shift(-shard.run.start).to_slice()].view(box.sizes) for box in found]
+    param, found = shard.param, boxes(shard.param.shape, shard.interval)
+    parts = [local[box.interval.shift(-shard.interval.start).to_slice()].view(box.sizes) for box in found]
     start = param.adapter.offsets(param.shape)
     if any(start):
         found = tuple(box.within(start) for box in found)

@@ -7,7 +7,6 @@ module; it raises in the end for names and for other modules, and what fitted un
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,28 +18,26 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.overrides import is_tensor_like
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import DeferredTensor, FlatParamHandle, Site, modules_of
+from fsdp_flat.flat import DeferredTensor, Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
-from fsdp_flat.state.model_save import flat_shard, settings_of
+from fsdp_flat.state.model_save import deferred_of, flat_shard, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
     StateDictCodec,
     StateShard,
-    deferred_of,
     dtype_of,
     params_of,
     rank_groups_of,
     shape_of,
 )
 
-LOADING = ErrorTexts(
+LOADING_STATE = ErrorTexts(
     "loading a state dict",
     "Ranks were given state dicts with different entries, so nothing was loaded.",
     "Load the same checkpoint on every rank.",
@@ -66,7 +63,8 @@ class ModelLoad:
         self.plan = LoadPlan()
         self.units: list[Unit] = []
         self.has_chunks = self.has_own = False
-        self._deferred: list[tuple[StateShard, DeferredTensor, StateDictCodec]] = []
+        # The codec is None where the kind of the value decides.
+        self._deferred: list[tuple[StateShard, DeferredTensor, StateDictCodec | None]] = []
         self._strict = strict
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
@@ -141,13 +139,14 @@ class ModelLoad:
 
         They copy to it whatever they and their hooks make of the state dict. Returns the deferred tensors by name.
         """
-        if not isinstance(codec, FullCodec) and unit.handles:
+        decoder = codec if isinstance(codec, FullCodec) else None
+        if decoder is None and unit.handles:
             self.units.append(unit)
         found: dict[str, DeferredTensor] = {}
         own = []
         for param in params_of(unit, clean_fqn(prefix)):
             deferred = deferred_of(param, partial(_refuse_reading, param))
-            self._deferred.append((StateShard(param, param.local, param.shape), deferred, codec))
+            self._deferred.append((StateShard(param, param.local, param.shape), deferred, decoder))
             own.append(deferred)
             for fqn in param.fqns:
                 found[fqn] = deferred
@@ -167,13 +166,28 @@ class ModelLoad:
         self._hide_deferred()
         for (target, _, codec), value in zip(self._deferred, values, strict=True):
             if value is not None:
-                decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
+                decoder = codec or decoder_of(value)
                 self.has_chunks = self.has_chunks or decoder.exchanges
                 self.has_own = self.has_own or not decoder.exchanges
                 if not decoder.exchanges:
                     self.plan.lines.append(f"{target.label}: {shape_of(value)} without chunks")
-                _decode(decoder, value, target, self)
+                self.decode(decoder, value, target)
         self._deferred.clear()
+
+    def decode(self, codec: StateDictCodec, value: Any, target: StateShard) -> None:
+        """Plan the load of a value, or list its error."""
+        if not codec.fits(value, target):
+            self.errors.append(
+                f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape_of(value))} from "
+                f"checkpoint, the shape in current model is {torch.Size(target.full_shape)}."
+            )
+            return
+        try:
+            codec.decode(value, target, self.plan)
+        except LoadError as error:
+            self.errors.append(str(error))
+        except Exception as error:
+            self.errors.append(f"{target.label}: a value of type {type(value).__name__} cannot be loaded: {error}")
 
     def _hide_deferred(self) -> None:
         for unit in dict.fromkeys(target.param.unit for target, _, _ in self._deferred):
@@ -202,7 +216,7 @@ class ModelLoad:
             rank_groups = rank_groups_of(units)
             for rank_group in rank_groups:
                 barrier("load_state_dict", rank_group)
-            found = find_disagreement(self.plan.lines, error, rank_groups, units[0].options.device, LOADING)
+            found = find_disagreement(self.plan.lines, error, rank_groups, units[0].options.device, LOADING_STATE)
             if found is not error:
                 self.errors.append(clean_text(str(found)))
                 error = found
@@ -295,15 +309,14 @@ def load_unit(
     # Boxes are loaded as such, whichever type is set.
     has_boxes = any(isinstance(value, BoxedTensor) for value in state_dict.values())
     codec = BOXES if has_boxes else codec_of(settings.state_dict_type, settings.state_dict_config)
-    has_flats = _rename(unit, state_dict, prefix, load, loads_flats=codec.is_flat)
+    has_flats = _rename(unit, state_dict, prefix=prefix, load=load, loads_flats=codec.is_flat)
     inner = prefix + FSDP_PREFIX
     if codec.is_flat or has_flats:
         values = _pop_params(unit, state_dict, prefix)
         if codec.is_flat:
-            _load_flats(unit, codec, state_dict, values, prefix, load)
+            _load_flats(unit, state_dict, values, codec=codec, prefix=prefix, load=load)
         # Each visible parameter itself, so that the modules' own load finds every name.
-        sites = [site for sites in _sites_of(unit).values() for site in sites]
-        found = [(site.fqn, site.module._parameters.get(site.name)) for site in sites]
+        found = [(site.fqn, site.module._parameters.get(site.name)) for sites in _sites_of(unit) for site in sites]
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
@@ -327,29 +340,12 @@ def _refuse_reading(param: IndexedParam) -> torch.Tensor:
     )
 
 
-def _decode(codec: StateDictCodec, value: Any, target: StateShard, load: ModelLoad) -> None:
-    shape, expected, is_full = shape_of(value), target.full_shape, isinstance(codec, FullCodec)
-    is_one_element = is_full and math.prod(shape) == 1 and math.prod(expected) == 1
-    fits = codec.is_flat or shape == expected or is_one_element
-    if not fits and (not is_full or is_tensor_like(value)):
-        load.errors.append(
-            f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape)} from checkpoint, "
-            f"the shape in current model is {torch.Size(expected)}."
-        )
-        return
-    try:
-        codec.decode(value, target, load.plan)
-    except LoadError as error:
-        load.errors.append(str(error))
-    except Exception as error:
-        load.errors.append(f"{target.label}: a value of type {type(value).__name__} cannot be loaded: {error}")
-
-
 def _load_flats(
     unit: Unit,
-    codec: StateDictCodec,
     state_dict: dict[str, Any],
     values: list[tuple[StateShard, Any]],
+    *,
+    codec: StateDictCodec,
     prefix: str,
     load: ModelLoad,
 ) -> None:
@@ -362,10 +358,10 @@ def _load_flats(
     for target, flat in flats:
         named = [(each, value) for each, value in values if each.param.handle is target.param.handle]
         if flat is not None:
-            _decode(codec, flat, target, load)
+            load.decode(codec, flat, target)
         elif unit.options.groups.shard.size == 1 and all(value is not None for _, value in named):
             for each, value in named:
-                _decode(FULL, value, each, load)
+                load.decode(FULL, value, each)
         elif any(value is not None for _, value in named):
             load.errors.append(
                 f"{target.label}: this load is of a LOCAL_STATE_DICT, and the state dict has entries by parameter "
@@ -376,7 +372,7 @@ def _load_flats(
             load.missing.append(target.label)
 
 
-def _rename(unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad, *, loads_flats: bool) -> bool:
+def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelLoad, loads_flats: bool) -> bool:
     """Rename the entries of ``state_dict`` for the wrapped module; flat parameters are an error of other types.
 
     Returns whether there is such an error.
@@ -408,26 +404,21 @@ def _rename(unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad
     return bool(params)
 
 
-def _sites_of(unit: Unit) -> dict[tuple[FlatParamHandle, int], list[Site]]:
-    """Return the sites of each parameter of a unit, by handle and index, in modules that the unit still has.
+def _sites_of(unit: Unit) -> list[list[Site]]:
+    """Return the sites of each parameter of a unit, in the order of :func:`params_of`, in modules that it still has.
 
     A module that has taken the place of another one has entries of its own.
     """
-    modules = set(unit.module.modules())
-    return {
-        (handle, index): [site for site in entry.sites if site.module in modules]
-        for handle in unit.handles
-        for index, entry in enumerate(handle.views.params)
-    }
+    modules, entries = set(unit.module.modules()), [entry for handle in unit.handles for entry in handle.views.params]
+    return [[site for site in entry.sites if site.module in modules] for entry in entries]
 
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
     own = {id(param) for handle in unit.handles for param in handle.views.visible_params()}
-    sites, found = _sites_of(unit), []
-    for param in params_of(unit, prefix):
-        names = [prefix + FSDP_PREFIX + site.fqn for site in sites[param.handle, param.index]]
-        given = [state_dict.pop(name, None) for name in names]
+    found = []
+    for param, sites in zip(params_of(unit, prefix), _sites_of(unit), strict=True):
+        given = [state_dict.pop(prefix + FSDP_PREFIX + site.fqn, None) for site in sites]
         value = next((value for value in given if value is not None and id(value) not in own), None)
         found.append((StateShard(param, param.local, param.shape), value))
     return found

@@ -25,10 +25,8 @@ from fsdp_flat.state.shards import (
     ParamIndex,
     StateDictCodec,
     StateShard,
-    deferred_of,
     params_of,
 )
-from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -161,32 +159,31 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
-        state = _save_unit(unit, settings, prefix, partial(wrapped.state_dict, **kwargs), gathered.pop(unit, None))
+        inner = partial(wrapped.state_dict, **kwargs)
+        state = _save_unit(unit, codec, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
     finally:
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _encode_deferred(state, list(state), config)
-        if isinstance(codec, FullCodec):
-            _complete_dtensors(wrapper, state, prefix, config)
+        if any(each.shows_dtensors for each in units_of(wrapper)):
+            _encode_dtensors(wrapper, state, prefix=prefix, codec=codec, config=config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
         state = state if result is None else result
     return state
 
 
-def _complete_dtensors(wrapper: nn.Module, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
-    """Replace the DTensors of nested units of ``fully_shard`` by full tensors. Every rank must call this."""
-    if not any(unit.shows_dtensors for unit in units_of(wrapper)):
-        return
+def _encode_dtensors(
+    wrapper: nn.Module, state: dict[str, Any], *, prefix: str, codec: StateDictCodec, config: StateDictConfig
+) -> None:
+    """Encode the DTensors of nested units of ``fully_shard``. Every rank must call this."""
     for name, param in ParamIndex(wrapper).dtensors_by_name.items():
         if prefix + name in state:
-            full = without_dtensors(state[prefix + name], to_cpu=config.offload_to_cpu)
-            if getattr(config, "rank0_only", False) and param.unit.options.groups.primary.rank:
+            state[prefix + name] = codec.of_dtensor(state[prefix + name], config)
+            if config.rank0_only and param.unit.options.groups.primary.rank:
                 del state[prefix + name]
-            else:
-                state[prefix + name] = full
 
 
 def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -203,19 +200,12 @@ def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDic
     """Exchange the values of several units at once; return an empty dict if device memory might not hold them."""
     if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
-    values = iter(_gathered((shard for unit in units for shard in _shards_of(unit, codec, "")), codec, config))
+    values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
     return {unit: [next(values) for handle in unit.handles for _ in handle.layout.param_infos] for unit in units}
-
-
-def _gathered(shards: Iterable[StateShard], codec: StateDictCodec, config: StateDictConfig) -> Sequence[Any]:
-    with torch.no_grad():
-        return codec.gather(shards, config) if isinstance(codec, FullCodec) else codec.encode(list(shards), config)
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
     """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
-    if not isinstance(codec, FullCodec):
-        unit.check_idle("state_dict")
     unit.adopt_changes()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]
@@ -232,7 +222,8 @@ def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
 
 def _save_unit(
     unit: Unit,
-    settings: StateDictSettings,
+    codec: StateDictCodec,
+    *,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
@@ -242,10 +233,10 @@ def _save_unit(
     ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
     unit's values if :func:`_gather_units` has them.
     """
+    settings = settings_of(unit)
     config = settings.state_dict_config
-    codec = codec_of(settings.state_dict_type, config)
     if isinstance(codec, FullCodec):
-        return _save_full(unit, codec, config, prefix, inner, gathered)
+        return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
@@ -255,14 +246,14 @@ def _save_unit(
             "tensors."
         )
         if codec.is_flat:
-            return _save_full(unit, FULL, config, prefix, inner, None)
+            return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
-    deferred = _deferred(params, is_kept=True)
+    deferred = [deferred_of(param, partial(_read, param)) for param in params]
     with _names_shown(unit, deferred) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
-    values = _gathered(shards, codec, config) if gathered is None else gathered
+    values = codec.gather(shards, config) if gathered is None else gathered
     if codec.is_flat:
         destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
     else:
@@ -287,15 +278,14 @@ def _encode_deferred(destination: dict[str, Any], names: Iterable[str], config: 
                 del destination[name]
 
 
-def _deferred(params: Iterable[IndexedParam], *, is_kept: bool) -> list[DeferredTensor]:
-    """Return a deferred tensor for each of a unit's parameters.
-
-    If hooks compute with it, all ranks of the shard group must, except where no values are kept (``rank0_only``).
-    """
-    return [deferred_of(param, partial(_read, param) if is_kept else None) for param in params]
+def deferred_of(param: IndexedParam, read: Callable[[], torch.Tensor] | None) -> DeferredTensor:
+    """Return a tensor to show in the place of a parameter; ``read`` returns the full one if a hook computes with it."""
+    device, dtype = param.unit.options.device, param.handle.flat_param.dtype
+    return DeferredTensor.of(param.full_shape, dtype, device, trains=param.trains, read=read)
 
 
 def _read(param: IndexedParam) -> torch.Tensor:
+    """Return a full parameter for a hook that computes with it, as it must on every rank that keeps values."""
     barrier(f"a state-dict hook that computes with {param}", param.rank_group)
     gathered = FULL.gather([StateShard(param, param.local, param.shape)], FullStateDictConfig())
     return param.adapter.from_local(gathered[0])
@@ -313,6 +303,7 @@ def _names_shown(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def _save_full(
     unit: Unit,
     codec: FullCodec,
+    *,
     config: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
@@ -321,7 +312,7 @@ def _save_full(
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.whole is not None
     if gathered is None and not is_summoned:
-        gathered = _gathered(_shards_of(unit, codec, ""), codec, config)
+        gathered = codec.gather(_shards_of(unit, codec, ""), config)
     params = params_of(unit, prefix)
     with ExitStack() as shown:
         if is_summoned:
@@ -330,7 +321,7 @@ def _save_full(
             shown.enter_context(_registered(unit, gathered or ()))
         else:
             # Hooks here find every name too.
-            shown.enter_context(_names_shown(unit, _deferred(params, is_kept=False)))
+            shown.enter_context(_names_shown(unit, [deferred_of(param, None) for param in params]))
         destination = inner()
         for param, present in zip(params, _names_in(destination, params), strict=True):
             if not keep:

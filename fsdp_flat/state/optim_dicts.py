@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType, member_of
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateHandler,
+    OptimStateKeyType,
+    StateDictType,
+    StatePart,
+    member_of,
+)
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.flat import check_module
 from fsdp_flat.layout import clean_fqn
@@ -18,7 +26,7 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
-from fsdp_flat.state.optim_save import StatePart, save_optim_state
+from fsdp_flat.state.optim_save import save_optim_state
 from fsdp_flat.state.shards import (
     OptimContents,
     ParamIndex,
@@ -60,8 +68,19 @@ def optim_state_dict(
         UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
     """
     codec, config = _codec_for(model)
-    index = ParamIndex(model)
-    return save_optim_state(index, contents_of(optim, index, optim_state_dict), codec, config)
+    return _saved(model, optim, optim_state_dict, codec=codec, config=config)
+
+
+def _saved(
+    model: nn.Module, optim: Any, state_dict: Any, *, codec: StateDictCodec, config: OptimStateDictConfig
+) -> dict[str, Any]:
+    index, contents, error = ParamIndex(model), OptimContents(()), None
+    try:
+        contents = held_by(optim)
+        contents = contents_of(optim, index, state_dict)
+    except Exception as raised:
+        error = raised  # on every rank
+    return save_optim_state(index, contents, codec=codec, config=config, error=error)
 
 
 def optim_state_dict_to_load(
@@ -244,8 +263,7 @@ def save_full_or_sharded(
     kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
     if full_state_dict:
         kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
-    index = ParamIndex(model)
-    return save_optim_state(index, contents_of(optim, index, optim_state_dict), codec_of(kind, config), config)
+    return _saved(model, optim, optim_state_dict, codec=codec_of(kind, config), config=config)
 
 
 def load_full_or_sharded(
@@ -331,21 +349,6 @@ def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimConte
                         f"{order[key]!r}, has {shapes[key]}. The optimizer state was saved with another order of "
                         "parameters."
                     )
-
-
-@dataclass(frozen=True, slots=True)
-class OptimStateHandler:
-    """Holds the functions that merge and split one state.
-
-    Attributes:
-        merge: ``merge(parts, shape)`` returns the tensor to save, made from every rank's part. ``parts`` are in the
-            order of the slices, without ranks that hold no elements or no such state. ``shape`` is the parameter's.
-        split: ``split(saved, shape, start, stop)`` returns the state of a rank's optimizer for the elements ``start``
-            to ``stop`` of the flattened parameter.
-    """
-
-    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor]
-    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor]
 
 
 def register_optim_state_handler(

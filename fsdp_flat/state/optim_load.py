@@ -20,7 +20,7 @@ from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.flat import clear_padding
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
-from fsdp_flat.state.model_load import LOADING
+from fsdp_flat.state.model_load import LOADING_STATE
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -31,6 +31,7 @@ from fsdp_flat.state.shards import (
     check_rows,
     check_states,
     copied_state,
+    dtype_of,
     is_scalar,
     refuse_split,
     shape_of,
@@ -78,7 +79,7 @@ def load_optim_state(
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
-        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING)
+        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING_STATE)
     elif error is not None:
         raise error
     loading.plan.commit()
@@ -109,7 +110,7 @@ class _OptimLoad:
         """
         index, params = self._index, self._contents.params
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        given = _checked(given)
+        given = _keyed_by_names(given)
         by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
@@ -154,7 +155,7 @@ class _OptimLoad:
         device, layout = first.handle.flat_param.device, first.handle.layout
 
         def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.empty(shape, dtype=decoder_of(value).decoded_dtype(value), device=device)
+            return torch.empty(shape, dtype=dtype_of(value), device=device)
 
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[first.fqn]):
@@ -202,11 +203,13 @@ class _OptimLoad:
     def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
         """Split this rank's part of a state off with its handler, now or as part of the plan."""
         refuse_split(param, key)
-        run, device = param.local_shard.in_param, param.handle.flat_param.device
+        interval, device = param.local_shard.in_param, param.handle.flat_param.device
         handler = param.unit.optim_state_handlers[key]
 
         def put(full: torch.Tensor) -> None:
-            result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
+            result[key] = handler.split(
+                full.detach().to(device), torch.Size(param.shape), interval.start, interval.stop
+            )
 
         if isinstance(value, PendingTensor):
             value.plan_full(device, self.plan, put)
@@ -234,7 +237,7 @@ class _OptimLoad:
         return sharded
 
 
-def _checked(given: Any) -> Mapping[str, Any]:
+def _keyed_by_names(given: Any) -> Mapping[str, Any]:
     given = check_states(given)
     check_rows(given["state"])
     positions = [key for key in given["state"] if not isinstance(key, str)]

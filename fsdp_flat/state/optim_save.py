@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import OptimStateDictConfig
+from fsdp_flat.api import OptimStateDictConfig, StatePart
 from fsdp_flat.comm import (
     ErrorTexts,
     RankGroup,
@@ -33,7 +33,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.layout import ReplicatedPartition
-from fsdp_flat.state.codecs import FULL, FullCodec
+from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
@@ -50,7 +50,6 @@ from fsdp_flat.state.shards import (
     redistribute,
     refuse_split,
 )
-from fsdp_flat.state.torch_state import without_dtensors
 from fsdp_flat.user_warnings import warn_user
 
 _MERGING = ErrorTexts("merging optimizer states")
@@ -64,23 +63,8 @@ Place = tuple[IndexedParam, str]
 Rows = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """Holds one rank's part of a state.
-
-    Attributes:
-        tensor: the state as the rank's optimizer keeps it, of any shape.
-        start: first element of the rank's slice of the flattened parameter.
-        stop: the element after its last; the slices of all ranks are contiguous.
-    """
-
-    tensor: torch.Tensor
-    start: int
-    stop: int
-
-
 class Peers(Protocol):
-    """Exchanges values with all ``ranks`` of a model, which are global."""
+    """Exchanges values between all ranks of a checkpoint; ``ranks`` are their global ranks."""
 
     ranks: list[int]
 
@@ -94,12 +78,13 @@ class Peers(Protocol):
 def save_optim_state(
     index: ParamIndex,
     contents: OptimContents,
+    *,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
-    *,
     peers: Peers | None = None,
+    error: Exception | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer, keyed by names. Every rank must call this.
+    """Return the state dict of an optimizer, keyed by names. Every rank must call this, also with an ``error``.
 
     If the codec does not communicate, nothing is communicated except with registered handlers, owned parameters or
     ``peers``. With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
@@ -116,18 +101,17 @@ def save_optim_state(
     names: list[list[str]] = []
     states: list[_ParamState] = []
     values: dict[Place, Any] = {}
-    error: Exception | None = None
     try:
         names, states = _names(index, contents), _read_states(index, contents)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)
     except Exception as raised:
-        error = raised
+        error = error or raised
     if peers is not None:
-        _compare(index, states, names, error, peers)
+        _compare(index, states, names=names, error=error, peers=peers)
     elif not is_alone:
-        error = _complete_over_groups(index, states, names, error)
+        error = _complete_over_groups(index, states, names=names, error=error)
         lines = [
             f"state {key!r} of {param.fqn!r}"
             for visible, param in index.dtensors.items()
@@ -149,15 +133,20 @@ def save_optim_state(
     placed = dict.fromkeys([*(fqn for fqn in order if fqn in rows), *sorted(rows)])
     state: dict[str, Any] = {"state": {name: rows[name] for name in placed}}
     if contents.groups is not None:
-        state["param_groups"] = [
-            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": params}
-            for group, params in zip(contents.groups, held, strict=True)
-        ]
-        for group in state["param_groups"]:
-            if "param_names" in group:
-                # The optimizer was built from named parameters, whose names contain wrapper prefixes.
-                group["param_names"] = list(group["params"])
+        state["param_groups"] = _groups_of(contents.groups, held)
     return state
+
+
+def _groups_of(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Return copies of parameter groups with the names of their parameters."""
+    found = []
+    for group, params in zip(groups, names, strict=True):
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        if "param_names" in settings:
+            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
+            settings["param_names"] = list(params)
+        found.append({**settings, "params": params})
+    return found
 
 
 def _encoded(
@@ -192,14 +181,14 @@ def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> Rows:
 
 
 def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config) -> Rows:
-    """Return by name the states of parameters that no unit manages; full tensors for DTensors if the codec has such."""
+    """Return by name the states of parameters that no unit manages."""
     held, offload = set(contents.params), config.offload_to_cpu
     found: Rows = {}
     for param, name in index.others.items():
         if param in held and param in contents.state:
-            row = dict(contents.state[param])
-            if isinstance(codec, FullCodec) and param in index.dtensors:
-                row = {key: without_dtensors(row[key], to_cpu=offload) for key in sorted(row)}
+            row = contents.state[param]
+            if param in index.dtensors:
+                row = {key: codec.of_dtensor(row[key], config) for key in sorted(row)}
             found[name] = {k: copied_state(v, "cpu" if offload or is_scalar(v) else None) for k, v in row.items()}
     return found
 
@@ -355,7 +344,7 @@ def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
 
 
 def _complete_over_groups(
-    index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None
+    index: ParamIndex, states: Sequence[_ParamState], *, names: list[list[str]], error: Exception | None
 ) -> Exception | None:
     """Complete the states and names of this rank from those of the others, group by group.
 
@@ -371,7 +360,8 @@ def _complete_over_groups(
         if payloads is not None and all(payloads):
             assert rank_group.group is not None
             try:
-                _complete(index, own, names, global_ranks(rank_group.group), payloads)
+                ranks = global_ranks(rank_group.group)
+                _complete_states(index, own, names=names, ranks=ranks, payloads=payloads)
             except FsdpFlatError as found:
                 error = found
     return error
@@ -383,7 +373,7 @@ def _numels(states: Sequence[_ParamState]) -> list[int]:
 
 
 def _compare(
-    index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None, peers: Peers
+    index: ParamIndex, states: Sequence[_ParamState], *, names: list[list[str]], error: Exception | None, peers: Peers
 ) -> None:
     """Compare the states of all ranks in one collective of an integer a parameter.
 
@@ -398,12 +388,13 @@ def _compare(
     alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
     if needs_all or not alike:
         own = [names, [state.describe() for state in states], numels]
-        _complete(index, states, names, peers.ranks, peers.texts(json.dumps(own)))
+        _complete_states(index, states, names=names, ranks=peers.ranks, payloads=peers.texts(json.dumps(own)))
 
 
-def _complete(
+def _complete_states(
     index: ParamIndex,
     states: Sequence[_ParamState],
+    *,
     names: list[list[str]],
     ranks: Sequence[int],
     payloads: Sequence[str | bytes],
@@ -456,7 +447,7 @@ def _merged_states(states: Sequence[_ParamState], config: Config, *, in_turn: bo
         texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
         for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
             dst = 0 if config.rank0_only else position % rank_group.size if in_turn else None
-            parts = _gathered(param, own.pop((param, name)), each_kind, dst)
+            parts = _parts_on(param, own.pop((param, name)), each_kind, dst=dst)
             handler = param.unit.optim_state_handlers.get(name)
             # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
             if handler is not None and error is None and dst in (None, rank_group.rank):
@@ -470,11 +461,11 @@ def _merged_states(states: Sequence[_ParamState], config: Config, *, in_turn: bo
     return found
 
 
-def _gathered(
-    param: IndexedParam, own: torch.Tensor | None, kinds: Sequence[tuple[str, list[int]] | None], dst: int | None
+def _parts_on(
+    param: IndexedParam, own: torch.Tensor | None, kinds: Sequence[tuple[str, list[int]] | None], *, dst: int | None
 ) -> list[StatePart]:
     """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
-    rank_group, runs, device = param.rank_group, param.partition, param.unit.options.device
+    rank_group, partition, device = param.rank_group, param.partition, param.unit.options.device
     is_wanted = dst in (None, rank_group.rank)
     found, transfers = [], []
     for rank, kind in enumerate(kinds):
@@ -489,6 +480,6 @@ def _gathered(
         source, target = part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
         transfers.append(TensorTransfer(rank_group, held, wanted, source, target, device, numel * dtype.itemsize))
         if is_wanted:
-            found.append(StatePart(part, runs[rank].start, runs[rank].stop))
+            found.append(StatePart(part, partition[rank].start, partition[rank].stop))
     redistribute(transfers)
     return found

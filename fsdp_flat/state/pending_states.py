@@ -10,11 +10,19 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import exchange_bytes
-from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.errors import PeerFailureError, UnsupportedError
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer, serialized, unpacked
+from fsdp_flat.state.shards import (
+    LoadPlan,
+    StateShard,
+    TensorTransfer,
+    check_rows,
+    check_states,
+    serialized,
+    unpacked,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class DeferredState:
 
     def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
         """Plan how ``target`` gets its elements."""
-        if not target.run.is_empty:
+        if not target.interval.is_empty:
             plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
 
 
@@ -57,11 +65,12 @@ class FromRankZero:
 
     def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
         """Plan how ``target`` gets its elements."""
-        local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
+        local, adapter, interval = target.local, target.param.adapter, target.interval.to_slice()
         if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
             self._plan_transfer(target.held, local, plan)
         else:
-            self.plan_full(local.device, plan, lambda full: local.copy_(adapter.local_slice(full).reshape(-1)[run]))
+            part_of = adapter.local_slice
+            self.plan_full(local.device, plan, lambda full: local.copy_(part_of(full).reshape(-1)[interval]))
 
     def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
         groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
@@ -93,7 +102,7 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
     error: Exception | None = None
     payload = b""
     try:
-        payload = serialized(_described(given)) if is_first else b""
+        payload = serialized(_without_data(given)) if is_first else b""
     except Exception as raised:
         error = raised
         payload = serialized({"error": f"{type(raised).__name__}: {raised}"})
@@ -113,11 +122,10 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
     return dict(described)
 
 
-def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _without_data(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a state dict with a tensor on the meta device in place of each state that has dims."""
-    if not given or "state" not in given:
-        has = "nothing" if not given else sorted(map(str, given))
-        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
+    given = check_states(given)
+    check_rows(given["state"])
     state: dict[str, dict[str, Any]] = {}
     for name, row in given["state"].items():
         state[name] = {}
@@ -125,20 +133,20 @@ def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
             if isinstance(value, torch.Tensor) and value.dim():
                 state[name][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             else:
-                state[name][key] = _checked(value, f"State {key!r} of {name!r}")
+                state[name][key] = _plain(value, f"State {key!r} of {name!r}")
     described: dict[str, Any] = {"state": state}
     if given.get("param_groups") is not None:
         described["param_groups"] = [
-            {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+            {key: _plain(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
             for group in given["param_groups"]
         ]
     return described
 
 
-def _checked(value: Any, what: str) -> Any:
+def _plain(value: Any, what: str) -> Any:
     """Return a plain value, of exactly its plain type, which ``weights_only`` accepts; raise for others."""
     if isinstance(value, (list, tuple)):
-        entries = [_checked(entry, what) for entry in value]
+        entries = [_plain(entry, what) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
     if isinstance(value, torch.Tensor) and not value.dim():
         # A clone, since all of a view's storage would be sent.

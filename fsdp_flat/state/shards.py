@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
-from fsdp_flat.flat import DeferredTensor, FlatParamHandle, TensorAdapter, check_module
+from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -156,12 +156,6 @@ def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
         for handle in unit.handles
         for index, entry in enumerate(handle.views.params)
     ]
-
-
-def deferred_of(param: IndexedParam, read: Callable[[], torch.Tensor] | None) -> DeferredTensor:
-    """Return a tensor to show in the place of a parameter; ``read`` returns the full one if a hook computes with it."""
-    device, dtype = param.unit.options.device, param.handle.flat_param.dtype
-    return DeferredTensor.of(param.full_shape, dtype, device, trains=param.trains, read=read)
 
 
 class ParamIndex:
@@ -367,7 +361,7 @@ class StateShard:
         return ReplicatedPartition(math.prod(self.shape), self.owner, self.param.rank_group.size)
 
     @property
-    def run(self) -> Interval:
+    def interval(self) -> Interval:
         """Elements of this rank."""
         return self.param.local_shard.in_param if self.owner is None else self.held[self.param.rank_group.rank]
 
@@ -461,8 +455,8 @@ class StateDictCodec:
         communicates: encoding takes every rank of the shard groups.
         exchanges: decoding takes every rank of the shard groups.
         is_flat: model state dicts have one value for each flat parameter, not for each parameter.
-        kinds: classes of its values; loads decode those with this codec under any type that encodes parameters one by
-            one, and values of no codec's kinds as full tensors.
+        kinds: classes that this codec decodes, under any type but those of full and flat tensors; values of no codec's
+            kinds are full tensors.
     """
 
     communicates = True
@@ -473,20 +467,30 @@ class StateDictCodec:
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
-        Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
+        Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype`` (of what they are decoded
+        into). If ``communicates``,
         every rank of the shard groups must call this with the same tensors.
         """
         raise NotImplementedError
 
-    def decoded_dtype(self, value: Any) -> torch.dtype:
-        """Return the dtype of the optimizer state that ``value`` is decoded into."""
-        return dtype_of(value)
+    def gather(self, shards: Iterable[StateShard], config: Config) -> Sequence[Any]:
+        """Return what a model's save exchanges before its modules' hooks run: the values."""
+        with torch.no_grad():
+            return self.encode(list(shards), config)
+
+    def of_dtensor(self, value: Any, config: Config) -> Any:
+        """Return the value of a parameter, or a state of one, that ``fully_shard`` has sharded: by default itself."""
+        return value
+
+    def fits(self, value: Any, target: StateShard) -> bool:
+        """Return whether a model's load decodes a value of this shape; else its error is torch's."""
+        return shape_of(value) == target.full_shape
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan how ``target`` gets its elements of ``value``.
+        """Plan how ``target`` gets its elements of ``value``, which has its full shape.
 
         If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype
-        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state. A value that does not fit raises a
+        of the model's parameter, or for an optimizer state that of the value. A value that does not fit raises a
         LoadError.
         """
         raise NotImplementedError

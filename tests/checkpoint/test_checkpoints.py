@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,6 @@ from fsdp_flat.errors import (
     UnsupportedError,
 )
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
@@ -264,42 +262,6 @@ def test_torch_reads_the_files_into_a_plain_model(tmp_path: Path, rank: int) -> 
     assert torch.equal(state["optim"]["state"]["last.bias"]["exp_avg"], whole["state"]["last.bias"]["exp_avg"])
 
 
-def load_format_1(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """What ``data/format_1.zip`` holds in ``expected.pt`` too: the model's and the optimizer's full state."""
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    found = load_checkpoint(path, model, optimizer)
-    return dict(model.state_dict()), FSDP.optim_state_dict(model, optimizer), (found.step, found.extra)
-
-
-@pytest.mark.parametrize("loaded_by", [2, 4])
-def test_a_checkpoint_of_format_1_is_loaded(ranks: RanksOf, tmp_path: Path, loaded_by: int) -> None:
-    """It was written at two ranks by the version that kept plain values in ``rank-00000.pt`` and so on."""
-    zipfile.ZipFile(Path(__file__).parent / "data" / "format_1.zip").extractall(tmp_path)
-    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
-    for rank, (state, optim_state, found) in enumerate(ranks(loaded_by).run(load_format_1, str(tmp_path))):
-        assert_equal(state, expected["model"])
-        assert_equal(optim_state, expected["optim"])
-        assert found == (7, {"rank": rank if loaded_by == 2 else 0, "steps": 2})
-
-
-@on_ranks(2)
-def test_only_files_that_the_record_names_are_read(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded())
-    path = save_checkpoint(tmp_path, model, adamw(model), extra={"rank": rank}).path
-    dist.barrier()
-    if rank == 0:
-        # The user's own, with the name that a file of format 1 has.
-        torch.save({"note": 1}, path / "rank-0.pt")
-        (path / "rank-00000.pt").write_bytes(b"no file of torch.save")
-    dist.barrier()
-    found = load_checkpoint(tmp_path, model, adamw(model))
-    assert found is not None
-    assert found.extra == {"rank": rank}
-
-
 @on_ranks(2)
 def test_the_number_of_a_loaded_checkpoint_is_that_of_its_record(tmp_path: Path, rank: int) -> None:
     model = shard(seeded())
@@ -387,14 +349,14 @@ DAMAGE = {
     "altered": (alter, "was altered"),
     "missing": (lambda path: (path / "__1_0.distcp").unlink(), "is missing"),
     "without a record": (lambda path: (path / "commit.json").unlink(), "was never finished"),
-    "record cut off": (lambda path: (path / "commit.json").write_text('{"format": 1, "st'), "cannot be read"),
+    "record cut off": (lambda path: (path / "commit.json").write_text('{"format": 2, "st'), "cannot be read"),
     "another format": (lambda path: (path / "commit.json").write_text('{"format": 7}'), "has format 7"),
     "record of nothing": (
-        lambda path: (path / "commit.json").write_text('{"format": 1, "step": 1, "order": 2, "files": {}}'),
+        lambda path: (path / "commit.json").write_text('{"format": 2, "step": 1, "order": 2, "files": {}}'),
         "names no files",
     ),
     "record of a list": (
-        lambda path: (path / "commit.json").write_text('{"format": 1, "step": 1, "order": 2, "files": []}'),
+        lambda path: (path / "commit.json").write_text('{"format": 2, "step": 1, "order": 2, "files": []}'),
         "cannot be read",
     ),
     "record without a number": (without_number, "cannot be read: KeyError"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, save, train
 from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import seeded, shard
@@ -120,6 +122,27 @@ def test_a_state_that_one_rank_lacks_is_named_with_its_rank_on_every_rank(
                 dcp.save({"state": states}, checkpoint_id=tmp_path / "boxes")
         optimizer.state.update({param: dict(row) for param, row in kept.items()})
     assert_equal(save(model, optimizer, FULL)[1], expected)
+
+
+@pytest.mark.parametrize("how", ["names", "optimizer", "state dict"])
+@on_ranks(2)
+def test_a_malformed_optimizer_of_one_rank_is_an_error_on_every_rank_at_once(how: str, rank: int) -> None:
+    model, optimizer = trained(True)
+    given: Any = optimizer
+    state_dict: Any = optimizer.state_dict()
+    if rank and how == "names":
+        optimizer.state[held(model, optimizer)][1] = torch.zeros(1)
+        state_dict = None
+    elif rank:
+        given, state_dict = (object(), None) if how == "optimizer" else (optimizer, {"state": [1]})
+    for kind in (FULL, SHARDED):
+        start = time.monotonic()
+        with (
+            FSDP.state_dict_type(model, kind),
+            pytest.raises((OptionError, OptionTypeError) if rank else PeerFailureError, match=r"names \[|param_groups"),
+        ):
+            FSDP.optim_state_dict(model, given, state_dict)
+        assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])

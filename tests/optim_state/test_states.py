@@ -21,7 +21,6 @@ from fsdp_flat.errors import (
     PeerFailureError,
     RankMismatchError,
     UnsupportedError,
-    UsageError,
 )
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
@@ -144,7 +143,7 @@ def test_hybrid_strategies_save_for_rank_zero_of_the_world_and_load_from_it(
         assert bool(saved) == (rank == 0)
         loaded = FSDP.optim_state_dict_to_load(other, other_optimizer, saved or None)
         other_optimizer.load_state_dict(loaded)
-        with pytest.raises(UsageError if rank == 0 else PeerFailureError):
+        with pytest.raises(OptionError if rank == 0 else PeerFailureError):
             FSDP.optim_state_dict_to_load(other, other_optimizer, None)
     if rank == 0:
         assert_equal(saved, expected)
@@ -157,7 +156,12 @@ def test_what_rank_zero_cannot_send_is_told_on_every_rank(rank: int) -> None:
     states = save(model, optimizer, FULL)[1]
     states["state"]["first.weight"]["strange"] = object()
     with FSDP.state_dict_type(model, FULL, None, RANK0):
-        for given, kind in ((states, UnsupportedError), (None, UsageError), ({"param_groups": []}, UsageError)):
+        for given, kind in (
+            (states, UnsupportedError),
+            (None, OptionError),
+            ({"param_groups": []}, OptionError),
+            ({"state": {"first.weight": [1]}}, OptionError),
+        ):
             text = (
                 None if rank == 0 else f"Rank 0 of the group cannot share its optimizer state dict: {kind.__name__}: "
             )

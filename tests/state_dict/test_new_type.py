@@ -40,7 +40,7 @@ class Negated:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.elements.dtype
+        return torch.float32  # of what it is decoded into
 
 
 @dataclass
@@ -60,13 +60,10 @@ class NegatedCodec(StateDictCodec):
     kinds = (Negated,)
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        return [Negated(-shard.local.double(), shard.run.start, shard.full_shape) for shard in shards]
-
-    def decoded_dtype(self, value: Any) -> torch.dtype:
-        return torch.float32
+        return [Negated(-shard.local.double(), shard.interval.start, shard.full_shape) for shard in shards]
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        if (value.start, value.elements.shape) != (target.run.start, target.local.shape):
+        if (value.start, value.elements.shape) != (target.interval.start, target.local.shape):
             raise LoadError(f"{target.label}: elements of another rank.")
         plan.copy(target.local, -value.elements)
 
