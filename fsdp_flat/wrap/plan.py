@@ -30,8 +30,6 @@ from fsdp_flat.wrap.policies import (
 )
 
 _MAX_LISTED = 8
-# Each module of a tree, with every (parent, name) that it is registered at.
-_Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +116,13 @@ def plan_units(
 
 def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
     """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered; children first."""
-    places = _find_places(root)
+    # Each module of the tree, with every (parent, name) that it is registered at.
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        # named_children() hides a second name of the same child, so the dictionary itself is read.
+        for name, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
     for unit in plan.units:
         if unit.module not in places:
             raise UsageError(
@@ -271,13 +275,3 @@ def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
     visit("", root)
     return ordered
-
-
-def _find_places(root: nn.Module) -> _Places:
-    places: _Places = {}
-    for parent in root.modules():
-        # named_children() hides a second name of the same child, so the dictionary itself is read.
-        for name, child in parent._modules.items():
-            if child is not None:
-                places.setdefault(child, []).append((parent, name))
-    return places
