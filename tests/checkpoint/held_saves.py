@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from fsdp_flat.checkpoint import CheckpointSave
 
@@ -17,8 +17,8 @@ def held(until: threading.Event) -> Iterator[None]:
     """Have the threads of saves that are started in the block wait for an event before they write."""
     start = CheckpointSave._run
 
-    def run(save: CheckpointSave, work: Callable[[], None], group: dist.ProcessGroup) -> None:
-        start(save, lambda: (until.wait(), work()), group)
+    def run(save: CheckpointSave, work: Callable[[], None], *args: Any) -> None:
+        start(save, lambda: (until.wait(), work()), *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointSave, "_run", run)
