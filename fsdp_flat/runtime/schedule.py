@@ -345,6 +345,8 @@ class Schedule(CommContext):
     def inputs_complete(self, record: ForwardRecord, node: Any) -> None:
         """End the backward of a forward, whose input gradients exist; ``node`` is the autograd node on its inputs."""
         backward = self._in_backward()
+        if record.iteration is None and torch.is_grad_enabled():
+            return  # a recomputed forward takes gradients itself, and the backward passes its graph again
         if record.iteration is not None:
             backward.include([record.iteration])
         backward.complete(record, node)

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard
 from fsdp_flat.errors import UsageError
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.step.pairs import CLOSE, KINDS, WIDTH, Pair, batch
 from tests.support import OWN_PARAMETERS, assert_close, on_ranks
-from tests.support.kit import Block, Stack, full_grads, square_loss
+from tests.support.kit import Block, Stack, full_grads, square_loss, wrapped
 
 STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full:FutureWarning")
@@ -282,3 +283,46 @@ def test_a_frozen_unit_in_a_reentrant_checkpoint_is_freed_before_the_unit_below_
     names = [f"blocks.{index}" for index in range(len(pair.plain.blocks))]
     backward = trace[trace.index(("pre_backward", names[-1])) :]
     assert backward.index(("reshard", names[-1])) < backward.index(("pre_backward", names[-2]))
+
+
+class Energy(nn.Module):
+    """One block and its sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).sum()
+
+
+class Force(nn.Module):
+    """The gradient of an energy, which a unit computes in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = Energy()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x), x, create_graph=True)
+        return force
+
+
+@KINDS
+@STRATEGIES
+@pytest.mark.parametrize("use_reentrant", [None, False], ids=["kept", "recomputed"])
+@on_ranks(2)
+def test_a_gradient_that_a_model_takes_in_its_forward_is_recomputed_too(
+    layout: str, use_orig_params: bool, use_reentrant: bool | None
+) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
+        if use_reentrant is None:
+            return model(x).square().mean()
+        out: torch.Tensor = checkpoint(model, x, use_reentrant=use_reentrant)
+        return out.square().mean()
+
+    policy = ModuleWrapPolicy({Energy})
+    options = {"auto_wrap_policy": policy, "use_orig_params": use_orig_params, **strategy(layout)}
+    pair = Pair.of(nn.Sequential(Force(), nn.Linear(WIDTH, 2)), wrap=wrapped, **options)
+    pair.train(loss_of, num_steps=2)
