@@ -86,8 +86,8 @@ class OwnedParam:
     def _transfer(
         self, channels: P2PChannels, plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None
     ) -> None:
-        # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
-        channels.add(self.rank_group, self.managed.unit.options.device, plan, source, target, nbytes=0)
+        # Rounds already limit the bytes in flight.
+        channels.add(plan, source, target, rank_group=self.rank_group, device=self.managed.unit.options.device)
 
     def release(self, *, has_grad: bool) -> None:
         """Free the memory of the unsharded weight and gradient, after the transfers."""

@@ -175,7 +175,7 @@ class SharedMemoryTransport:
         # Expected messages that have not arrived, and headers of messages that arrived unexpected, in order.
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._unexpected: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
-        self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
+        self._unread_transfers = dict.fromkeys(peers, 0)
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
@@ -192,9 +192,9 @@ class SharedMemoryTransport:
         """Number of bytes of this rank's shared memory that are in use or kept for later messages."""
         return sum(segment.memory.numel() for segment in self._segments if not segment.is_empty)
 
-    def unread(self, purpose: str) -> dict[int, int]:
-        """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
-        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSES.index(purpose)].items() if nbytes}
+    def unread_transfers(self) -> dict[int, int]:
+        """Return the bytes of transfers that are not confirmed as read, by rank, for ranks that have any."""
+        return {rank: nbytes for rank, nbytes in self._unread_transfers.items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,8 @@ class SharedMemoryTransport:
             for rank in ranks:
                 self.sent_nbytes += nbytes
                 segment.num_unread += 1
-                self._unread[header.purpose][rank] += nbytes
+                if purpose == "transfer":
+                    self._unread_transfers[rank] += nbytes
                 fds = [] if rank in segment.known_to else [segment.fd]
                 segment.known_to.add(rank)
                 self._send_header(rank, header, fds)
@@ -342,7 +343,8 @@ class SharedMemoryTransport:
             header = _Header._make(_HEADER.unpack(content))
             if header.kind == _READ:
                 self._segments[header.segment].num_unread -= 1
-                self._unread[header.purpose][source] -= header.nbytes
+                if _PURPOSES[header.purpose] == "transfer":
+                    self._unread_transfers[source] -= header.nbytes
                 continue
             if fds:
                 _, self._theirs[source, header.segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
