@@ -19,6 +19,7 @@ from fsdp_flat.comm import (
     report_failure,
     true_on_any_rank,
 )
+from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
 from tests.support.kit import patience
@@ -110,3 +111,18 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
         assert payloads == [b"of rank 0", b"of rank 1"]
         assert find_disagreement(["one"], None, [rank_group], CPU, TEXTS) is None
     dist.barrier()
+
+
+def test_failures_in_a_destroyed_group_do_not_count_in_the_next_group_of_its_name() -> None:
+    names, found = set(), []
+    for num_failures in (2, 0):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        names.add(group.group_name)
+        for _ in range(num_failures):
+            report_failure(RankGroup.of(group), "raised ValueError: old")
+        group_store(group).set("fsdp_flat/failure/1", "1 raised KeyError: new")
+        found.append(exchanges.reported_failure(RankGroup.of(group), [1]))
+        dist.destroy_process_group()
+    assert len(names) == 1
+    assert found == [None, "rank 1 raised KeyError: new"]

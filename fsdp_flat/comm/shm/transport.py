@@ -162,7 +162,7 @@ class SharedMemoryTransport:
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         assert rank_group.group is not None
         # The group keeps its transport alive.
-        self._group, self._group_name = weakref.ref(rank_group.group), rank_group.group.group_name
+        self._group = weakref.ref(rank_group.group)
         self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
@@ -205,8 +205,7 @@ class SharedMemoryTransport:
         one of the ranks has ended.
         """
         self._check()
-        if self._group_name in exchanges.reported:
-            exchanges.withdraw_report(self._group())
+        exchanges.withdraw_report(self._group())
         for rank in self._peers:
             self.receive_ready(rank)
         self._num_sends += 1
