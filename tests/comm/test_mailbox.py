@@ -174,8 +174,60 @@ def test_a_letter_that_is_dropped_does_not_keep_the_senders_memory(rank: int) ->
     assert_equal(message.content(torch.float32).clone(), torch.full((1,), 2.0))
     del message
     gc.collect()
+    box.send("transfer", [])  # the next call confirms it
     while box.unread_transfers():
         wait_for([(box, peer)], "transfer")
+
+
+class FullSocket:
+    """Refuses the first message, as a socket does whose reader has many to read."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._is_full = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._peer, name)
+
+    def send(self, data: bytes) -> int:
+        if self._is_full:
+            self._is_full = False
+            raise BlockingIOError
+        return self._peer.send(data)
+
+
+@on_ranks(2)
+@EXACT
+def test_a_message_that_is_collected_while_headers_are_read_leaves_the_others_in_order(rank: int) -> None:
+    box = shared_memory()
+    if rank == 0:
+        for index in range(4):
+            box.send("transfer", [(torch.full((PAGE,), float(index)), (1,))])
+            if index == 0:
+                dist.barrier()
+        dist.barrier()
+        while box.unread_transfers():
+            wait_for([(box, 1)], "transfer")
+        return
+    dropped = [box.expect("transfer", 0, 4 * PAGE)]
+    dropped[0].wait()
+    dist.barrier()
+    dist.barrier()
+    messages = [box.expect("transfer", 0, 4 * PAGE) for _ in range(3)]
+    mapped = module._mapped
+
+    def collecting(fd: int, nbytes: int) -> Any:
+        dropped.clear()  # the garbage collector may run at any allocation
+        return mapped(fd, nbytes)
+
+    with (
+        mock.patch.object(module, "_mapped", collecting),
+        mock.patch.dict(box._peers, {0: FullSocket(box._peers[0])}),
+    ):
+        for index, message in enumerate(messages, 1):
+            assert_equal(read(message), torch.full((PAGE,), float(index)))
+    assert not dropped
+    box.send("transfer", [])  # the next call confirms it
 
 
 @on_ranks(2)

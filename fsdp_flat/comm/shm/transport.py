@@ -92,7 +92,10 @@ class Message:
             header, self.header = self.header, None
             self._transport.confirm(self._source, header)
 
-    __del__ = close
+    def __del__(self) -> None:
+        # The garbage collector may run at any allocation, also while headers are read, so nothing is sent here.
+        if self.header is not None:
+            self._transport.deleted.append((self._source, self.header))
 
 
 class _Expected(NamedTuple):
@@ -176,6 +179,8 @@ class SharedMemoryTransport:
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._unexpected: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
         self._unread_transfers = dict.fromkeys(peers, 0)
+        # Source and header of messages that were deleted without being closed, to confirm at the next call.
+        self.deleted: deque[tuple[int, _Header]] = deque()
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
@@ -310,7 +315,12 @@ class SharedMemoryTransport:
         return f"the {operation.partition(' ')[2]} of {name}"
 
     def _check(self, rank: int | None = None) -> None:
-        """Raise if ranks have issued different collectives, if this is a forked child, or if ``rank`` has ended."""
+        """Raise if ranks have issued different collectives, if this is a forked child, or if ``rank`` has ended.
+
+        Messages that were deleted are confirmed first.
+        """
+        while self.deleted:
+            self.confirm(*self.deleted.popleft())
         if self._mismatch is not None:
             raise self._mismatch
         if not self._peers:
