@@ -35,6 +35,8 @@ _SMALL_NBYTES = 16384
 # A program that only evaluates never compares its log of collectives, so a long log is folded into a digest.
 _MOST_ENTRIES = 1 << 16
 _CODES = {"all-gather": 1, "reduction": 2}
+# Key, in the store of a group, for the rank that is leaving a barrier.
+_LEAVING = "fsdp_flat/leaving"
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 
@@ -290,8 +292,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                     "those that do not use the result (rank0_only=True leaves theirs empty). If they are only late, "
                     "call torch.distributed.barrier() before it."
                 )
-            return
-        if not warned and missing:
+        elif not warned and missing:
             warned = True
             warn_user(
                 f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
@@ -309,13 +310,14 @@ class _StoreBarrier:
         assert rank_group.group is not None
         self._store = store = group_store(rank_group.group)
         self._rank_group = rank_group
-        self._index = index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
-        self._num_arrived, self._complete = f"fsdp_flat/meeting/{index}", f"fsdp_flat/complete/{index}"
+        self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
+        self._index = index = store.add(self._arrived, 1)
+        self._num_arrived, self._complete = f"fsdp_flat/barrier/{index}", f"fsdp_flat/complete/{index}"
         self.is_complete = store.add(self._num_arrived, 1) >= rank_group.size
         if self.is_complete:
             store.set(self._complete, "")
             # All ranks have arrived here, so all have left the previous barrier.
-            store.delete_key(f"fsdp_flat/meeting/{index - 1}")
+            store.delete_key(f"fsdp_flat/barrier/{index - 1}")
             store.delete_key(f"fsdp_flat/complete/{index - 1}")
 
     def wait(self, seconds: float) -> bool:
@@ -336,12 +338,21 @@ class _StoreBarrier:
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""
         ranks = range(self._rank_group.size)
-        return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
+        return [rank for rank in ranks if self._store.add(f"fsdp_flat/arrived/{rank}", 0) < self._index]
 
     def leave(self) -> bool:
-        """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
-        if self._store.add(self._num_arrived, -1) == self._rank_group.size - 1:
-            self._store.add(self._num_arrived, 1)
+        """Withdraw this rank's arrival, and return True; return False if all ranks have arrived, or another leaves now.
+
+        One rank leaves at a time: of two whose arrivals are both withdrawn for a moment, only one could see from the
+        count that all ranks had arrived.
+        """
+        own = b"%d" % self._rank_group.rank
+        if self._store.compare_set(_LEAVING, "", own.decode()) != own:
             return False
-        self._store.add(f"fsdp_flat/came/{self._rank_group.rank}", -1)
-        return True
+        has_left = self._store.add(self._num_arrived, -1) < self._rank_group.size - 1
+        if has_left:
+            self._store.add(self._arrived, -1)
+        else:
+            self._store.add(self._num_arrived, 1)
+        self._store.delete_key(_LEAVING)
+        return has_left

@@ -36,10 +36,10 @@ _ADVICE = (
     "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
     "first."
 )
-# By group name: the number of this process's failures in the group, and whether its report is still in the store.
-# Process-wide, because a group outlives models.
-_num_failures: dict[str, int] = {}
-reported: set[str] = set()
+# The number of this process's failures in each group, and the groups whose stores have its report. Process-wide,
+# because a group outlives models.
+_num_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
@@ -156,11 +156,11 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
     group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group.group_name in reported):
+        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group in _reported):
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")
-        number = _num_failures[group.group_name] = _num_failures.get(group.group_name, 0) + 1
-        reported.add(group.group_name)
+        number = _num_failures[group] = _num_failures.get(group, 0) + 1
+        _reported.add(group)
         group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
 
 
@@ -178,9 +178,9 @@ def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tupl
 
 
 def withdraw_report(group: dist.ProcessGroup | None) -> None:
-    """Delete this rank's report of a failure, as this rank continues."""
-    if group is not None and group.group_name in reported:
-        reported.discard(group.group_name)
+    """Delete this rank's report of a failure, if there is one, as this rank continues."""
+    if _reported and group is not None and group in _reported:
+        _reported.remove(group)
         with suppress(Exception):
             group_store(group).delete_key(_KEY % group.rank())
 
@@ -188,7 +188,7 @@ def withdraw_report(group: dist.ProcessGroup | None) -> None:
 def reported_failure(rank_group: RankGroup, ranks: Sequence[int]) -> str | None:
     """Return the report of one of ``ranks`` that has failed more often than this rank, so that it will send nothing."""
     assert rank_group.group is not None
-    own = _num_failures.get(rank_group.group.group_name, 0)
+    own = _num_failures.get(rank_group.group, 0)
     reports = _read_reports(rank_group, ranks).items()
     return next((f"rank {rank} {text}" for rank, (number, text) in reports if number > own), None)
 
@@ -208,8 +208,7 @@ class WatchedWork:
     raises_early: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if reported:
-            withdraw_report(self.rank_group.group)
+        withdraw_report(self.rank_group.group)
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,52 +29,74 @@ _MOST_UNREAD_NBYTES = 1 << 24
 
 
 class P2PChannels:
-    """Executes transfer plans by p2p messages in several groups concurrently, within a memory limit.
+    """Executes transfer plans by p2p messages in several groups, within a memory limit for each group.
 
-    Every rank of the groups must add the same tensors in the same order.
+    Every rank of a group must add the same tensors of the group in the same order; ranks of several groups add those of
+    all in one order. What a rank adds in a group that others are not in changes no message of the other groups.
     """
 
     def __init__(self) -> None:
-        # Each with the runs that are packed together, those to receive and those to send.
-        self._channels: dict[RankGroup, tuple[_Channel, _Runs, _Runs]] = {}
+        self._packing: dict[RankGroup, _PackingChannel] = {}
         self._shared: list[_SharedMemoryChannel] = []
-        # Targets of received runs that are packed together, or on another device than the channel.
-        self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._nbytes_under_way = 0
 
     def add(
         self,
-        rank_group: RankGroup,
-        device: torch.device,
         transfer_plan: TransferPlan,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         *,
-        nbytes: int,
+        rank_group: RankGroup,
+        device: torch.device,
+        nbytes: int = 0,
     ) -> None:
-        """Begin to transfer one tensor; wait for earlier ones if too many bytes are in flight.
+        """Begin to transfer one tensor; wait for earlier ones of the group if too many bytes are in flight.
 
         The group communicates on ``device``; other tensors are copied through it. ``source`` (1-D) has the elements
         that this rank holds; None if it sends and keeps nothing. ``target`` (1-D, of the sources' dtype) receives
         elements; None if this rank receives and keeps nothing. ``nbytes`` are those of the full tensor, equal on every
-        rank.
+        rank of the group; 0 if the caller limits the bytes in flight.
         """
-        if self._nbytes_under_way + nbytes > _MAX_IN_FLIGHT_NBYTES:
+        if rank_group not in self._packing:
+            self._packing[rank_group] = _PackingChannel(_channel_for(rank_group, device, self._shared))
+        self._packing[rank_group].add(transfer_plan, source, target, nbytes)
+
+    def wait(self) -> None:
+        """Block until all added tensors have been transferred, to this rank and from it."""
+        for packing in self._packing.values():
+            packing.wait()
+
+
+class _PackingChannel:
+    """Executes transfer plans in the channel of one group, and packs short runs until it waits.
+
+    Ranks pack alike because they wait after the same tensors: when the bytes in flight would exceed the limit, and when
+    all tensors have been added.
+    """
+
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+        self._nbytes = 0
+        self._short_receives: _Runs = {}
+        self._short_sends: _Runs = {}
+        # Targets of received runs that are packed together, or on another device than the channel.
+        self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    def add(
+        self, transfer_plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None, nbytes: int
+    ) -> None:
+        if self._nbytes + nbytes > _MAX_IN_FLIGHT_NBYTES:
             self.wait()
-        self._nbytes_under_way += nbytes
-        if rank_group not in self._channels:
-            self._channels[rank_group] = (_channel_for(rank_group, device, self._shared), {}, {})
-        channel, short_receives, short_sends = self._channels[rank_group]
+        self._nbytes += nbytes
         if transfer_plan.kept is not None and source is not None and target is not None:
             target[transfer_plan.kept[1]].copy_(source[transfer_plan.kept[0]])
         for rank, run in transfer_plan.receives:
             assert target is not None
             if target[run].nbytes < _SHORT_NBYTES:
-                short_receives.setdefault((rank, target.dtype), []).append(target[run])
-            elif target.device.type == channel.device.type:
-                channel.receive(target[run], rank)
+                self._short_receives.setdefault((rank, target.dtype), []).append(target[run])
+            elif target.device.type == self._channel.device.type:
+                self._channel.receive(target[run], rank)
             else:
-                self._receive_packed(channel, [target[run]], rank)
+                self._receive_packed([target[run]], rank)
         by_run: dict[tuple[int, int], list[int]] = {}
         for rank, run in transfer_plan.sends:
             by_run.setdefault((run.start, run.stop), []).append(rank)
@@ -82,32 +105,27 @@ class P2PChannels:
             part = source[start:stop]
             if part.nbytes < _SHORT_NBYTES:
                 for rank in ranks:
-                    short_sends.setdefault((rank, part.dtype), []).append(part)
+                    self._short_sends.setdefault((rank, part.dtype), []).append(part)
             else:
-                channel.send(part.contiguous().to(channel.device), ranks)
+                self._channel.send(part.contiguous().to(self._channel.device), ranks)
 
     def wait(self) -> None:
-        """Block until all added tensors have been transferred, to this rank and from it."""
-        for channel, short_receives, short_sends in self._channels.values():
-            for (rank, _), runs in short_receives.items():
-                self._receive_packed(channel, runs, rank)
-            for (rank, _), runs in short_sends.items():
-                channel.send(torch.cat(runs).to(channel.device), [rank])
-            channel.wait()
-            short_receives.clear()
-            short_sends.clear()
+        for (rank, _), runs in self._short_receives.items():
+            self._receive_packed(runs, rank)
+        for (rank, _), runs in self._short_sends.items():
+            self._channel.send(torch.cat(runs).to(self._channel.device), [rank])
+        self._channel.wait()
         for received, targets in self._copies:
             for target, part in zip(targets, received.split([target.numel() for target in targets]), strict=True):
                 target.copy_(part)
-        self._copies = []
-        self._nbytes_under_way = 0
+        self._short_receives, self._short_sends, self._copies, self._nbytes = {}, {}, [], 0
 
-    def _receive_packed(self, channel: _Channel, targets: list[torch.Tensor], source: int) -> None:
+    def _receive_packed(self, targets: list[torch.Tensor], source: int) -> None:
         """Begin to receive several targets as one run."""
         numel = sum(target.numel() for target in targets)
-        run = torch.empty(numel, dtype=targets[0].dtype, device=channel.device)
+        run = torch.empty(numel, dtype=targets[0].dtype, device=self._channel.device)
         self._copies.append((run, targets))
-        channel.receive(run, source)
+        self._channel.receive(run, source)
 
 
 def _channel_for(rank_group: RankGroup, device: torch.device, shared: list[_SharedMemoryChannel]) -> _Channel:
@@ -160,7 +178,7 @@ class _GroupChannel:
 class _SharedMemoryChannel:
     """Uses the shared-memory transport of a group; ``channels``, to which it adds itself, are those used together.
 
-    Waiting reads messages of all of them; otherwise ranks that wait for different groups could deadlock.
+    Waiting for one reads messages of all of them; otherwise ranks that wait for different groups could deadlock.
     """
 
     device = _CPU
@@ -175,9 +193,9 @@ class _SharedMemoryChannel:
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         for part in _split_parts(run):
             # A rank that only sends would otherwise fill its memory with unread messages.
-            most = max(0, _MOST_UNREAD_NBYTES - part.nbytes)
-            if self._unread_nbytes() > most:
-                self._read_until(most, all_expected=False)
+            has_too_much = partial(self._has_unread, _MOST_UNREAD_NBYTES - part.nbytes)
+            if has_too_much():
+                self._read_while(has_too_much)
             self._transport.send("transfer", [(part, to)])
 
     def receive(self, run: torch.Tensor, source: int) -> None:
@@ -186,18 +204,20 @@ class _SharedMemoryChannel:
             messages.append((self._transport.expect("transfer", source, part.nbytes), part))
 
     def wait(self) -> None:
-        self._read_until(0, all_expected=True)
+        self._read_while(lambda: bool(self._expected or self._transport.unread_transfers()))
 
-    def _unread_nbytes(self) -> int:
-        return sum(sum(each._transport.unread("transfer").values()) for each in self._channels)
+    def _has_unread(self, most_nbytes: int) -> bool:
+        """Return whether other ranks have not read more than ``most_nbytes`` of what this rank has sent."""
+        nbytes = sum(sum(each._transport.unread_transfers().values()) for each in self._channels)
+        return nbytes > max(0, most_nbytes)
 
-    def _read_until(self, most_unread: int, *, all_expected: bool) -> None:
+    def _read_while(self, is_waiting: Callable[[], bool]) -> None:
         self._read()
-        while self._unread_nbytes() > most_unread or (all_expected and any(each._expected for each in self._channels)):
+        while is_waiting():
             ranks = {
                 (each._transport, rank)
                 for each in self._channels
-                for rank in (*each._expected, *each._transport.unread("transfer"))
+                for rank in (*each._expected, *each._transport.unread_transfers())
             }
             wait_for(ranks, "transfer")
             self._read()

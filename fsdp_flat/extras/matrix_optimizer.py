@@ -219,7 +219,7 @@ class MatrixOptimizer(Optimizer):
         self._show_states()
 
     def _plan_steps(self) -> None:
-        self._rounds = list(rounds_of(self._owned, self._max_nbytes))
+        self._rounds = rounds_of(self._owned, self._max_nbytes)
         self._param_ids = [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def _show_states(self, *, after_step: bool = False) -> None:

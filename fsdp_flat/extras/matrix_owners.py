@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -86,8 +86,8 @@ class OwnedParam:
     def _transfer(
         self, channels: P2PChannels, plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None
     ) -> None:
-        # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
-        channels.add(self.rank_group, self.managed.unit.options.device, plan, source, target, nbytes=0)
+        # Rounds already limit the bytes in flight.
+        channels.add(plan, source, target, rank_group=self.rank_group, device=self.managed.unit.options.device)
 
     def release(self, *, has_grad: bool) -> None:
         """Free the memory of the unsharded weight and gradient, after the transfers."""
@@ -159,17 +159,22 @@ def balanced_owners(
     return found
 
 
-def rounds_of(entries: Sequence[OwnedParam], max_nbytes: int) -> Iterator[list[OwnedParam]]:
-    """Yield the parameters of rounds, in which an owner receives at most ``max_nbytes``, or those of one parameter."""
-    current: list[OwnedParam] = []
-    received: dict[tuple[RankGroup, int], int] = {}
+def rounds_of(entries: Sequence[OwnedParam], max_nbytes: int) -> list[list[OwnedParam]]:
+    """Return the parameters of rounds, in which an owner receives at most ``max_nbytes``, or those of one parameter.
+
+    The rounds of a group depend on its own parameters only: its ranks may be in different further groups, and so have
+    different numbers of rounds.
+    """
+    rounds: list[list[OwnedParam]] = []
+    # By group, the round in progress, and the bytes that its owners receive in it.
+    current: dict[RankGroup, tuple[int, dict[int, int]]] = {}
     for entry in entries:
-        key = (entry.rank_group, entry.owner)
+        index, received = current.setdefault(entry.rank_group, (0, {}))
         nbytes = 0 if entry.is_on_one_rank else 2 * entry.numel * entry.param.itemsize
-        if received.get(key) and received[key] + nbytes > max_nbytes:
-            yield current
-            current, received = [], {}
-        current.append(entry)
-        received[key] = received.get(key, 0) + nbytes
-    if current:
-        yield current
+        if received.get(entry.owner) and received[entry.owner] + nbytes > max_nbytes:
+            index, received = current[entry.rank_group] = (index + 1, {})
+        received[entry.owner] = received.get(entry.owner, 0) + nbytes
+        if index == len(rounds):
+            rounds.append([])
+        rounds[index].append(entry)
+    return rounds

@@ -406,8 +406,8 @@ def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     """
     channels = P2PChannels()
     for each in transfers:
-        transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
-        channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
+        group, plan = each.rank_group, plan_transfer(each.held, each.wanted, each.rank_group.rank)
+        channels.add(plan, each.source, each.target, rank_group=group, device=each.device, nbytes=each.nbytes)
     channels.wait()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from fsdp_flat.comm import (
     ErrorTexts,
     RankGroup,
     agree,
+    agreement,
     exchange_if_different,
     exchanges,
     find_disagreement,
     report_failure,
     true_on_any_rank,
 )
+from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
 from tests.support.kit import patience
@@ -110,3 +114,60 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
         assert payloads == [b"of rank 0", b"of rank 1"]
         assert find_disagreement(["one"], None, [rank_group], CPU, TEXTS) is None
     dist.barrier()
+
+
+def test_failures_in_a_destroyed_group_do_not_count_in_the_next_group_of_its_name() -> None:
+    names, found = set(), []
+    for num_failures in (2, 0):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        names.add(group.group_name)
+        for _ in range(num_failures):
+            report_failure(RankGroup.of(group), "raised ValueError: old")
+        group_store(group).set("fsdp_flat/failure/1", "1 raised KeyError: new")
+        found.append(exchanges.reported_failure(RankGroup.of(group), [1]))
+        dist.destroy_process_group()
+    assert len(names) == 1
+    assert found == [None, "rank 1 raised KeyError: new"]
+
+
+class InterleavedStore:
+    """Runs ``meanwhile`` once, after the first request that withdraws an arrival."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.meanwhile: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        result = self._store.add(key, amount)
+        if amount < 0 and self.meanwhile is not None:
+            run, self.meanwhile = self.meanwhile, None
+            run()
+        return result
+
+
+def test_ranks_that_leave_a_barrier_at_once_stay_if_the_last_rank_has_arrived() -> None:
+    store = InterleavedStore()
+    with mock.patch.object(agreement, "group_store", return_value=store):
+        first, second, last = (agreement._StoreBarrier(RankGroup(mock.Mock(), rank, 3)) for rank in range(3))
+    assert last.is_complete
+    found = []
+    store.meanwhile = lambda: found.append(second.leave())
+    found.append(first.leave())
+    assert found == [False, False]
+    assert first.poll(0)
+    assert first.missing() == []
+
+
+def test_a_barrier_that_ranks_have_left_is_complete_once_all_have_come_back() -> None:
+    store = InterleavedStore()
+    with mock.patch.object(agreement, "group_store", return_value=store):
+        early = [agreement._StoreBarrier(RankGroup(mock.Mock(), rank, 3)) for rank in range(2)]
+        assert early[0].missing() == [2]
+        assert [each.leave() for each in early] == [True, True]
+        arrivals = [agreement._StoreBarrier(RankGroup(mock.Mock(), rank, 3)) for rank in (2, 0, 1)]
+    assert [each.is_complete for each in arrivals] == [False, False, True]
+    assert arrivals[0].poll(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, transfers
 from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
 from tests.runtime.kit import recorded, shared_memory
@@ -41,7 +43,7 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
         )
         with shared_memory(shared):
             own = whole[held[rank].to_slice()].clone()
-            channels.add(rank_group, CPU, transfer_plan, own, target, nbytes=0)
+            channels.add(transfer_plan, own, target, rank_group=rank_group, device=CPU)
         found.append((target, whole))
     channels.wait()
     for target, whole in found:
@@ -60,8 +62,38 @@ def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) ->
         for index, target in enumerate(targets):
             transfer_plan = plan_transfer(IrregularPartition(tuple(even(8, 2))), ReplicatedPartition(8, None, 2), rank)
             own = torch.full((4,), 10.0 * index + rank)
-            channels.add(rank_group, CPU, transfer_plan, own, target, nbytes=0)
+            channels.add(transfer_plan, own, target, rank_group=rank_group, device=CPU)
         channels.wait()
     assert record.counts() == ({"transfer": 1} if shared else {"irecv": 1, "isend": 1})
     for index, target in enumerate(targets):
         assert target.tolist() == [10.0 * index] * 4 + [10.0 * index + 1] * 4
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shared", [False, True])
+@mock.patch.object(transfers, "_MAX_IN_FLIGHT_NBYTES", 10_000)
+def test_ranks_with_other_bytes_in_their_further_groups_send_the_same_messages(shared: bool, rank: int) -> None:
+    """As experts of other sizes on each pair of ranks and on each rank, between units of all ranks."""
+    pairs = [RankGroup.of(dist.new_group(ranks)) for ranks in ([0, 1], [2, 3])]
+    channels = P2PChannels()
+    found = []
+
+    def add(rank_group: RankGroup, numel: int) -> None:
+        size, whole = rank_group.size, torch.arange(numel) + 10 * len(found)
+        held = even(numel, size)
+        target = torch.full_like(whole, -1)
+        plan = plan_transfer(IrregularPartition(tuple(held)), ReplicatedPartition(numel, None, size), rank_group.rank)
+        own = whole[held[rank_group.rank].to_slice()]
+        channels.add(plan, own, target, rank_group=rank_group, device=CPU, nbytes=whole.nbytes)
+        found.append((target, whole))
+
+    with shared_memory(shared):
+        for _ in range(3):
+            add(RankGroup.of(dist.group.WORLD), 8)
+            add(pairs[rank // 2], [1200, 60][rank // 2])
+            add(pairs[rank // 2], [40, 90_000][rank // 2])
+            add(ALONE, [1240, 5, 700, 1][rank])
+            add(RankGroup.of(dist.group.WORLD), 16)
+        channels.wait()
+    for target, whole in found:
+        assert_equal(target, whole)

@@ -251,6 +251,34 @@ def test_a_bound_on_memory_cuts_the_step_and_counts_in_groups_stay_right(rank: i
     assert ours.param_groups[0]["count"] == theirs.param_groups[0]["count"] == 3
 
 
+@on_ranks(4)
+def test_ranks_with_other_experts_than_others_may_take_more_rounds(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    width = [60, 12][rank // 2]
+
+    def experts() -> nn.Sequential:
+        torch.manual_seed(0)
+        sides = [nn.Linear(12, 12, bias=False) for _ in range(2)]
+        pair = [nn.Linear(12, width, bias=False), nn.Linear(width, 12, bias=False)]
+        return nn.Sequential(sides[0], *pair, *copy.deepcopy(pair), sides[1])
+
+    plain, module = experts(), experts()
+    for index, layer in enumerate(module):
+        group = pairs[rank // 2] if 0 < index < 5 else None
+        module[index] = FSDP(layer, process_group=group, use_orig_params=True)
+    model = FSDP(module, use_orig_params=True)
+    ours = MatrixOptimizer(model, torch.optim.SGD, max_nbytes=3000, lr=0.1)
+    assert len(ours._rounds) == [2, 1][rank // 2]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        square_loss(model, torch.ones(3, 12)).backward()
+        hand_over_grads(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(model, plain)
+
+
 @on_ranks(2)
 def test_parameters_that_no_unit_manages_are_updated_once_in_a_step_of_several_rounds(rank: int) -> None:
     torch.manual_seed(0)

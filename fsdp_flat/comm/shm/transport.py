@@ -92,7 +92,10 @@ class Message:
             header, self.header = self.header, None
             self._transport.confirm(self._source, header)
 
-    __del__ = close
+    def __del__(self) -> None:
+        # The garbage collector may run at any allocation, also while headers are read, so nothing is sent here.
+        if self.header is not None:
+            self._transport.deleted.append((self._source, self.header))
 
 
 class _Expected(NamedTuple):
@@ -162,7 +165,7 @@ class SharedMemoryTransport:
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         assert rank_group.group is not None
         # The group keeps its transport alive.
-        self._group, self._group_name = weakref.ref(rank_group.group), rank_group.group.group_name
+        self._group = weakref.ref(rank_group.group)
         self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
@@ -175,7 +178,9 @@ class SharedMemoryTransport:
         # Expected messages that have not arrived, and headers of messages that arrived unexpected, in order.
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._unexpected: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
-        self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
+        self._unread_transfers = dict.fromkeys(peers, 0)
+        # Source and header of messages that were deleted without being closed, to confirm at the next call.
+        self.deleted: deque[tuple[int, _Header]] = deque()
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
@@ -192,9 +197,9 @@ class SharedMemoryTransport:
         """Number of bytes of this rank's shared memory that are in use or kept for later messages."""
         return sum(segment.memory.numel() for segment in self._segments if not segment.is_empty)
 
-    def unread(self, purpose: str) -> dict[int, int]:
-        """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
-        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSES.index(purpose)].items() if nbytes}
+    def unread_transfers(self) -> dict[int, int]:
+        """Return the bytes of transfers that are not confirmed as read, by rank, for ranks that have any."""
+        return {rank: nbytes for rank, nbytes in self._unread_transfers.items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -205,8 +210,7 @@ class SharedMemoryTransport:
         one of the ranks has ended.
         """
         self._check()
-        if self._group_name in exchanges.reported:
-            exchanges.withdraw_report(self._group())
+        exchanges.withdraw_report(self._group())
         for rank in self._peers:
             self.receive_ready(rank)
         self._num_sends += 1
@@ -219,7 +223,8 @@ class SharedMemoryTransport:
             for rank in ranks:
                 self.sent_nbytes += nbytes
                 segment.num_unread += 1
-                self._unread[header.purpose][rank] += nbytes
+                if purpose == "transfer":
+                    self._unread_transfers[rank] += nbytes
                 fds = [] if rank in segment.known_to else [segment.fd]
                 segment.known_to.add(rank)
                 self._send_header(rank, header, fds)
@@ -310,7 +315,12 @@ class SharedMemoryTransport:
         return f"the {operation.partition(' ')[2]} of {name}"
 
     def _check(self, rank: int | None = None) -> None:
-        """Raise if ranks have issued different collectives, if this is a forked child, or if ``rank`` has ended."""
+        """Raise if ranks have issued different collectives, if this is a forked child, or if ``rank`` has ended.
+
+        Messages that were deleted are confirmed first.
+        """
+        while self.deleted:
+            self.confirm(*self.deleted.popleft())
         if self._mismatch is not None:
             raise self._mismatch
         if not self._peers:
@@ -342,7 +352,8 @@ class SharedMemoryTransport:
             header = _Header._make(_HEADER.unpack(content))
             if header.kind == _READ:
                 self._segments[header.segment].num_unread -= 1
-                self._unread[header.purpose][source] -= header.nbytes
+                if _PURPOSES[header.purpose] == "transfer":
+                    self._unread_transfers[source] -= header.nbytes
                 continue
             if fds:
                 _, self._theirs[source, header.segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
