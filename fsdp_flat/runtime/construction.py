@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,8 +12,18 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member_of
-from fsdp_flat.comm import ShardingGroups, Strategy, agree, digest_of, resolve_groups, strategy_from, true_on_any_rank
-from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
+from fsdp_flat.comm import (
+    RankGroup,
+    ShardingGroups,
+    Strategy,
+    agree,
+    digest_of,
+    report_failure,
+    resolve_groups,
+    strategy_from,
+    true_on_any_rank,
+)
+from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, TiedParameterError
 from fsdp_flat.flat import FlattenedBy, adapter_of, check_adapter, modules_of, named_sites
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.build import (
@@ -141,30 +151,47 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
     options = _options_from(arguments)
     plan, ignored, compared = _agreed_plan(module, arguments, options)
-    call = _prepare(module, plan, options, ignored)
-    names = {unit.module: unit.fqn for unit in plan.units}
-    # Most units have the same arguments: those of one call are validated once.
-    known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
+    with _reported_failure(options.groups.rank_groups):
+        call = _prepare(module, plan, options, ignored)
+        names = {unit.module: unit.fqn for unit in plan.units}
+        # Most units have the same arguments: those of one call are validated once.
+        known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
 
-    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        given = Arguments(**kwargs)
-        key = tuple([id(getattr(given, name)) for name in _ARGUMENT_NAMES])
-        if key not in known:
-            known[key] = given, _options_from(given)
-        _, own = known[key]
-        nested = units_of(child)
-        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
-        # Among the ranks of another group the id may identify another unit.
-        same_ranks = own.groups.primary.group is options.groups.primary.group
-        unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
-        return wrap_unit(build_unit(child, names[child], own, child_ignored, nested, call, unit_id))
+        def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+            given = Arguments(**kwargs)
+            key = tuple([id(getattr(given, name)) for name in _ARGUMENT_NAMES])
+            if key not in known:
+                known[key] = given, _options_from(given)
+            _, own = known[key]
+            nested = units_of(child)
+            child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
+            # Among the ranks of another group the id may identify another unit.
+            same_ranks = own.groups.primary.group is options.groups.primary.group
+            unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
+            return wrap_unit(build_unit(child, names[child], own, child_ignored, nested, call, unit_id))
 
-    apply_plan(module, plan, wrapper)
-    for exempt in plan.full_precision:
-        keep_full_precision(exempt)
-    # The id of the root has no name in it: that is the class, which may differ between ranks.
-    unit_id = digest_of(f"{call.number}/".encode())
-    return build_unit(module, type(module).__name__, options, ignored, units_of(module), call, unit_id)
+        apply_plan(module, plan, wrapper)
+        for exempt in plan.full_precision:
+            keep_full_precision(exempt)
+        # The id of the root has no name in it: that is the class, which may differ between ranks.
+        unit_id = digest_of(f"{call.number}/".encode())
+        return build_unit(module, type(module).__name__, options, ignored, units_of(module), call, unit_id)
+
+
+@contextmanager
+def _reported_failure(rank_groups: Sequence[RankGroup]) -> Iterator[None]:
+    """Have the next collective of other ranks raise with the text of an exception in the block.
+
+    Ranks have agreed on the plan, and do so again where callers' code runs, but any other error while units are built
+    may be of this rank alone. The others have built theirs.
+    """
+    try:
+        yield
+    except Exception as error:
+        follows = isinstance(error, PeerFailureError)
+        for rank_group in rank_groups:
+            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
+        raise
 
 
 def _agreed_plan(

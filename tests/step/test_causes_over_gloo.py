@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import exchanges
-from fsdp_flat.errors import PeerFailureError
+from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.step.pairs import batch, by_policy
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
@@ -59,6 +59,23 @@ def test_ranks_that_wait_for_one_that_raised_get_its_error_and_their_unit(rank: 
         assert f"Rank {rank} of the group was in the all-gather of unit 'blocks." in text, text
         assert "rank 1 raised ValueError: an odd batch" in text, text
     assert all(unit.is_sharded and unit.phase.value == "idle" for unit in model._unit.context.units)
+    dist.barrier()
+
+
+@on_ranks(2, timeout=50)
+@TRANSPORTS
+def test_a_rank_that_cannot_build_a_unit_is_named_by_the_others_first_forward(shared: bool, rank: int) -> None:
+    os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(shared))
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    with torch.inference_mode(rank == 1):
+        model = Stack()
+    if rank == 1:
+        with pytest.raises(OptionError, match=r"created inside torch.inference_mode\(\)"):
+            FSDP(model, process_group=group, use_orig_params=True)
+    else:
+        built = FSDP(model, process_group=group, use_orig_params=True)
+        with pytest.raises(PeerFailureError, match=r"rank 1 raised OptionError: Parameter 'first\.weight' of unit"):
+            built(batch(rank).float())
     dist.barrier()
 
 
