@@ -260,7 +260,7 @@ def _described(
     name: str, options: UnitOptions, handles: Sequence[FlatParamHandle], reshard_after_forward: bool | None
 ) -> UnitDescription:
     trainable = [handle for handle in handles if handle.is_trainable]
-    gathered = [handle for handle in handles if handle.frees_buffer]
+    gathered = [handle for handle in handles if handle.buffer.owns_memory]
     return UnitDescription(
         name=name,
         strategy=options.strategy.member.name,

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.arrangement import (
     BufferRows,
     GroupedRows,
@@ -29,8 +29,8 @@ from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import as_flat_parameter, convert_grad, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
-from fsdp_flat.flat.torch_flat import is_alias, set_versions, unguarded
+from fsdp_flat.flat.storage import FlatBuffer, HandleGradients, MemoryPool
+from fsdp_flat.flat.torch_flat import VERSION_OF, is_alias, set_versions, unguarded
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
@@ -114,8 +114,8 @@ class UnshardedParams:
         dtype: torch.dtype,
     ) -> None:
         is_shard = layout.world_size == 1 and dtype == shard.dtype and spec.device == shard.device
-        self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, spec.device)
-        flat = self.buffer.tensor
+        flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=spec.device)
+        self.buffer = FlatBuffer(flat, owns_memory=not is_shard)
         self.rows = BufferRows(flat, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
         self._own_slice = flat[layout.shard(spec.rank).to_slice()]
         params = []
@@ -127,6 +127,7 @@ class UnshardedParams:
             params.append(param)
         self.params = tuple(params)
         self._plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
+        self._is_in_buffer = partial(is_alias, flat)
         self._versions: tuple[int, ...] | None = None
         self._filled: tuple[int, ...] | None = None
         self.free(MemoryPool())
@@ -145,15 +146,15 @@ class UnshardedParams:
         if self.rows is not None:
             dtype = buffer.tensor.dtype
             return shard if shard.dtype == dtype else shard.to(dtype), self.rows
-        if not isinstance(buffer, AliasBuffer):
+        if buffer.owns_memory:
             self._own_slice.copy_(shard)
         return buffer.tensor, None
 
     def free(self, pool: MemoryPool) -> None:
         """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
         # Where nothing is freed, nothing can be used too late.
-        if self._versions is None and not isinstance(self.buffer, AliasBuffer):
-            self._versions = tuple([param._version for param in self.params])
+        if self._versions is None and self.buffer.owns_memory:
+            self._versions = tuple(map(VERSION_OF, self.params))
             set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
         self.buffer.free(pool)
 
@@ -162,21 +163,20 @@ class UnshardedParams:
         if self._versions is not None:
             set_versions(self.params, self._versions)
             self._versions = None
-        if not isinstance(self.buffer, AliasBuffer):
-            self._filled = tuple([param._version for param in self.params])
+        if self.buffer.owns_memory:
+            self._filled = tuple(map(VERSION_OF, self.params))
 
     def written(self) -> list[int]:
         """Return the parameters that were written since the buffer was filled; none if the buffer is the shard."""
         filled = self._filled
-        if filled is None or filled == tuple([param._version for param in self.params]):
+        if filled is None or filled == tuple(map(VERSION_OF, self.params)):
             return []
         return [index for index, param in enumerate(self.params) if param._version != filled[index]]
 
     @property
     def are_moved(self) -> bool:
         """True if parameters were given other memory than the buffer's, by an assignment to ``.data``."""
-        flat = self.buffer.tensor
-        return not all(map(partial(is_alias, flat), self._plain))
+        return not all(map(self._is_in_buffer, self._plain))
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -195,6 +195,7 @@ class FlatParamHandle:
     Attributes:
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements, in ``orig_dtype``.
         state: shard state of the parameters; only this class sets it.
+        buffer: the unsharded buffer of the compute dtype; a reshard frees it, unless it is the shard itself.
         pool: memory pool of the buffers; the units of a tree share one.
         rows: while sharded, the shards of several ranks that :meth:`keep_rows` has kept, in the compute dtype; or None.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
@@ -272,16 +273,6 @@ class FlatParamHandle:
         return self.orig_dtype if full else self._low_dtype
 
     @property
-    def buffer(self) -> FlatBuffer:
-        """The unsharded buffer of the compute dtype."""
-        return self._unsharded.buffer
-
-    @property
-    def frees_buffer(self) -> bool:
-        """True if a reshard frees the memory of unsharded parameters, which is not the shard's."""
-        return not isinstance(self._unsharded.buffer, AliasBuffer)
-
-    @property
     def is_trainable(self) -> bool:
         """Return whether any parameter of the handle requires a gradient."""
         return self.grads.num_trainable > 0
@@ -304,6 +295,7 @@ class FlatParamHandle:
             self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard, dtype)
             self._shard_pointer = shard.data_ptr()
         self._unsharded = self._by_dtype[dtype]
+        self.buffer = self._unsharded.buffer
         return self._unsharded.params
 
     def _switch_unsharded_params(self) -> None:
@@ -317,20 +309,13 @@ class FlatParamHandle:
 
     # -- shard state ---------------------------------------------------------------------------------------------
 
-    def _move(self, before: ShardState, after: ShardState) -> None:
-        if self.state is not before:
-            raise PhaseError(
-                f"Unit {self.spec.unit_name!r} cannot go from {self.state.value} to {after.value} on rank "
-                f"{self.spec.rank} of its shard group. This is a defect of fsdp_flat; please report the traceback."
-            )
-        self.state = after
-
     def begin_unshard(self) -> tuple[torch.Tensor, RowTarget | None]:
         """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
         if isinstance(self.views, DTensorViews):
             self.views.check_materialized()
         self.views.is_stepped = False
-        self._move(ShardState.SHARDED, ShardState.UNSHARDING)
+        assert self.state is ShardState.SHARDED
+        self.state = ShardState.UNSHARDING
         return self._unsharded.load(self.flat_param.data, self.pool)
 
     def keep_rows(self, ranks: range) -> None:
@@ -340,7 +325,8 @@ class FlatParamHandle:
 
     def begin_unshard_of_rows(self) -> tuple[torch.Tensor, RowTarget]:
         """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
-        self._move(ShardState.SHARDED, ShardState.UNSHARDING)
+        assert self.state is ShardState.SHARDED
+        self.state = ShardState.UNSHARDING
         self.buffer.alloc(self.pool)
         rows, self.rows = self.rows, None
         target = self._unsharded.rows
@@ -350,7 +336,8 @@ class FlatParamHandle:
 
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
-        self._move(ShardState.UNSHARDING, ShardState.UNSHARDED)
+        assert self.state is ShardState.UNSHARDING
+        self.state = ShardState.UNSHARDED
         self._unsharded.mark_filled()
 
     def use_unsharded_views(self) -> None:
@@ -364,7 +351,7 @@ class FlatParamHandle:
         unsharded, flat = self._unsharded, self.buffer.tensor
         if not unsharded.are_moved:
             return []
-        changed = []
+        changed: list[int] = []
         places = zip(unsharded.params, self.views.params, views_of(flat, self.layout), strict=True)
         for index, (param, entry, place) in enumerate(places):
             if entry.adapter is PLAIN and not is_alias(param, flat):
@@ -396,7 +383,8 @@ class FlatParamHandle:
 
     def reshard(self) -> None:
         """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
-        self._move(ShardState.UNSHARDED, ShardState.SHARDED)
+        assert self.state is ShardState.UNSHARDED
+        self.state = ShardState.SHARDED
 
     def free(self) -> None:
         """Free the buffer after :meth:`reshard`."""
@@ -405,7 +393,8 @@ class FlatParamHandle:
 
     def undo_reshard(self) -> None:
         """Mark the parameters as unsharded again; the buffer was not freed yet."""
-        self._move(ShardState.SHARDED, ShardState.UNSHARDED)
+        assert self.state is ShardState.SHARDED
+        self.state = ShardState.UNSHARDED
 
     def reset(self, *, frees: bool) -> None:
         """Reset to the sharded state from any state after an exception, drop all gradients, and free the buffer."""
@@ -446,7 +435,7 @@ class FlatParamHandle:
         if self.views.shows_names:
             self.views.hide_names()
         if self.views.adopt_changes() and not self._is_current(self.flat_param.data):
-            if any(isinstance(each.buffer, AliasBuffer) for each in self._by_dtype.values()):
+            if not all(each.buffer.owns_memory for each in self._by_dtype.values()):
                 self._rebuild(self.flat_param.data)
             else:
                 self._shard_pointer = self.flat_param.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from fsdp_flat.layout import FlatLayout, RowLayout
 _MOST_IDLE = 2
 # Number of gradients between two calls of on_ready, which looks for completed reductions: a system call a rank.
 _GRADS_PER_CALL = 8
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class MemoryPool:
@@ -81,11 +83,15 @@ class FlatBuffer:
 
     Autograd saves views of unsharded parameters. The storage object therefore stays and is resized to zero; once the
     same values are all-gathered again, all saved views are valid.
+
+    Args:
+        tensor: the tensor.
+        owns_memory: False for the shard of a unit that is not sharded, which is its own buffer and is never freed.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.tensor.untyped_storage().nbytes()
+    def __init__(self, tensor: torch.Tensor, *, owns_memory: bool = True) -> None:
+        self.tensor, self.owns_memory = tensor, owns_memory
+        self._nbytes = tensor.untyped_storage().nbytes()
 
     @property
     def nbytes(self) -> int:
@@ -94,26 +100,15 @@ class FlatBuffer:
 
     def alloc(self, pool: MemoryPool) -> None:
         """Allocate memory from ``pool`` unless it is allocated; the content is undefined."""
-        storage = self.tensor.untyped_storage()
-        if storage.nbytes() != self._nbytes:
-            pool.fill(storage, self._nbytes)
+        if self.owns_memory:
+            storage = self.tensor.untyped_storage()
+            if storage.nbytes() != self._nbytes:
+                pool.fill(storage, self._nbytes)
 
     def free(self, pool: MemoryPool) -> None:
         """Return the memory to ``pool``."""
-        pool.empty(self.tensor.untyped_storage())
-
-
-class AliasBuffer(FlatBuffer):
-    """Aliases the shard of a unit that is not sharded; never freed."""
-
-    def __init__(self, shard: torch.Tensor) -> None:
-        self.tensor = shard
-
-    def alloc(self, pool: MemoryPool) -> None:
-        pass
-
-    def free(self, pool: MemoryPool) -> None:
-        pass
+        if self.owns_memory:
+            pool.empty(self.tensor.untyped_storage())
 
 
 class FlatGradBuffer:
@@ -129,7 +124,7 @@ class FlatGradBuffer:
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffer = FlatBuffer(layout.numel, dtype, device)
+        self._buffer = FlatBuffer(torch.empty(layout.numel, dtype=dtype, device=device))
         flat = self._buffer.tensor
         self._layout = layout
         self._places = grad_places(flat, layout)
@@ -190,10 +185,10 @@ class FlatGradBuffer:
                 if not there:
                     torch._foreach_zero_(places)
         if self.waiting:
-            torch._foreach_copy_(
-                [place for index in self.waiting for place in self._places[index]],
-                [piece for index, grad in self.waiting.items() for piece in self._split(index, grad)],
-            )
+            pieces = list(self.waiting.values())
+            if isinstance(self._layout, RowLayout):
+                pieces = [piece for index, grad in self.waiting.items() for piece in self._split(index, grad)]
+            torch._foreach_copy_([place for index in self.waiting for place in self._places[index]], pieces)
             self.waiting.clear()
         return self._buffer.tensor
 
@@ -255,7 +250,7 @@ class HandleGradients:
     def sync_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
         unsharded_params, before = self.views.unsharded_params, self._synced
-        shown = [param.requires_grad for param in unsharded_params]
+        shown = list(map(_REQUIRES_GRAD, unsharded_params))
         if shown != before:
             self.views.adopt_requires_grad(shown, before)
         wanted = self.views.requires_grad()
@@ -320,6 +315,11 @@ class HandleGradients:
         self.open_buffer, self._num_accepted = None, 0
 
     # -- waiting gradients ---------------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a gradient may wait to be reduced."""
+        return self._buffer is not None
 
     @property
     def ready(self) -> bytes:

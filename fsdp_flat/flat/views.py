@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
-from fsdp_flat.flat.bindings import Bindings, parameters_of
+from fsdp_flat.flat.bindings import Bindings, detached, parameters_of
 from fsdp_flat.flat.guards import (
     ShardedPlaceholder,
     convert_grad,
@@ -33,6 +33,7 @@ from fsdp_flat.flat.guards import (
     warn_of_lost_hooks,
 )
 from fsdp_flat.flat.params import PLAIN, ManagedParam
+from fsdp_flat.flat.torch_flat import VERSION_OF
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
 
@@ -200,24 +201,9 @@ class Views:
         for hooks in self._guarded:
             hooks.pop(self._guard_key, None)
 
-    @contextmanager
-    def detached(self) -> Iterator[None]:
-        """Replace the handle's tensors by None and remove the guards inside the block, to copy the modules.
-
-        The current tensors, sharded or unsharded, are restored at the end.
-        """
-        bound = list(zip(self._bindings.attributes, self._bindings.names, strict=True))
-        places = (*bound, *[(hooks, self._guard_key) for hooks in self._guarded])
-        held = [(place, name, place[name]) for place, name in places if name in place]
-        for attributes, name in bound:
-            if name in attributes:
-                attributes[name] = None
-        self.unguard()
-        try:
-            yield
-        finally:
-            for place, name, value in held:
-                place[name] = value
+    def detached(self) -> AbstractContextManager[None]:
+        """Replace the handle's tensors by None and remove the guards inside the block, to copy the modules."""
+        return detached(self._bindings, [(hooks, self._guard_key) for hooks in self._guarded])
 
     def check_shown(self) -> None:
         """Raise a PhaseError if a parameter was assigned while the unit was unsharded, which would be lost."""
@@ -297,7 +283,7 @@ class Views:
 
     def version(self) -> int:
         """Return a number that changes when sharded values change."""
-        return self._num_rewrites + sum([tensor._version for tensor in self._versioned])
+        return self._num_rewrites + sum(map(VERSION_OF, self._versioned))
 
     # -- error texts ---------------------------------------------------------------------------------------------
 

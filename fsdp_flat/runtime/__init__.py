@@ -13,6 +13,7 @@ from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties,
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (
     Ignored,
+    Phase,
     SmallerGroup,
     UnitControl,
     UnitOptions,
@@ -30,7 +31,7 @@ from fsdp_flat.runtime.other_forwards import (
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, share_comm_ctx
-from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,

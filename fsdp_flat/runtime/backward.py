@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.flat import is_released, node_will_run
-from fsdp_flat.runtime.unit import Unit, Weights
+from fsdp_flat.runtime.options import Weights
+from fsdp_flat.runtime.unit import Unit
 
 # A program that evaluates with gradients enabled never runs backward through its iterations.
 _MAX_PENDING_ITERATIONS = 32

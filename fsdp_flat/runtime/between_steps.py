@@ -31,11 +31,11 @@ from fsdp_flat.flat import (
 )
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
-from fsdp_flat.runtime.options import Ignored
+from fsdp_flat.runtime.options import Ignored, Phase
 from fsdp_flat.runtime.other_forwards import register_forward_method
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import drop_full_precision
-from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
 
 # The name component that torch.compile adds.

@@ -16,9 +16,10 @@ from fsdp_flat.comm import profiled
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward, is_alias
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
+from fsdp_flat.runtime.options import AfterForward, Weights
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import CallInputs, cast_floats, differentiable_tensors, map_tensors, tensors_in
-from fsdp_flat.runtime.unit import Unit, Weights, unit_of
+from fsdp_flat.runtime.unit import Unit, unit_of
 
 
 @dynamo_disabled_here
@@ -166,7 +167,7 @@ class UnitForward:
             self._schedule.fail(error)
             return
         if self._entered:
-            self._unit.exit_forward(keep=recomputes)
+            self._unit.exit_forward(AfterForward.KEEP_UNSHARDED if recomputes else AfterForward.RESHARD)
         if self._outermost:
             self._schedule.end_iteration()
 
@@ -196,7 +197,7 @@ class UnitForward:
             hooked.follow_changes()
         dtype = self._unit.options.precision.output_dtype
         output = output if dtype is None else cast_floats(output, dtype)
-        flats = [handle.buffer.tensor for handle in self._unit.handles if handle.frees_buffer]
+        flats = [handle.buffer.tensor for handle in self._unit.handles if handle.buffer.owns_memory]
         copied = functools.partial(_outside, flats)
         if flats and isinstance(output, torch.Tensor):
             output = copied(output)
@@ -214,7 +215,8 @@ class UnitForward:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
         self._close(torch.is_grad_enabled(), open_ended=True)
 
-    def _close(self, returns: bool, *, open_ended: bool = False) -> None:
+    def _close(self, is_reached: bool, *, open_ended: bool = False) -> None:
+        """End the forward; ``is_reached`` if a backward may reach it, ``open_ended`` if not through hooked outputs."""
         unit, schedule, record = self._unit, self._schedule, self._record
         if self._outermost:
             # Units of several modules of which some did not run.
@@ -224,27 +226,38 @@ class UnitForward:
         with profiled("post_forward", unit.name):
             unit.log_event("post_forward")
             iteration = record.iteration
-            wanted = unit.control.reshard_after_forward
-            wanted = not schedule.is_outermost(unit) if wanted is None else wanted
-            reshards = wanted and any(handle.frees_buffer for handle in unit.handles)
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             is_outermost = iteration is not None and iteration.order[0].members is unit.members
             in_grad = torch.is_grad_enabled() and not (is_outermost and schedule.ran_units_without_gradients)
-            expects_backward = returns or (unit.is_trainable and in_grad)
-            # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
-            trains = iteration is not None and iteration.trains
-            may_recompute = trains and unit.is_trainable and unit.shows_dtensors
-            keep = (expects_backward or may_recompute) and (open_ended or iteration is None or not reshards)
-            keep_buffers = (
-                not keep and not open_ended and trains and unit.needs_all_gather and unit.control.unshard_in_backward
-            )
+            expects_backward = is_reached or (in_grad and unit.is_trainable)
+            after = self._after_forward(expects_backward=expects_backward, open_ended=open_ended)
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
-            unit.exit_forward(keep=keep, keep_buffers=keep_buffers)
-            if keep_buffers:
+            unit.exit_forward(after)
+            if after is AfterForward.KEEP_BUFFERS:
                 schedule.keep_until_next_unit(unit)
             if self._outermost:
                 schedule.end_iteration()
+
+    def _after_forward(self, *, expects_backward: bool, open_ended: bool) -> AfterForward:
+        """Choose what becomes of the parameters.
+
+        * They stay if a backward may follow and would find them: inside a backward (a recomputation), if the unit does
+          not reshard after forward, or if nothing would unshard it, because its outputs are not hooked.
+        * The buffers stay if the backward of this iteration would all-gather them.
+        """
+        unit, iteration = self._unit, self._record.iteration
+        wanted = unit.control.reshard_after_forward
+        if wanted is None:
+            wanted = not self._schedule.is_outermost(unit)
+        # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
+        trains = iteration is not None and iteration.trains
+        may_follow = expects_backward or (trains and unit.shows_dtensors and unit.is_trainable)
+        if may_follow and (open_ended or iteration is None or not wanted or not unit.frees_buffers):
+            return AfterForward.KEEP_UNSHARDED
+        if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not open_ended:
+            return AfterForward.KEEP_BUFFERS
+        return AfterForward.RESHARD
 
 
 def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
@@ -307,7 +320,10 @@ def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tenso
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.layout is not torch.strided:
         return tensor  # without a storage
-    return tensor.clone() if any(is_alias(local, flat) for flat in flats) else tensor
+    for flat in flats:
+        if is_alias(local, flat):
+            return tensor.clone()
+    return tensor
 
 
 def _schedule_now(unit: Unit) -> Schedule:

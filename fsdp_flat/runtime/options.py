@@ -1,11 +1,12 @@
-"""Defines the types of a unit's settings and switches, and converts the constructor's arguments to settings."""
+"""Defines the types of a unit's settings, switches and states, and converts the constructor's arguments to settings."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from enum import Enum
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -184,6 +185,31 @@ class UnitControl:
     def of(cls, strategy: Strategy) -> UnitControl:
         """Return the switches of a new unit of the wrapper, from the columns of its strategy."""
         return cls(reshard_after_forward=None if strategy.reshard_after_forward else False)
+
+
+class Phase(Enum):
+    """Enumerates the states of a unit within a step."""
+
+    IDLE = "idle"
+    FORWARD = "in forward"
+    BACKWARD = "in backward"
+    SUMMONED = "inside summon_full_params"
+
+
+class Weights(NamedTuple):
+    """Identifies the weights with which a forward ran; its backward needs the same."""
+
+    full_precision: bool  # unsharded in the original dtype
+    storage_epoch: int = -1
+    version: int = -1  # changes with their values
+
+
+class AfterForward(Enum):
+    """Enumerates what becomes of a unit's unsharded parameters at the end of its forward."""
+
+    RESHARD = "they are freed"
+    KEEP_BUFFERS = "the unit is sharded, and the next backward uses the buffers if no other unit has run"
+    KEEP_UNSHARDED = "they stay for backward"
 
 
 class StateHandler(Protocol):

@@ -5,6 +5,7 @@ A gradient is summed over the shard group, then over the replicate group; then i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_a
 from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
+LOGGER = logging.getLogger("fsdp_flat")
 # The dtype in which each of torch's low-precision hooks communicates gradients. The hooks cast, call the backend and
 # cast back; gloo has no kernels for some of their calls. A reduction in this dtype gives the same result everywhere.
 LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
@@ -330,6 +332,7 @@ class CommContext:
         reductions: reductions of the running backward.
         collectives: order of the collectives issued since ranks last compared it.
         trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
+        logs_events: the logger takes events; looked up when the first forward or a backward begins.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -339,6 +342,7 @@ class CommContext:
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
 
     def recover(self) -> None:
         """Abort a step whose backward raised, if there is one; before the first use of a tree there is none."""

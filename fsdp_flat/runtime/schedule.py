@@ -6,6 +6,7 @@ schedule, until the real root's first use takes it over.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from functools import partial
 from typing import Any
@@ -22,8 +23,9 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
-from fsdp_flat.runtime.reduction import CommContext
-from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of, units_of
+from fsdp_flat.runtime.options import Phase, Weights
+from fsdp_flat.runtime.reduction import LOGGER, CommContext
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 
@@ -207,8 +209,13 @@ class Schedule(CommContext):
         self.pool.clear()
         self.collectives.trim()
 
+    def _look_up_logger(self) -> None:
+        """Look up whether the logger takes events, once for all events of a forward or backward."""
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
+
     def recover(self) -> None:
         """Abort a step whose backward raised, if there is one."""
+        self._look_up_logger()
         if self.backward is not None and (in_backward() == -1 or self._lost_callback):
             self.abort()
 
@@ -300,6 +307,7 @@ class Schedule(CommContext):
         return self.backward
 
     def _begin_backward(self) -> Backward:
+        self._look_up_logger()
         self._adopt_units()
         if any(unit.control.sync_gradients for unit in self.units):
             try:
@@ -409,7 +417,7 @@ class Schedule(CommContext):
             self._drop_prefetched()
             self._free_kept_buffers()
             for unit in self.units:
-                if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
+                if unit.phase is Phase.BACKWARD or not (backward.keeps_graph or unit.is_at_rest):
                     unit.end_backward(keeps_graph=backward.keeps_graph)
             control = self.root.control
             self.is_left_open = control.finalizes_by_hand and not by_hand
@@ -443,7 +451,7 @@ class Schedule(CommContext):
 
     def _set_sharded_grads(self, reduced: list[Unit]) -> Outcome:
         handles = [handle for unit in reduced for handle in unit.handles]
-        unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
+        unreduced = {handle for handle in handles if handle.grads.is_waiting and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
         backward = self.backward
         assert backward is not None

@@ -9,9 +9,10 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.flat import in_backward
+from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
 
 

@@ -5,12 +5,9 @@ The tree's forwards and schedule drive a unit, which uses the context passed dow
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,28 +17,9 @@ from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled,
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import Ignored, StateHandler, UnitControl, UnitOptions
-from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
+from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, StateHandler, UnitControl, UnitOptions, Weights
+from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
-
-_logger = logging.getLogger("fsdp_flat")
-
-
-class Phase(Enum):
-    """Enumerates the states of a unit within a step."""
-
-    IDLE = "idle"
-    FORWARD = "in forward"
-    BACKWARD = "in backward"
-    SUMMONED = "inside summon_full_params"
-
-
-class Weights(NamedTuple):
-    """Identifies the weights with which a forward ran; its backward needs the same."""
-
-    full_precision: bool  # unsharded in the original dtype
-    storage_epoch: int = -1
-    version: int = -1  # changes with their values
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +35,7 @@ class Unit:
         phase: the state of the step; written by this class and by ``summon_full_params``.
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
             and ``summon_full_params`` always use these; steps may use others (``collective_choice``).
+        needs_all_gather: an unshard communicates, so that beginning it early helps.
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
             an earlier forward still needs the old values, a forward does not.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
@@ -90,6 +69,7 @@ class Unit:
         self.policy = ReductionPolicy()
         self.is_nested = self.is_outdated = self.shows_whole = False
         self.collectives = collectives_for(options.groups.shard, options.device, unit=self.unit_id, name=self.name)
+        self.needs_all_gather = bool(self.handles) and self.collectives is not None
         self._step_collectives = self.collectives
         self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
@@ -153,31 +133,40 @@ class Unit:
         return not self.handles or self.handles[0].state is ShardState.UNSHARDED
 
     @property
+    def is_at_rest(self) -> bool:
+        """True if the end of a backward has nothing to free: the unit is sharded, and has kept nothing for later."""
+        return self.is_sharded and self._kept_epoch is None and not self._held_for_graph
+
+    @property
     def shows_unsharded(self) -> bool:
         """True if the modules point at unsharded parameters; not so if these are kept between steps."""
         return bool(self.handles) and self.handles[0].views.shows_unsharded
 
     @property
-    def needs_all_gather(self) -> bool:
-        """True if an unshard communicates, so that beginning it early helps."""
-        return bool(self.handles) and self.collectives is not None
-
-    @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
-        return any(handle.is_trainable for handle in self.handles)
+        return any(handle.grads.num_trainable for handle in self.handles)
+
+    @property
+    def frees_buffers(self) -> bool:
+        """True if a reshard frees memory: some unsharded parameters are not the shard itself."""
+        return any(handle.buffer.owns_memory for handle in self.handles)
 
     @property
     def storage_epoch(self) -> int:
         """Number of times that shards were replaced (``.to(dtype)``), and with them the unsharded buffers."""
-        return sum([handle.storage_epoch for handle in self.handles])
+        epoch = 0
+        for handle in self.handles:
+            epoch += handle.storage_epoch
+        return epoch
 
     def log_event(self, event: str) -> None:
         """Append an event to the context's trace, if there is one, and to the log."""
-        if self.context.trace is not None:
-            self.context.trace.append((event, self.name))
-        if _logger.isEnabledFor(logging.DEBUG):
-            _logger.debug("%s of unit %r", event, self.name)
+        context = self.context
+        if context.trace is not None:
+            context.trace.append((event, self.name))
+        if context.logs_events:
+            LOGGER.debug("%s of unit %r", event, self.name)
 
     def begin_unshard(self) -> None:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
@@ -243,7 +232,10 @@ class Unit:
         self.log_event("wait_for_unshard")
 
     def _version(self) -> int:
-        return sum([handle.views.version() for handle in self.handles])
+        version = 0
+        for handle in self.handles:
+            version += handle.views.version()
+        return version
 
     def unshard(self) -> None:
         """Unshard the current parameters and point the modules at them."""
@@ -260,8 +252,7 @@ class Unit:
             ):
                 # Unsharded or begun to be before shards may have changed, on this rank or on others.
                 self.reshard()
-        if self.is_sharded:
-            self.begin_unshard()
+        self.begin_unshard()
         self.finish_unshard()
         self.use_unsharded_views()
 
@@ -272,7 +263,9 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
-        if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
+        if self.options.precision.full_in_eval and any(
+            handle.dtype_in(full) != handle.compute_dtype for handle in self.handles
+        ):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
             with unrecorded():
@@ -382,13 +375,14 @@ class Unit:
             self.use_full_precision(self.wants_full_precision)
         self.unshard()
 
-    def exit_forward(self, *, keep: bool, keep_buffers: bool = False) -> None:
-        """End the module's forward and reshard, unless ``keep`` leaves the parameters unsharded for backward."""
+    def exit_forward(self, after: AfterForward) -> None:
+        """End the module's forward; ``after`` holds for its parameters unless a backward, or its graph, uses them."""
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-        if self._depth == 0 and not keep and self.phase is not Phase.BACKWARD and not self._held_for_graph:
-            self.reshard(keep_buffers=keep_buffers)
+        is_kept = self._depth > 0 or self.phase is Phase.BACKWARD or self._held_for_graph
+        if after is not AfterForward.KEEP_UNSHARDED and not is_kept:
+            self.reshard(keep_buffers=after is AfterForward.KEEP_BUFFERS)
 
     # -- backward ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.flat.arrangement import can_chunk
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool
+from fsdp_flat.flat.storage import FlatBuffer, FlatGradBuffer, MemoryPool
 from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout, RowLayout
 from tests.support import assert_equal
@@ -24,7 +24,7 @@ def idle_nbytes(pool: MemoryPool) -> int:
 
 
 def filled(values: torch.Tensor) -> FlatBuffer:
-    buffer = FlatBuffer(values.numel(), values.dtype, CPU)
+    buffer = FlatBuffer(torch.empty_like(values))
     buffer.alloc(POOL)
     buffer.tensor.copy_(values)
     return buffer
@@ -80,7 +80,7 @@ def test_a_change_of_a_leaf_by_the_user_is_still_noticed_by_autograd() -> None:
 
 def test_the_buffer_of_an_unsharded_unit_is_the_shard_and_is_never_freed() -> None:
     shard = torch.arange(4.0)
-    buffer = AliasBuffer(shard)
+    buffer = FlatBuffer(shard, owns_memory=False)
     buffer.alloc(POOL)
     buffer.free(POOL)
     assert buffer.tensor is shard
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() 
 @pytest.mark.skipif(swap_memory is None, reason="torch moves no memory between storages before 2.12")
 def test_a_freed_buffers_memory_serves_the_next_one_and_its_views_see_nothing_of_it() -> None:
     pool = MemoryPool()
-    first, second = (FlatBuffer(6, torch.float32, CPU) for _ in range(2))
+    first, second = (FlatBuffer(torch.empty(6)) for _ in range(2))
     second.free(MemoryPool())
     view = first.tensor[2:]
     place = first.tensor.data_ptr()
@@ -217,7 +217,7 @@ def test_a_freed_buffers_memory_serves_the_next_one_and_its_views_see_nothing_of
 
 def test_a_pool_keeps_a_few_blocks_of_a_size_and_none_after_it_is_cleared() -> None:
     pool = MemoryPool()
-    buffers = [FlatBuffer(6, torch.float32, CPU) for _ in range(5)]
+    buffers = [FlatBuffer(torch.empty(6)) for _ in range(5)]
     for buffer in buffers:
         buffer.free(pool)
         buffer.free(pool)
@@ -233,7 +233,7 @@ def test_a_pool_keeps_a_few_blocks_of_a_size_and_none_after_it_is_cleared() -> N
 
 def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() -> None:
     pool = MemoryPool()
-    FlatBuffer(6, torch.float32, CPU).free(pool)
+    FlatBuffer(torch.empty(6)).free(pool)
     kept = idle_nbytes(pool)
     assert pool.empty_like(torch.empty(5)).untyped_storage().nbytes() == 20
     assert idle_nbytes(pool) == kept
