@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -39,6 +40,14 @@ _DOING = "the exchange of ranks in a backward"
 _DIGEST_NBYTES = 8
 
 
+class AverageRequest(IntEnum):
+    """Enumerates what ranks do with gradients that no unit manages; the largest request of a rank counts."""
+
+    NONE = 0
+    AVERAGE = 1
+    COMPARE_FIRST = 2  # compare the parameters, and then average
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Holds the result of an exchange.
@@ -46,13 +55,13 @@ class Outcome:
     Attributes:
         differing: groups whose ranks issued different collectives or train different parameters, or None.
         to_compare: groups in which any rank requests a comparison of tensors that no unit manages.
-        average: the largest ``UnmanagedTensors.request_for_average`` of a rank.
+        average: the largest request of a rank.
         retains_graph: autograd keeps the graph of this backward on any rank.
     """
 
     differing: ShardingGroups | None
     to_compare: tuple[ShardingGroups, ...]
-    average: int
+    average: AverageRequest
     retains_graph: bool
 
 
@@ -88,7 +97,7 @@ class BackwardExchange:
         unreduced: set[FlatParamHandle],
         *,
         compare: bool,
-        average: int,
+        average: AverageRequest,
         retains_graph: bool,
     ) -> None:
         """Begin the exchange; for the last three arguments see :class:`Outcome`.
@@ -122,7 +131,7 @@ class BackwardExchange:
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
-        differing, to_compare, average, retains_graph = None, [], 0, False
+        differing, to_compare, average, retains_graph = None, [], AverageRequest.NONE, False
         for groups, pending in self._in_flight.items():
             row = bytes(pending.wait().numpy())
             position = 0
@@ -136,7 +145,7 @@ class BackwardExchange:
             position += len(handles)
             if row[position]:
                 to_compare.append(groups)
-            average = max(average, row[position + 1])
+            average = max(average, AverageRequest(row[position + 1]))
             retains_graph = retains_graph or bool(row[position + 2])
             greatest, least = row[position + 3 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):

@@ -13,12 +13,10 @@ from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagr
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import DTensorViews, FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
-from fsdp_flat.runtime.unmanaged import UnmanagedTensors
+from fsdp_flat.runtime.unmanaged import COMPARED, UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
 
 _logger = logging.getLogger("fsdp_flat")
-# Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
-_FORWARDS_COMPARED = (1, 2, 4, 8)
 _WRITTEN = ErrorTexts("checking weights that left the meta device")
 _TRAINED = ErrorTexts(
     "comparing which parameters are trained",
@@ -194,16 +192,17 @@ class RankChecks:
         if groups in self._ahead:
             agree(_trained_lines(self._units, groups), None, [groups.shard], unit.options.device, _TRAINED)
             self._ahead.remove(groups)
-        if self._is_new_iteration and self._num_forwards < _FORWARDS_COMPARED[-1]:
+        if self._is_new_iteration and self._num_forwards < COMPARED[-1]:
             self._is_new_iteration = False
             if any(handle.is_trainable for handle in self._handles[groups]):
-                self._num_forwards = _FORWARDS_COMPARED[-1]
+                self._num_forwards = COMPARED[-1]
             else:
                 self._num_forwards += 1
-                if self._num_forwards in _FORWARDS_COMPARED:
+                if self._num_forwards in COMPARED:
                     shard_group = replace(groups, replicate=ALONE)
-                    self._unmanaged.compare([shard_group], buffers=self._num_forwards == _FORWARDS_COMPARED[1])
-        self.in_forward = bool(self._ahead) or self._num_forwards < _FORWARDS_COMPARED[-1]
+                    is_second = self._num_forwards == COMPARED[1]
+                    self._unmanaged.compare([shard_group], self._unmanaged.params, buffers=is_second)
+        self.in_forward = bool(self._ahead) or self._num_forwards < COMPARED[-1]
 
     def before_backward(self) -> None:
         """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas."""

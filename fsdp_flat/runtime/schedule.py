@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, in_backward
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
-from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
+from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.options import Phase, Weights
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unmanaged import UnmanagedTensors
+from fsdp_flat.runtime.unmanaged import Params, UnmanagedTensors
 
 
 class Schedule(CommContext):
@@ -439,17 +439,17 @@ class Schedule(CommContext):
         if waiting:
             self.streams.wait_for_host_copies()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
-        with self._unmanaged.walked_once():
-            # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
-            if reduced and (any(unit.is_trainable for unit in self.units) or self._unmanaged.params()):
-                outcome = self._set_sharded_grads(reduced)
-                if outcome.average:
-                    self._unmanaged.average(compare=outcome.average > 1)
-                # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
-                if outcome.to_compare:
-                    self._unmanaged.compare(outcome.to_compare)
+        params = cache(self._unmanaged.params)
+        # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
+        if reduced and (any(unit.is_trainable for unit in self.units) or params()):
+            outcome = self._set_sharded_grads(reduced, params)
+            if outcome.average is not AverageRequest.NONE:
+                self._unmanaged.average(params, compare=outcome.average is AverageRequest.COMPARE_FIRST)
+            # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
+            if outcome.to_compare:
+                self._unmanaged.compare(outcome.to_compare, params)
 
-    def _set_sharded_grads(self, reduced: list[Unit]) -> Outcome:
+    def _set_sharded_grads(self, reduced: list[Unit], params: Params) -> Outcome:
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.grads.is_waiting and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
@@ -459,8 +459,8 @@ class Schedule(CommContext):
             used,
             unreduced,
             retains_graph=backward.retains_graph,
-            compare=self._unmanaged.requests_comparison(),
-            average=self._unmanaged.request_for_average,
+            compare=self._unmanaged.requests_comparison(params),
+            average=self._unmanaged.request_for_average(params),
         )
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)

@@ -1,25 +1,23 @@
 """Compares and averages tensors that no unit manages: ignored and later added trainable parameters, and buffers.
 
 Each rank has its own copy of these. Ranks compare the values and warn of those that differ; they average gradients and
-buffers only at the caller's request. They compare at the end of the first backward that reduces gradients, and of later
-ones after an optimizer has written to such a parameter, until its values have changed once. Parameters that appear
-later are found by a walk every few backwards. Gradients are not compared, because they may differ on purpose: a script
-may average ignored gradients by hand, or each rank may hold different experts.
+buffers only at the caller's request. They compare at the end of a few of the first backwards that reduce gradients, and
+then of every 64th, by which parameters that appear later are found. Gradients are not compared, because they may differ
+on purpose: a script may average ignored gradients by hand, or each rank may hold different experts.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import compress
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.comm import (
     ErrorTexts,
@@ -33,14 +31,15 @@ from fsdp_flat.comm import (
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime.exchange import AverageRequest
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.user_warnings import warn_user
 
-# Backwards between two walks for parameters that have appeared since the last one.
-_BACKWARDS_PER_WALK = 64
-# Comparisons that find no change; after these, ranks compare only when they walk. An optimizer with lr=0 writes to
-# parameters in each step and changes none.
-_MAX_UNCHANGED = 8
+# Backwards that compare, by number: the first, and later ones, since gradients may be accumulated and learning rates
+# may begin at zero. If all units are frozen, so that no backward reduces anything, forwards.
+COMPARED = (1, 2, 4, 8)
+# Later ones, for parameters that have appeared since.
+_COMPARED_EVERY = 64
 
 _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
 _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
@@ -49,6 +48,10 @@ _GRADIENTS = ErrorTexts(
     "Ranks average different parameters outside of units.",
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
 )
+
+
+# Returns the parameters by name; the calls of one backward share the result of one walk.
+Params = Callable[[], Mapping[str, nn.Parameter]]
 
 
 def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
@@ -94,74 +97,44 @@ class UnmanagedTensors:
         self._root_module = weakref.ref(root_module)
         self._units = units
         self._any_rank = any_rank
-        # Parameters found by the walk of this backward.
-        self._keeps = False
-        self._kept: dict[str, nn.Parameter] | None = None
         self._num_backwards = 0
         self._compared: set[ShardingGroups] = set()
-        # Parameters compared before, and their fingerprints then.
-        self._seen: dict[str, tuple[TensorWeakRef, int]] = {}
-        # Parameters whose values have not changed since, and the sum of their versions at the last comparison.
-        self._unchanged: list[TensorWeakRef] = []
-        self._versions = 0
-        self._num_unchanged = 0
         # Names that differed from the start, so on purpose, or that a warning has listed already.
         self._passed_over: set[str] = set()
         # Description of the parameters to average, as ranks last compared it.
         self._agreed: list[str] | None = None
 
     def params(self) -> Mapping[str, nn.Parameter]:
-        """Return by name the trainable parameters whose gradients nothing reduces."""
-        root, found = self._root_module(), self._kept
-        if found is None:
-            found = {} if root is None else _trainable(root, self._units)
-            self._kept = found if self._keeps else None
-        return found
+        """Return by name the trainable parameters whose gradients nothing reduces, found by a walk over the tree."""
+        root = self._root_module()
+        return {} if root is None else _trainable(root, self._units)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         root = self._root_module()
         return {} if root is None else _persistent_buffers(root)
 
-    @contextmanager
-    def walked_once(self) -> Iterator[None]:
-        """Walk the tree at most once inside the block."""
-        self._keeps = True
-        try:
-            yield
-        finally:
-            self._keeps, self._kept = False, None
-
-    def requests_comparison(self) -> bool:
+    def requests_comparison(self, params: Params) -> bool:
         """Return whether this rank requests a comparison at the end of a backward; call this once per backward."""
         self._num_backwards += 1
         if self._num_backwards == 1:
-            return bool(self.params() or self._buffers())
-        walks = self._num_backwards % _BACKWARDS_PER_WALK == 0
-        if self._versions != self._current_versions():
-            return walks or self._num_unchanged < _MAX_UNCHANGED
-        if not walks or self._units[0].averages_ignored is False:
-            return False
-        return any(not self._has_seen(name, param) for name, param in self.params().items())
+            return bool(params() or self._buffers())
+        is_due = self._num_backwards in COMPARED or self._num_backwards % _COMPARED_EVERY == 0
+        return is_due and self._units[0].averages_ignored is not False and bool(params())
 
-    def _has_seen(self, name: str, param: nn.Parameter) -> bool:
-        return name in self._seen and self._seen[name][0]() is param
-
-    def _current_versions(self) -> int:
-        return sum([param._version for ref in self._unchanged if (param := ref()) is not None])
-
-    def compare(self, groups: Iterable[ShardingGroups], *, buffers: bool | None = None) -> None:
+    def compare(self, groups: Iterable[ShardingGroups], found: Params, *, buffers: bool | None = None) -> None:
         """Compare values over ``groups``, and warn on the first rank of each. Every rank of the groups must call this.
 
-        ``buffers`` are compared too; by default at the first backward only.
+        ``found`` is :meth:`params`, or returns its result. ``buffers`` are compared too; by default at the first
+        backward only.
         """
         begins = self._num_backwards <= 1
         averages = self._units[0].averages_ignored
         ignored = {param for unit in self._units for param in unit.ignored.params}
-        params = {} if averages is False else self.params()
-        found = self._buffers() if (begins if buffers is None else buffers) else {}
+        params = {} if averages is False else found()
+        persistent = self._buffers() if (begins if buffers is None else buffers) else {}
         kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
-        kinds.update(dict.fromkeys(found, _BUFFER))
-        tensors = {name: each for name, each in {**params, **found}.items() if name not in self._passed_over}
+        kinds.update(dict.fromkeys(persistent, _BUFFER))
+        tensors = {name: each for name, each in {**params, **persistent}.items() if name not in self._passed_over}
         prints = {name: _print(tensor) for name, tensor in tensors.items()}
         named: list[str] = []
         for each in groups:
@@ -172,32 +145,20 @@ class UnmanagedTensors:
             if all(rank_group.rank == 0 for rank_group in each.rank_groups):
                 # Ignored parameters that differ at the start do so on purpose, as experts do.
                 named += [n for n in sorted(differing) if not is_first or averages or kinds.get(n) != _IGNORED]
-        self._record(params, prints)
         # Warn last: a warning may raise on this rank alone, and others wait for all of the above.
         _warn({name: kinds[name] for name in named if name in kinds})
-
-    def _record(self, params: Mapping[str, nn.Parameter], prints: Mapping[str, int]) -> None:
-        before, self._unchanged = len(self._unchanged), []
-        for name, param in params.items():
-            if not self._has_seen(name, param):
-                self._seen[name] = (TensorWeakRef(param), prints.get(name, 0))
-            if name not in self._passed_over and prints[name] == self._seen[name][1]:
-                self._unchanged.append(TensorWeakRef(param))
-        self._num_unchanged = self._num_unchanged + 1 if len(self._unchanged) == before else 0
-        self._versions = self._current_versions()
 
     def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
         first = f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"
         return [first, *(f"parameter {name!r} {tuple(p.shape)} of {p.dtype}" for name, p in params.items())]
 
-    @property
-    def request_for_average(self) -> int:
-        """Request of this rank: 0 for none, 1 to average, 2 to compare the parameters and then average."""
+    def request_for_average(self, params: Params) -> AverageRequest:
+        """Return the request of this rank."""
         if not self._units[0].averages_ignored:
-            return 0
-        return 1 if self._lines(self.params()) == self._agreed else 2
+            return AverageRequest.NONE
+        return AverageRequest.AVERAGE if self._lines(params()) == self._agreed else AverageRequest.COMPARE_FIRST
 
-    def average(self, *, compare: bool) -> None:
+    def average(self, found: Params, *, compare: bool) -> None:
         """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
 
         A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
@@ -206,7 +167,7 @@ class UnmanagedTensors:
         """
         options, policy = self._units[0].options, self._units[0].policy
         rank_groups = connected(options.groups.rank_groups)
-        params = self.params() if self._units[0].averages_ignored else {}
+        params = found() if self._units[0].averages_ignored else {}
         if compare:
             lines = self._lines(params)
             agree(lines, None, rank_groups, options.device, _GRADIENTS)
