@@ -311,8 +311,7 @@ class FlatParamHandle:
 
     def begin_unshard(self) -> tuple[torch.Tensor, RowTarget | None]:
         """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
-        if isinstance(self.views, DTensorViews):
-            self.views.check_materialized()
+        self.views.check_materialized()
         self.views.is_stepped = False
         assert self.state is ShardState.SHARDED
         self.state = ShardState.UNSHARDING

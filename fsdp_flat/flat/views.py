@@ -133,6 +133,12 @@ class Views:
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
 
+    def check_materialized(self) -> None:
+        """Raise a UsageError if parameters that may stay on the meta device until a step are still there."""
+
+    def check_plain(self) -> None:
+        """Raise an UnsupportedError if local tensors have extensions that would not be called."""
+
     def _bind(self) -> Bindings:
         return Bindings(
             [parameters_of(site.module) for _, site in self._sites],
