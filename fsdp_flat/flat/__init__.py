@@ -17,7 +17,6 @@ from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,
     DTensorAdapter,
-    FlattenedBy,
     ManagedParam,
     Site,
     TensorAdapter,
@@ -27,8 +26,10 @@ from fsdp_flat.flat.params import (
     check_module,
     collect_params,
     inside_wrappers,
+    is_managed,
     modules_of,
     named_sites,
+    owner_of,
     to_local_param,
     unsharded_shape,
 )

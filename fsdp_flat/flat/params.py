@@ -325,10 +325,21 @@ class FlattenedBy:
         return f"{self.fqn!r} {tuple(self.shape)} of unit {self.unit_name!r}"
 
 
+def is_managed(param: torch.Tensor) -> bool:
+    """Return whether a unit has flattened a parameter, or it is a unit's flat parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def owner_of(param: torch.Tensor) -> FlattenedBy | None:
+    """Return the unit that has flattened a parameter; None for a flat parameter, and for any other tensor."""
+    owner = getattr(param, "_fsdp_flattened", None)
+    return owner if isinstance(owner, FlattenedBy) else None
+
+
 def unsharded_shape(param: torch.Tensor) -> torch.Size | None:
     """Return the unsharded shape of a unit's parameter; None for any other tensor."""
-    owner = getattr(param, "_fsdp_flattened", None)
-    return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else None
+    owner = owner_of(param)
+    return None if owner is None else torch.Size(owner.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -458,9 +469,9 @@ def collect_params(
     for site, param in named_sites(root):
         if is_managed_below(site.module, site.name) or skip(param):
             continue
-        owner = getattr(param, "_fsdp_flattened", None)
-        if owner:
-            where = owner.describe() if isinstance(owner, FlattenedBy) else "another unit"
+        if is_managed(param):
+            owner = owner_of(param)
+            where = "another unit" if owner is None else owner.describe()
             raise TiedParameterError(
                 f"{site.fqn!r} of unit {unit_name!r} is the same parameter as {where}, which was wrapped before. "
                 "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "

@@ -20,6 +20,7 @@ from fsdp_flat.flat import (
     clear_padding,
     copy_flat_parameter,
     have_grads,
+    is_managed,
     local_part,
     modules_of,
     restore_sharded_grad,
@@ -374,7 +375,7 @@ def _check_complete(unit: Unit) -> None:
     """Raise if a module below the unit holds a parameter of an outer unit, whose values would not be copied."""
     managed = managed_sites([unit, *units_of(unit.module)])
     for module in unit.module.modules():
-        held = [each for each in module._parameters.items() if getattr(each[1], "_fsdp_flattened", False)]
+        held = [each for each in module._parameters.items() if each[1] is not None and is_managed(each[1])]
         held += [each for each in module.__dict__.items() if isinstance(each[1], ShardedPlaceholder)]
         for name, tensor in held:
             if (module, name) not in managed and not getattr(tensor, "_is_flat_param", False):

@@ -24,7 +24,7 @@ from fsdp_flat.comm import (
     true_on_any_rank,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, TiedParameterError
-from fsdp_flat.flat import FlattenedBy, adapter_of, check_adapter, modules_of, named_sites
+from fsdp_flat.flat import adapter_of, check_adapter, is_managed, modules_of, named_sites, owner_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.build import (
     WRAPPING,
@@ -259,7 +259,7 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
         for path, param in module.named_parameters()
-        if not ignored.has(param) and not getattr(param, "_fsdp_flattened", False)
+        if not ignored.has(param) and not is_managed(param)
     ]
     if options.sync_states != "warn":
         named += named_buffers(own_modules(module, ignored))
@@ -314,8 +314,8 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
             )
     subtree = {child for module in modules for _, child in own_modules(module)}
     for site, param in named_sites(root) if subtree else ():
-        owner = getattr(param, "_fsdp_flattened", None)
-        if site.module in subtree and isinstance(owner, FlattenedBy):
+        owner = owner_of(param)
+        if site.module in subtree and owner is not None:
             raise TiedParameterError(
                 f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
                 "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
@@ -421,7 +421,7 @@ def _describe_structure(
         if not ignored.has(param):
             fqn, shape = clean_fqn(name), "sharded already"
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-            if not getattr(param, "_fsdp_flattened", False):
+            if not is_managed(param):
                 shape = f"of shape {tuple(param.shape)}"
                 check_adapter(adapter_of(param, fqn), fqn, groups)
             facts = f"{shape}, {param.dtype}, requires_grad={param.requires_grad}"
