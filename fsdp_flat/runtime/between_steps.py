@@ -34,7 +34,7 @@ from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored, Phase
 from fsdp_flat.runtime.other_forwards import register_forward_method
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.schedule import outermost_of, schedule_of
 from fsdp_flat.runtime.tensors import drop_full_precision
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
@@ -409,11 +409,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     units = units_of(model)
     for unit in units:
         unit.check_idle("unwrap")
-        if isinstance(unit.context, Schedule) and unit.context.root not in units:
-            root = unit.context.root.name
+        root = outermost_of(unit)
+        if root is not None and root not in units:
             raise UsageError(
-                f"unwrap was called on {unit.name!r}, which is nested in {root!r}. Pass the outermost "
-                "wrapper, or the module that holds it."
+                f"unwrap was called on {unit.name!r}, which is nested in {root.name!r}. Pass the outermost wrapper, or "
+                "the module that holds it."
             )
     for unit in units:
         unit.reshard()

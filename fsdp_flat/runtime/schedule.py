@@ -209,13 +209,9 @@ class Schedule(CommContext):
         self.pool.clear()
         self.collectives.trim()
 
-    def _look_up_logger(self) -> None:
-        """Look up whether the logger takes events, once for all events of a forward or backward."""
-        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
-
     def recover(self) -> None:
         """Abort a step whose backward raised, if there is one."""
-        self._look_up_logger()
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         if self.backward is not None and (in_backward() == -1 or self._lost_callback):
             self.abort()
 
@@ -307,7 +303,7 @@ class Schedule(CommContext):
         return self.backward
 
     def _begin_backward(self) -> Backward:
-        self._look_up_logger()
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         self._adopt_units()
         if any(unit.control.sync_gradients for unit in self.units):
             try:
@@ -485,6 +481,11 @@ class Schedule(CommContext):
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
     """Return the schedule of a wrapper; create it if there is none."""
     return unit.context if isinstance(unit.context, Schedule) else Schedule(module)
+
+
+def outermost_of(unit: Unit) -> Unit | None:
+    """Return the outermost unit of a unit's tree; None before the tree's first use."""
+    return unit.context.root if isinstance(unit.context, Schedule) else None
 
 
 def reset_schedule(units: list[Unit]) -> None:
