@@ -40,7 +40,7 @@ from fsdp_flat.flat.torch_flat import (
     dynamo_disabled,
     dynamo_disabled_here,
     flattened_mesh,
-    in_backward,
+    graph_task_id,
     is_alias,
     is_released,
     node_will_run,

@@ -36,9 +36,9 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 # Returns the version counter of a tensor, of which a step reads many: faster than a loop in Python.
 VERSION_OF: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
-# Id of this thread's running autograd graph task, or -1 outside of backward. Distinguishes an activation recomputation
-# from an ordinary forward; there is no public equivalent.
-in_backward: Callable[[], int] = torch._C._current_graph_task_id
+# Returns the id of this thread's running autograd graph task; -1 outside of backward. Distinguishes an activation
+# recomputation from an ordinary forward; there is no public equivalent.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 # Returns whether two tensors share a storage; there is no public equivalent that takes fake tensors.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import profiled
-from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward, is_alias
+from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.options import AfterForward, Weights
@@ -160,7 +160,7 @@ class UnitForward:
         """
         if self._calls and (inputs := self._calls.pop().inputs) is not None:
             inputs.restore()
-        recomputes = in_backward() != -1
+        recomputes = graph_task_id() != -1
         for handle in self._unit.handles:
             handle.restore_unsharded_params()
         if self._outermost and not recomputes:

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import RankGroup, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
-from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, in_backward
+from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
@@ -119,7 +119,7 @@ class Schedule(CommContext):
     @property
     def recomputes(self) -> bool:
         """True if a forward now is a recomputation: a backward of this tree is running."""
-        return self.backward is not None and in_backward() != -1
+        return self.backward is not None and graph_task_id() != -1
 
     @property
     def ran_units_without_gradients(self) -> bool:
@@ -212,7 +212,7 @@ class Schedule(CommContext):
     def recover(self) -> None:
         """Abort a step whose backward raised, if there is one."""
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
-        if self.backward is not None and (in_backward() == -1 or self._lost_callback):
+        if self.backward is not None and (graph_task_id() == -1 or self._lost_callback):
             self.abort()
 
     @property
@@ -323,7 +323,7 @@ class Schedule(CommContext):
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
-        task = in_backward()
+        task = graph_task_id()
         if record.task == task:
             return
         record.task = task

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
-from fsdp_flat.flat import in_backward
+from fsdp_flat.flat import graph_task_id
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, schedule_of
@@ -198,7 +198,7 @@ class ShardedModule(UnitSettings):
         unit, schedule = _outermost(self, "set_manual_backward_finalization")
         if enabled == unit.control.finalizes_by_hand:
             return
-        if in_backward() != -1 or (schedule is not None and schedule.is_left_open):
+        if graph_task_id() != -1 or (schedule is not None and schedule.is_left_open):
             raise UsageError(
                 f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
                 "or after one whose gradients are not set yet. Call finalize_backward first."
@@ -226,7 +226,7 @@ class ShardedModule(UnitSettings):
         """
         unit, schedule = _outermost(self, "finalize_backward")
         if schedule is not None:
-            if in_backward() != -1:
+            if graph_task_id() != -1:
                 raise UsageError(f"finalize_backward was called on unit {unit.name!r} inside a backward.")
             if not unit.control.finalizes_by_hand:
                 raise UsageError(

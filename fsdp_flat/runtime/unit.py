@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
+from fsdp_flat.flat import FlatParamHandle, ShardState, graph_task_id, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, StateHandler, UnitControl, UnitOptions, Weights
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
@@ -203,7 +203,7 @@ class Unit:
         self.adopt_changes()
         has_rows = self.handles[0].rows is not None
         is_regrouped = has_rows and self.control.smaller_group is None
-        if in_backward() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
+        if graph_task_id() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
             self.free_kept()
             return False
         self._kept_epoch = None
@@ -274,7 +274,7 @@ class Unit:
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
-        if self.is_sharded or self._depth > 0 or in_backward() != -1:
+        if self.is_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
         return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
 
