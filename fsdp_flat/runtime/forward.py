@@ -16,7 +16,7 @@ from fsdp_flat.comm import profiled
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.options import AfterForward, Weights
+from fsdp_flat.runtime.options import AfterForward, WeightsVersion
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import CallInputs, cast_floats, differentiable_tensors, map_tensors, tensors_in
 from fsdp_flat.runtime.unit import Unit, unit_of
@@ -83,7 +83,7 @@ class UnitForward:
         self._calls: list[_ModuleCall] = []
         self._outermost = False
         if schedule.recomputes:
-            self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
+            self._record = ForwardRecord(unit, None, WeightsVersion(unit.wants_full_precision))
         else:
             self._outermost = schedule.iteration is None
             self._record = schedule.begin_forward(unit)
@@ -141,7 +141,7 @@ class UnitForward:
         unit.enter_forward()
         self._entered = True
         schedule.mark_in_use(unit)
-        record.weights = Weights(record.weights.full_precision, unit.storage_epoch, unit.unsharded_version)
+        record.weights = WeightsVersion(record.weights.full_precision, unit.storage_epoch, unit.unsharded_version)
         if record.iteration is not None:
             schedule.prefetch_forward(unit)
 

@@ -196,8 +196,8 @@ class Phase(Enum):
     SUMMONED = "inside summon_full_params"
 
 
-class Weights(NamedTuple):
-    """Identifies the weights with which a forward ran; its backward needs the same."""
+class WeightsVersion(NamedTuple):
+    """Identifies the values that a forward computed with; its backward needs the same."""
 
     full_precision: bool  # unsharded in the original dtype
     storage_epoch: int = -1

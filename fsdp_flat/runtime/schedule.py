@@ -23,7 +23,7 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
-from fsdp_flat.runtime.options import Phase, Weights
+from fsdp_flat.runtime.options import Phase, WeightsVersion
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import Params, UnmanagedTensors
@@ -156,7 +156,7 @@ class Schedule(CommContext):
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
             self._free_kept_buffers()
-        return ForwardRecord(unit, iteration, Weights(unit.wants_full_precision), self._position)
+        return ForwardRecord(unit, iteration, WeightsVersion(unit.wants_full_precision), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
         """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
@@ -311,7 +311,7 @@ class Schedule(CommContext):
             except (PeerFailureError, RankMismatchError):
                 self.abort()
                 raise
-        return Backward(self._join, self._take_turn)
+        return Backward(self._unshard_for_backward, self._post_backward)
 
     def complete_accumulation(self) -> None:
         """Reduce and set the gradients that backwards have left, outside of any. Every rank must call this."""
@@ -368,7 +368,7 @@ class Schedule(CommContext):
         elif unit.needs_all_gather and unit.is_sharded and not self.is_outermost(unit):
             self._free_kept_buffers()
 
-    def _join(self, unit: Unit, weights: Weights) -> None:
+    def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
         if unit.needs_all_gather and unit.context is self:
             self._make_room_for(unit)
@@ -377,7 +377,7 @@ class Schedule(CommContext):
             self.mark_in_use(unit)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
-    def _take_turn(self, unit: Unit) -> None:
+    def _post_backward(self, unit: Unit) -> None:
         """Reshard a unit and reduce its gradient, in this order, so that the reduction can use the freed memory."""
         assert self.backward is not None
         if unit.context is not self:

@@ -17,7 +17,15 @@ from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled,
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, graph_task_id, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, StateHandler, UnitControl, UnitOptions, Weights
+from fsdp_flat.runtime.options import (
+    AfterForward,
+    Ignored,
+    Phase,
+    StateHandler,
+    UnitControl,
+    UnitOptions,
+    WeightsVersion,
+)
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
@@ -386,7 +394,7 @@ class Unit:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def pre_backward(self, weights: Weights) -> None:
+    def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
         if self.is_sharded:
             self.adopt_changes()
