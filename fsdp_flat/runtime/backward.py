@@ -30,7 +30,7 @@ from fsdp_flat.flat import is_released, node_will_run
 from fsdp_flat.runtime.options import WeightsVersion
 from fsdp_flat.runtime.unit import Unit
 
-# A program that evaluates with gradients enabled never runs backward through its iterations.
+# The oldest ones beyond this number are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32
 
 
@@ -95,7 +95,7 @@ class PendingIterations:
 
     def add(self, iteration: Iteration) -> None:
         """Add an iteration that begins."""
-        self._iterations = [*self._iterations[-_MAX_PENDING_ITERATIONS:], iteration]
+        self._iterations = [*self._iterations, iteration][-_MAX_PENDING_ITERATIONS:]
 
     def remove(self, iterations: Collection[Iteration]) -> None:
         """Remove iterations, some of which may not be pending."""
