@@ -110,7 +110,7 @@ class DTensorViews(Views):
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
         entries = [
-            entry.shown_as(dtensor_parameter(rows.template(entry, dim, local), like=entry.param))
+            entry.replaced_by(dtensor_parameter(rows.template(entry, dim, local), like=entry.param))
             for entry, dim, local in zip(
                 params, layout.dims, split_alone(flat_param.data, self._local_parts), strict=True
             )

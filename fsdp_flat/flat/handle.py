@@ -85,8 +85,8 @@ class HandleSpec:
         )
 
 
+# Added to version counters while parameters are freed, so that autograd refuses what it saved. README names the number.
 _EXPIRED = 10**9
-"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
 
 
 class UnshardedParams:

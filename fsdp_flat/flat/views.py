@@ -160,7 +160,7 @@ class Views:
             if now != was:
                 entry.param.requires_grad_(now)
 
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
         return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
 
@@ -245,7 +245,7 @@ class Views:
         for entry in self.params:
             entry.param.__dict__.pop("_fsdp_flattened", None)
 
-    def shown(self, index: int) -> torch.Tensor:
+    def full_local(self, index: int) -> torch.Tensor:
         """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
         return self.params[index].adapter.to_local(self.full_param(index))
 
@@ -413,7 +413,7 @@ class FlatViews(Views):
     """Implements :class:`Views` for ``use_orig_params=False``; modules hold tensors as plain attributes."""
 
     def __init__(self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any) -> None:
-        entries = [entry.shown_as(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
+        entries = [entry.replaced_by(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
         super().__init__(entries, unsharded_params, *args)
         self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
         self._versioned = (self.flat_param,)
@@ -467,7 +467,7 @@ class FlatViews(Views):
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         pass  # that of the flat parameter counts
 
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         return {}
 
     def changed(self) -> list[int]:

@@ -180,7 +180,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
             # Every rank checks every shape, so that all raise and none waits for the others.
             for handle in whole:
                 for index, param_info in enumerate(handle.layout.param_infos):
-                    shape = tuple(handle.views.shown(index).shape)
+                    shape = tuple(handle.views.full_local(index).shape)
                     if shape != param_info.shape:
                         raise UsageError(
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
@@ -193,7 +193,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                     handle.views.bump_version()
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.views.local(index)
-                    source = local_part(handle.layout, index, rank, handle.views.shown(index).detach())
+                    source = local_part(handle.layout, index, rank, handle.views.full_local(index).detach())
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
 

@@ -44,8 +44,8 @@ class Unit:
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
             and ``summon_full_params`` always use these; steps may use others (``collective_choice``).
         needs_all_gather: an unshard communicates, so that beginning it early helps.
-        is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
-            an earlier forward still needs the old values, a forward does not.
+        is_outdated: shards of some rank may be newer than the unsharded parameters, by a write-back. The next forward
+            all-gathers again; a backward of an earlier forward keeps the old values.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
         finish_save: waits for the newest background save; returns its error if no caller has seen it, else "".
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
@@ -284,7 +284,7 @@ class Unit:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
         if self.is_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
-        return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
+        return {param: own for handle in self.handles for param, own in handle.views.optimizer_param_of().items()}
 
     def use_unsharded_views(self) -> None:
         """Point the modules at the unsharded parameters."""
