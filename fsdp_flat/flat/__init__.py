@@ -43,6 +43,7 @@ from fsdp_flat.flat.torch_flat import (
     graph_task_id,
     is_alias,
     is_released,
+    local_of,
     node_will_run,
     pytree_children,
     unguarded,

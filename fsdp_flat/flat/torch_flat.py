@@ -83,6 +83,14 @@ def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself.
+
+    ``DTensor.to_local`` records an autograd node, and returns another tensor.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     """Return a DTensor of ``local`` with the mesh, placements, global shape and dtype that ``spec`` describes.
 

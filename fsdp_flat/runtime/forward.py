@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import profiled
-from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias
+from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias, local_of
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.options import AfterForward, WeightsVersion
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import CallInputs, cast_floats, differentiable_tensors, map_tensors, tensors_in
+from fsdp_flat.runtime.torch_runtime import preserve_version
 from fsdp_flat.runtime.unit import Unit, unit_of
 
 
@@ -317,7 +317,7 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
 
 def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for the caller, as a copy if it is a view of a buffer, whose memory is freed meanwhile."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if local.layout is not torch.strided:
         return tensor  # without a storage
     for flat in flats:
@@ -391,5 +391,5 @@ class _HookedInput(NamedTuple):
         """Give the caller's tensor the autograd history of the module's in-place changes."""
         if self.alias._version != self.version:
             # Values that autograd saved stay valid: the data does not change here.
-            with torch.autograd._unsafe_preserve_version_counter(self.given):
+            with preserve_version(self.given):
                 _TakeHistory.apply(self.given, self.alias)

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
+from fsdp_flat.runtime.torch_runtime import TorchDispatchMode
 from fsdp_flat.user_warnings import warn_user
 
 

@@ -9,22 +9,15 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, unrecorded
 from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
 LOGGER = logging.getLogger("fsdp_flat")
-# The dtype in which each of torch's low-precision hooks communicates gradients. The hooks cast, call the backend and
-# cast back; gloo has no kernels for some of their calls. A reduction in this dtype gives the same result everywhere.
-LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
-    {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
-)
 
 
 def predivide_factor(num_ranks: int) -> float:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import RankGroup, profiled, report_failure
@@ -25,6 +24,7 @@ from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.options import Phase, WeightsVersion
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
+from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import Params, UnmanagedTensors
 
@@ -299,7 +299,7 @@ class Schedule(CommContext):
             self.backward.include(self._pending.of_backward(self._exchange.any_rank))
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
-            Variable._execution_engine.queue_callback(callback)
+            queue_callback(callback)
         return self.backward
 
     def _begin_backward(self) -> Backward:
