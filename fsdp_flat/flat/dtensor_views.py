@@ -97,15 +97,17 @@ class DTensorViews(Views):
 
     def __init__(
         self,
-        rows: RowSharding,
         params: Sequence[ManagedParam],
         unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
-        *args: Any,
+        *,
+        rows: RowSharding,
+        rank: int,
+        flat_param: nn.Parameter,
+        **kwargs: Any,
     ) -> None:
         assert isinstance(layout, RowLayout)
         self._rows = rows
-        rank, flat_param = args[0], args[1]
         self._local_parts = [
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
@@ -115,7 +117,7 @@ class DTensorViews(Views):
                 params, layout.dims, split_alone(flat_param.data, self._local_parts), strict=True
             )
         ]
-        super().__init__(entries, unsharded_params, layout, *args)
+        super().__init__(entries, unsharded_params, layout, rank=rank, flat_param=flat_param, **kwargs)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         self._show(self.params)
 

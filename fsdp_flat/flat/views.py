@@ -61,6 +61,7 @@ class Views:
         params: Sequence[ManagedParam],
         unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
+        *,
         rank: int,
         flat_param: nn.Parameter,
         module: nn.Module,
@@ -306,8 +307,8 @@ class Views:
 class OrigViews(Views):
     """Implements :class:`Views` for ``use_orig_params=True``."""
 
-    def __init__(self, params: Sequence[ManagedParam], *args: Any) -> None:
-        super().__init__(params, *args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         is_sharded = self.layout.world_size > 1
         self.visible = tuple(
             VisibleParam(
@@ -412,9 +413,11 @@ class OrigViews(Views):
 class FlatViews(Views):
     """Implements :class:`Views` for ``use_orig_params=False``; modules hold tensors as plain attributes."""
 
-    def __init__(self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any) -> None:
+    def __init__(
+        self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
+    ) -> None:
         entries = [entry.replaced_by(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
-        super().__init__(entries, unsharded_params, *args)
+        super().__init__(entries, unsharded_params, *args, **kwargs)
         self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
         self._versioned = (self.flat_param,)
         self._registered = [site.module._parameters for _, site in self._sites]

@@ -168,14 +168,17 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
             # Among the ranks of another group the id may identify another unit.
             same_ranks = own.groups.primary.group is options.groups.primary.group
             unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
-            return wrap_unit(build_unit(child, names[child], own, child_ignored, nested, call, unit_id))
+            return wrap_unit(
+                build_unit(child, names[child], own, ignored=child_ignored, nested=nested, call=call, unit_id=unit_id)
+            )
 
         apply_plan(module, plan, wrapper)
         for exempt in plan.full_precision:
             keep_full_precision(exempt)
         # The id of the root has no name in it: that is the class, which may differ between ranks.
         unit_id = digest_of(f"{call.number}/".encode())
-        return build_unit(module, type(module).__name__, options, ignored, units_of(module), call, unit_id)
+        name, nested = type(module).__name__, units_of(module)
+        return build_unit(module, name, options, ignored=ignored, nested=nested, call=call, unit_id=unit_id)
 
 
 @contextmanager

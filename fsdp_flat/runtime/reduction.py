@@ -73,6 +73,7 @@ class Reduction:
         self,
         handle: FlatParamHandle,
         options: UnitOptions,
+        *,
         collectives: Collectives | None,
         streams: Streams,
         policy: ReductionPolicy,

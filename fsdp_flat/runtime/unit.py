@@ -449,7 +449,9 @@ class Unit:
         self._issued.append(("reduction", self))
         reductions.make_room(self.policy.max_in_flight)
         with profiled("reduce_scatter", self.name):
-            reductions.add(Reduction(handle, self.options, self._step_collectives, streams, self.policy))
+            reductions.add(
+                Reduction(handle, self.options, collectives=self._step_collectives, streams=streams, policy=self.policy)
+            )
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
