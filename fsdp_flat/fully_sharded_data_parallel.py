@@ -169,11 +169,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     def _require_root(self, what: str) -> Schedule:
         schedule = self._schedule()
-        if schedule.root is not self._unit:
-            raise UsageError(
-                f"{what} must be called on the outermost FullyShardedDataParallel; {self._unit.name!r} is nested in "
-                f"{schedule.root.name!r}."
-            )
+        runtime.require_root(self._unit, what)
         return schedule
 
     @staticmethod
@@ -283,8 +279,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         Raises:
             OptionError: inside ``summon_full_params``, forward or backward.
         """
-        if isinstance(self._unit.context, Schedule):
-            self._unit.context.recover()
+        self._unit.context.recover()
         if self._unit.phase is not Phase.IDLE:
             raise OptionError(f"apply was called while unit {self._unit.name!r} is {self._unit.phase.value}.")
         with runtime.summon_full_params(self, recurse=False, writeback=True):

@@ -26,7 +26,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageErro
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, clean_fqn, flat_param_name
-from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, reset_schedule, units_of
+from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, outermost_of, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.user_warnings import warn_user
 
@@ -309,8 +309,8 @@ class UndocumentedMembers(GroupMember, ShardedModule):
     @property
     def _is_root(self) -> bool | None:
         """True for a root; None before the first use. Assigning False or None drops a root's schedule."""
-        context = self._unit.context
-        return context.root is self._unit if isinstance(context, Schedule) else None
+        root = outermost_of(self._unit)
+        return None if root is None else root is self._unit
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:

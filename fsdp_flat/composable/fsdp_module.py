@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import runtime
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
-from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, schedule_of, unit_of
+from fsdp_flat.runtime import Phase, ShardedModule, Unit, schedule_of, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -57,8 +57,8 @@ class FSDPState:
 
     @property
     def _is_root(self) -> bool | None:
-        context = self.unit.context
-        return context.root is self.unit if isinstance(context, Schedule) else None
+        root = runtime.outermost_of(self.unit)
+        return None if root is None else root is self.unit
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:

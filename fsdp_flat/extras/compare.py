@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_flat.comm import begin_all_reduce
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import dynamo_disabled, in_backward
+from fsdp_flat.flat import dynamo_disabled, graph_task_id
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import summon_full_params, units_of
 from fsdp_flat.runtime.tensors import tensors_in
@@ -139,7 +139,7 @@ def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device)
     @dynamo_disabled
     def note(name: str, output: Any) -> None:
         # A checkpoint calls modules again to recompute.
-        tensors = tensors_in(output) if in_backward() == -1 else []
+        tensors = tensors_in(output) if graph_task_id() == -1 else []
         if tensors:
             outputs[name, counts[name]] = tensors[0].detach().clone()
             counts[name] += 1

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import PLAIN, DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
-from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph
+from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 
@@ -97,25 +97,27 @@ class DTensorViews(Views):
 
     def __init__(
         self,
-        rows: RowSharding,
         params: Sequence[ManagedParam],
         unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
-        *args: Any,
+        *,
+        rows: RowSharding,
+        rank: int,
+        flat_param: nn.Parameter,
+        **kwargs: Any,
     ) -> None:
         assert isinstance(layout, RowLayout)
         self._rows = rows
-        rank, flat_param = args[0], args[1]
         self._local_parts = [
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
         entries = [
-            entry.shown_as(dtensor_parameter(rows.template(entry, dim, local), like=entry.param))
+            entry.replaced_by(dtensor_parameter(rows.template(entry, dim, local), like=entry.param))
             for entry, dim, local in zip(
                 params, layout.dims, split_alone(flat_param.data, self._local_parts), strict=True
             )
         ]
-        super().__init__(entries, unsharded_params, layout, *args)
+        super().__init__(entries, unsharded_params, layout, rank=rank, flat_param=flat_param, **kwargs)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         self._show(self.params)
 
@@ -147,7 +149,7 @@ class DTensorViews(Views):
 
     def grads(self) -> list[torch.Tensor | None]:
         found = [each.param.grad for each in self.visible]
-        return [None if grad is None else _data(grad) for grad in found]
+        return [None if grad is None else local_of(grad) for grad in found]
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
         parts = split_alone(shard_grad, self._local_parts)
@@ -186,7 +188,7 @@ class DTensorViews(Views):
                 template = self._rows.template(entry, self.layout.dims[index], local)
                 other = dtensor_parameter(template, like=param)
                 if param.grad is not None:
-                    other.grad = dtensor_of(_data(param.grad).to(local.device, local.dtype), template._spec)
+                    other.grad = dtensor_of(local_of(param.grad).to(local.device, local.dtype), template._spec)
                 torch.utils.swap_tensors(param, other)
         self._show(self.params)
 
@@ -219,13 +221,13 @@ class DTensorViews(Views):
             params.append(replace(entry, param=current))
         self._show(params)
         left = any(entry.param.is_meta for entry in params)
-        return None if left else [_data(entry.param) for entry in params]
+        return None if left else [local_of(entry.param) for entry in params]
 
     def fill(self, values: Sequence[torch.Tensor]) -> None:
         """Copy local tensors to the parameters."""
         with torch.no_grad():
             for entry, value in zip(self.params, values, strict=True):
-                _data(entry.param).copy_(value)
+                local_of(entry.param).copy_(value)
         clear_padding(self.flat_param.data, self.layout, self.rank)
         self.bump_version()
 
@@ -244,7 +246,7 @@ class DTensorViews(Views):
         return [
             index
             for index, (current, param) in enumerate(found)
-            if current is not param or _data(current).data_ptr() != self._pointers[index]
+            if current is not param or local_of(current).data_ptr() != self._pointers[index]
         ]
 
     def adopt_changes(self) -> bool:
@@ -257,7 +259,7 @@ class DTensorViews(Views):
             before = params[index].param
             if before is not current:
                 # The caller may put it back, or has put it elsewhere: it keeps its values in memory of its own.
-                before._local_tensor = _data(before).clone()  # type: ignore[attr-defined]
+                before._local_tensor = local_of(before).clone()  # type: ignore[attr-defined]
         for index, current in assigned.items():
             params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
@@ -269,7 +271,7 @@ class DTensorViews(Views):
         self.bump_version()
         (local,) = split_alone(self.flat_param.data, [self._local_parts[index]])
         with torch.no_grad():
-            local.copy_(_data(current))
+            local.copy_(local_of(current))
         if (local.dtype, local.device) != (current.dtype, current.device):
             old = self.params[index]
             template = self._rows.template(old, self.layout.dims[index], local)
@@ -280,7 +282,7 @@ class DTensorViews(Views):
     def _check_assigned(self, index: int, current: nn.Parameter) -> None:
         shape = self.layout.local_shape(index, self.rank)
         if not isinstance(current, DTensor) or tuple(current._local_tensor.shape) != shape:
-            held = f"a {type(current.data).__name__} of shape {tuple(_data(current).shape)}"
+            held = f"a {type(current.data).__name__} of shape {tuple(local_of(current).shape)}"
             raise UsageError(
                 f"Parameter {self.describe(index)} was replaced by {held} on rank {self.rank}; expected a DTensor with "
                 f"the local shape {shape}. Convert full tensors by torch.distributed.tensor.distribute_tensor(tensor, "
@@ -303,7 +305,7 @@ class DTensorViews(Views):
     def check_plain(self) -> None:
         """Raise an UnsupportedError if a local tensor has FSDP2's all-gather extensions, which would not be called."""
         for index, entry in enumerate(self.params):
-            check_extensions(_data(entry.param), self.describe(index))
+            check_extensions(local_of(entry.param), self.describe(index))
 
     def _raise_not_on_cpu(self, indices: Iterable[int], device: torch.device) -> NoReturn:
         raise UsageError(
@@ -311,8 +313,3 @@ class DTensorViews(Views):
             f"{some_of([self.describe(index) for index in indices], 4)}. Load a state dict of CPU tensors, or call "
             'model.to_empty(device="cpu").'
         )
-
-
-def _data(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, and any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -22,19 +22,20 @@ class ReduceScatteredGrad:
 
     Attributes:
         shard: the sum, 1-D, in the reduce dtype; None if there is none, or once another gradient contains it.
-        used: for each parameter, whether any rank has used it; empty if that is not known.
+        used: one byte per parameter: 1 if any rank has used it; None until an exchange of ranks has shown it.
     """
 
     shard: torch.Tensor | None = None
-    used: Sequence[int] = ()
+    used: bytes | None = None
 
     def add(self, shard: torch.Tensor) -> None:
         """Add another sum."""
         self.shard = shard if self.shard is None else self.shard.add_(shard)
 
-    def add_used(self, used: Sequence[int]) -> None:
-        """Add the parameters that another backward has used."""
-        self.used = bytes(map(max, used, self.used)) if self.used else used
+    def add_used(self, used: bytes) -> bytes:
+        """Add the parameters that another backward has used, and return all."""
+        self.used = used if self.used is None else bytes(map(max, used, self.used))
+        return self.used
 
     def take(self) -> torch.Tensor | None:
         """Return the sum and remove it."""

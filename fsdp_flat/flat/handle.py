@@ -85,8 +85,8 @@ class HandleSpec:
         )
 
 
+# Added to version counters while parameters are freed, so that autograd refuses what it saved. README names the number.
 _EXPIRED = 10**9
-"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
 
 
 class UnshardedParams:
@@ -110,6 +110,7 @@ class UnshardedParams:
         managed: Sequence[ManagedParam],
         layout: FlatLayout,
         spec: HandleSpec,
+        *,
         shard: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
@@ -239,11 +240,18 @@ class FlatParamHandle:
         self.rows: torch.Tensor | None = None
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         unsharded_params = self._use_compute_dtype(params)
-        common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
+        make: Callable[..., Views] = OrigViews if spec.use_orig_params else FlatViews
         if spec.rows is not None:
-            self.views = DTensorViews(spec.rows, params, unsharded_params, *common)
-        else:
-            self.views = (OrigViews if spec.use_orig_params else FlatViews)(params, unsharded_params, *common)
+            make = partial(DTensorViews, rows=spec.rows)
+        self.views = make(
+            params,
+            unsharded_params,
+            self.layout,
+            rank=spec.rank,
+            flat_param=self.flat_param,
+            module=spec.module,
+            unit_name=spec.unit_name,
+        )
         watch_steps_on(self.views)
         self.grads = HandleGradients(params, self.views)
         self._prepare_grads()
@@ -292,7 +300,7 @@ class FlatParamHandle:
         dtype = self.compute_dtype
         if dtype not in self._by_dtype:
             shard = self.flat_param.data
-            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard, dtype)
+            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard=shard, dtype=dtype)
             self._shard_pointer = shard.data_ptr()
         self._unsharded = self._by_dtype[dtype]
         self.buffer = self._unsharded.buffer
@@ -315,8 +323,7 @@ class FlatParamHandle:
 
     def begin_unshard(self) -> tuple[torch.Tensor, RowTarget | None]:
         """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
-        if isinstance(self.views, DTensorViews):
-            self.views.check_materialized()
+        self.views.check_materialized()
         self.views.is_stepped = False
         assert self.state is ShardState.SHARDED
         self.state = ShardState.UNSHARDING

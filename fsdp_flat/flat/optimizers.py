@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, UnreducedGrad, set_grad
-from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
+from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
 from fsdp_flat.flat.torch_flat import dynamo_disabled_here, unguarded
 from fsdp_flat.flat.views import Views
 from fsdp_flat.user_warnings import warn_user
@@ -96,16 +96,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     owners = getattr(optimizer, "state_owners", {})
     for group in optimizer.param_groups:
         for param in group["params"]:
-            owner = getattr(param, "_fsdp_flattened", False)
+            owner = owner_of(param)
             if hasattr(param, "_fsdp_flat_index"):
                 raise UsageError(
                     f"{type(optimizer).__name__} holds an unsharded parameter of shape {tuple(param.shape)}, which "
                     "gets no gradients: it was built after a forward without a backward. Build it from "
                     "model.parameters() before the first forward, or call reshard() of the modules before."
                 )
-            if param in owners or not owner:
+            if param in owners or not is_managed(param):
                 continue
-            if isinstance(owner, FlattenedBy) and owner.is_replaced:
+            if owner is not None and owner.is_replaced:
                 raise UsageError(
                     f"{type(optimizer).__name__} holds {owner.describe()}, which wrapping replaced by a flat parameter "
                     "or by a local shard, so its steps change nothing. Build the optimizer after wrapping or "
@@ -185,6 +185,6 @@ def _check_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: st
 def _described(param: torch.Tensor) -> str:
     if isinstance(param, FlatParameter):
         return f"a flat parameter, of which this rank holds {param.numel()} elements"
-    owner = getattr(param, "_fsdp_flattened", None)
-    name = owner.describe() if isinstance(owner, FlattenedBy) else "a parameter"
+    owner = owner_of(param)
+    name = "a parameter" if owner is None else owner.describe()
     return f"{name}, of which this rank holds {param.numel()} elements in one dimension"

@@ -36,16 +36,16 @@ class TensorAdapter:
         """Return the module's tensor, sharing the memory of ``local`` (the full local tensor, not an FSDP shard)."""
         return local
 
-    def to_local(self, shown: torch.Tensor) -> torch.Tensor:
+    def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a module's tensor or of its gradient.
 
         A gradient may need communication among :attr:`groups` to get the parameter's placements.
         """
-        return shown
+        return tensor
 
-    def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full plain tensor of a module's tensor. Every rank of the adapter's mesh must call this."""
-        return shown
+        return tensor
 
     def local_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the local part of a full tensor or of a module's tensor; plain ones need no communication."""
@@ -141,24 +141,24 @@ class DTensorAdapter(TensorAdapter):
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
 
-    def to_local(self, shown: torch.Tensor) -> torch.Tensor:
-        if not isinstance(shown, DTensor):
-            return shown
+    def to_local(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
         wanted = self.placements
         if self.data_dims is not None:
             data = self._data
-            wanted = tuple(shown.placements[dim] if dim in data else own for dim, own in enumerate(wanted))
-        if wanted != shown.placements or shown.device_mesh != self.mesh:
-            shown = shown.redistribute(self.mesh, wanted)
-        return shown.to_local()
+            wanted = tuple(tensor.placements[dim] if dim in data else own for dim, own in enumerate(wanted))
+        if wanted != tensor.placements or tensor.device_mesh != self.mesh:
+            tensor = tensor.redistribute(self.mesh, wanted)
+        return tensor.to_local()
 
     @property
     def _data(self) -> set[int]:
         """The data-parallel dims of its mesh."""
         return set() if self.data_dims is None else set(map(self.data_dims.index, self.data_dims.names))
 
-    def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
-        return shown.full_tensor() if isinstance(shown, DTensor) else shown
+    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def local_slice(self, whole: torch.Tensor) -> torch.Tensor:
         if isinstance(whole, DTensor):
@@ -308,7 +308,7 @@ class FlattenedBy:
     Attributes:
         fqn: FQN of the parameter relative to the unit's module.
         shape: unsharded shape.
-        is_replaced: the model holds another tensor in its place, so updates of the marked one change nothing.
+        is_replaced: the marked tensor is a caller's old Parameter, which a unit has replaced by another one.
     """
 
     fqn: str
@@ -325,10 +325,21 @@ class FlattenedBy:
         return f"{self.fqn!r} {tuple(self.shape)} of unit {self.unit_name!r}"
 
 
+def is_managed(param: torch.Tensor) -> bool:
+    """Return whether a unit has flattened a parameter, or it is a unit's flat parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def owner_of(param: torch.Tensor) -> FlattenedBy | None:
+    """Return the unit that has flattened a parameter; None for a flat parameter, and for any other tensor."""
+    owner = getattr(param, "_fsdp_flattened", None)
+    return owner if isinstance(owner, FlattenedBy) else None
+
+
 def unsharded_shape(param: torch.Tensor) -> torch.Size | None:
     """Return the unsharded shape of a unit's parameter; None for any other tensor."""
-    owner = getattr(param, "_fsdp_flattened", None)
-    return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else None
+    owner = owner_of(param)
+    return None if owner is None else torch.Size(owner.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -360,7 +371,7 @@ class ManagedParam:
         found = self.replaced() if self.replaced is not None else self.param
         return nn.Parameter(self.adapter.from_local(self.param.detach()), False) if found is None else found
 
-    def shown_as(self, param: nn.Parameter) -> ManagedParam:
+    def replaced_by(self, param: nn.Parameter) -> ManagedParam:
         """Return the entry of a parameter that replaces this one, of which a weak reference is kept."""
         return ManagedParam(param, self.sites, self.adapter, self.replaced or TensorWeakRef(self.param), self.dim)
 
@@ -458,9 +469,9 @@ def collect_params(
     for site, param in named_sites(root):
         if is_managed_below(site.module, site.name) or skip(param):
             continue
-        owner = getattr(param, "_fsdp_flattened", None)
-        if owner:
-            where = owner.describe() if isinstance(owner, FlattenedBy) else "another unit"
+        if is_managed(param):
+            owner = owner_of(param)
+            where = "another unit" if owner is None else owner.describe()
             raise TiedParameterError(
                 f"{site.fqn!r} of unit {unit_name!r} is the same parameter as {where}, which was wrapped before. "
                 "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "

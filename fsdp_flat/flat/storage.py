@@ -210,9 +210,8 @@ class HandleGradients:
 
     Attributes:
         on_ready: called after the first gradient of the handle in a backward, and again after every few.
-        open_buffer: the buffer that takes a parameter's first gradient without a call of :meth:`accept`: from the
-            first gradient of a backward, once ``on_ready`` has returned, to :meth:`end_backward`; else None. None too
-            if a parameter is a DTensor of the caller's, whose gradients have to be converted.
+        fast_buffer: takes a parameter's first gradient in a backward if that needs no conversion; None where
+            :meth:`accept` has to be called: before the backward's first gradient, and for DTensors of the caller's.
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
         partial: gradient that a later backward completes.
         hooks: the gradient hooks of each parameter before it was flattened, or None.
@@ -231,7 +230,7 @@ class HandleGradients:
         self._synced = [False] * len(params)
         self._hook = partial(_accept, weakref.ref(self))
         self._buffer: FlatGradBuffer | None = None
-        self.open_buffer: FlatGradBuffer | None = None
+        self.fast_buffer: FlatGradBuffer | None = None
         self._num_accepted = 0  # in this backward
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
@@ -308,11 +307,11 @@ class HandleGradients:
         if self._num_accepted % _GRADS_PER_CALL == 0:
             self.on_ready()
         self._num_accepted += 1
-        self.open_buffer = self._buffer if self._are_plain else None
+        self.fast_buffer = self._buffer if self._are_plain else None
 
     def end_backward(self) -> None:
         """Have the next gradient count as the first one of a backward."""
-        self.open_buffer, self._num_accepted = None, 0
+        self.fast_buffer, self._num_accepted = None, 0
 
     # -- waiting gradients ---------------------------------------------------------------------------------------
 
@@ -457,7 +456,7 @@ def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tens
     if owner is None or grad is None:
         return
     unsharded_param.grad = None
-    buffer, index = owner.open_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
+    buffer, index = owner.fast_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
     if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
         owner.accept(index, grad)
         return

@@ -36,9 +36,9 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 # Returns the version counter of a tensor, of which a step reads many: faster than a loop in Python.
 VERSION_OF: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
-# Id of this thread's running autograd graph task, or -1 outside of backward. Distinguishes an activation recomputation
-# from an ordinary forward; there is no public equivalent.
-in_backward: Callable[[], int] = torch._C._current_graph_task_id
+# Returns the id of this thread's running autograd graph task; -1 outside of backward. Distinguishes an activation
+# recomputation from an ordinary forward; there is no public equivalent.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 # Returns whether two tensors share a storage; there is no public equivalent that takes fake tensors.
@@ -81,6 +81,14 @@ def pytree_children(value: Any) -> Iterable[Any]:
 def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
     """Return whether ``unsharded_param`` is in an autograd graph, whose accumulator holds a second reference to it."""
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself.
+
+    ``DTensor.to_local`` records an autograd node, and returns another tensor.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:

@@ -61,6 +61,7 @@ class Views:
         params: Sequence[ManagedParam],
         unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
+        *,
         rank: int,
         flat_param: nn.Parameter,
         module: nn.Module,
@@ -133,6 +134,12 @@ class Views:
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
 
+    def check_materialized(self) -> None:
+        """Raise a UsageError if parameters that may stay on the meta device until a step are still there."""
+
+    def check_plain(self) -> None:
+        """Raise an UnsupportedError if local tensors have extensions that would not be called."""
+
     def _bind(self) -> Bindings:
         return Bindings(
             [parameters_of(site.module) for _, site in self._sites],
@@ -154,7 +161,7 @@ class Views:
             if now != was:
                 entry.param.requires_grad_(now)
 
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
         return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
 
@@ -239,7 +246,7 @@ class Views:
         for entry in self.params:
             entry.param.__dict__.pop("_fsdp_flattened", None)
 
-    def shown(self, index: int) -> torch.Tensor:
+    def full_local(self, index: int) -> torch.Tensor:
         """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
         return self.params[index].adapter.to_local(self.full_param(index))
 
@@ -300,8 +307,8 @@ class Views:
 class OrigViews(Views):
     """Implements :class:`Views` for ``use_orig_params=True``."""
 
-    def __init__(self, params: Sequence[ManagedParam], *args: Any) -> None:
-        super().__init__(params, *args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         is_sharded = self.layout.world_size > 1
         self.visible = tuple(
             VisibleParam(
@@ -406,9 +413,11 @@ class OrigViews(Views):
 class FlatViews(Views):
     """Implements :class:`Views` for ``use_orig_params=False``; modules hold tensors as plain attributes."""
 
-    def __init__(self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any) -> None:
-        entries = [entry.shown_as(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
-        super().__init__(entries, unsharded_params, *args)
+    def __init__(
+        self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any, **kwargs: Any
+    ) -> None:
+        entries = [entry.replaced_by(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
+        super().__init__(entries, unsharded_params, *args, **kwargs)
         self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
         self._versioned = (self.flat_param,)
         self._registered = [site.module._parameters for _, site in self._sites]
@@ -461,7 +470,7 @@ class FlatViews(Views):
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         pass  # that of the flat parameter counts
 
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         return {}
 
     def changed(self) -> list[int]:

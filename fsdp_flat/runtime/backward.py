@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.flat import is_released, node_will_run
-from fsdp_flat.runtime.options import Weights
+from fsdp_flat.runtime.options import WeightsVersion
 from fsdp_flat.runtime.unit import Unit
 
-# A program that evaluates with gradients enabled never runs backward through its iterations.
+# The oldest ones beyond this number are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32
 
 
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     unit: Unit
     is_begin: bool
     in_grad: bool
-    weights: Weights | None = None
+    weights: WeightsVersion | None = None
 
 
 class Iteration:
@@ -95,7 +95,7 @@ class PendingIterations:
 
     def add(self, iteration: Iteration) -> None:
         """Add an iteration that begins."""
-        self._iterations = [*self._iterations[-_MAX_PENDING_ITERATIONS:], iteration]
+        self._iterations = [*self._iterations, iteration][-_MAX_PENDING_ITERATIONS:]
 
     def remove(self, iterations: Collection[Iteration]) -> None:
         """Remove iterations, some of which may not be pending."""
@@ -128,7 +128,7 @@ class ForwardRecord:
 
     unit: Unit
     iteration: Iteration | None  # None for a recomputation inside a backward
-    weights: Weights
+    weights: WeightsVersion
     begin: int = -1
     end: int = -1
     task: int = -1  # id of the autograd graph task that reached its outputs last
@@ -138,24 +138,24 @@ class Backward:
     """Tracks one backward of a tree, from the point where autograd first reaches the tree to the end.
 
     Args:
-        join: begins the all-gather of a unit at the end of its forward, whether or not this rank needs the unit.
-        take_turn: runs a unit's post-backward: reshards its parameters and reduces its gradient.
+        unshard: begins the all-gather of a unit at the end of its forward, whether or not this rank needs the unit.
+        post_backward: runs a unit's post-backward: reshards its parameters and reduces its gradient.
 
     Attributes:
         keeps_graph: the backward records a graph (``create_graph=True``).
         keeps_iterations: a later backward may go through the same iterations; the same on every rank.
     """
 
-    def __init__(self, join: Callable[[Unit, Weights], None], take_turn: Callable[[Unit], None]) -> None:
+    def __init__(self, unshard: Callable[[Unit, WeightsVersion], None], post_backward: Callable[[Unit], None]) -> None:
         self.keeps_graph = self.keeps_iterations = torch.is_grad_enabled()
         self._last_node: Any = None
-        self._join = join
-        self._take_turn = take_turn
+        self._unshard = unshard
+        self._post_backward = post_backward
         self.iterations: set[Iteration] = set()
         # Events not passed yet, the next one last; and the position of each unit's post-backward.
         self._events: list[Event] = []
-        self._turns: dict[Unit, int] = {}
-        self._returning: set[Unit] = set()
+        self._post_backward_at: dict[Unit, int] = {}
+        self._with_grad: set[Unit] = set()
 
     def include(self, iterations: list[Iteration]) -> None:
         """Add iterations whose events the backward must pass."""
@@ -166,14 +166,14 @@ class Backward:
         self._events.extend([event for iteration in new for event in iteration.events])
         if len(self.iterations) > 1:
             self._events.sort(key=lambda event: event.position)
-        turns: dict[Unit, int] = {}
+        positions: dict[Unit, int] = {}
         # Forwards without gradients count only for units that have no others, as under re-entrant checkpoints.
-        self._returning.update([event.unit for event in self._events if event.in_grad])
+        self._with_grad.update([event.unit for event in self._events if event.in_grad])
         for in_grad in (True, False):
             for event in self._events:
-                if event.is_begin and event.in_grad is in_grad and (in_grad or event.unit not in self._returning):
-                    turns.setdefault(event.unit, event.position)
-        self._turns = turns
+                if event.is_begin and event.in_grad is in_grad and (in_grad or event.unit not in self._with_grad):
+                    positions.setdefault(event.unit, event.position)
+        self._post_backward_at = positions
 
     def reach(self, record: ForwardRecord) -> None:
         """Pass all events down to the end of the forward of ``record``, whose output gradients exist."""
@@ -215,12 +215,12 @@ class Backward:
             event = events.pop()
             if not event.is_begin:
                 if event.weights is not None and self._needs_unshard(event):
-                    self._join(event.unit, event.weights)
-            elif self._turns.get(event.unit) == event.position:
-                self._take_turn(event.unit)
+                    self._unshard(event.unit, event.weights)
+            elif self._post_backward_at.get(event.unit) == event.position:
+                self._post_backward(event.unit)
 
     def _needs_unshard(self, event: Event) -> bool:
-        return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._returning)
+        return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._with_grad)
 
     def next_all_gather(self, after: Unit) -> Unit | None:
         """Return the unit whose all-gather is next, other than ``after``; None if there is none."""

@@ -20,6 +20,7 @@ from fsdp_flat.flat import (
     clear_padding,
     copy_flat_parameter,
     have_grads,
+    is_managed,
     local_part,
     modules_of,
     restore_sharded_grad,
@@ -33,7 +34,7 @@ from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored, Phase
 from fsdp_flat.runtime.other_forwards import register_forward_method
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.schedule import outermost_of, schedule_of
 from fsdp_flat.runtime.tensors import drop_full_precision
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
@@ -178,7 +179,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
             # Every rank checks every shape, so that all raise and none waits for the others.
             for handle in whole:
                 for index, param_info in enumerate(handle.layout.param_infos):
-                    shape = tuple(handle.views.shown(index).shape)
+                    shape = tuple(handle.views.full_local(index).shape)
                     if shape != param_info.shape:
                         raise UsageError(
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
@@ -191,7 +192,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                     handle.views.bump_version()
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.views.local(index)
-                    source = local_part(handle.layout, index, rank, handle.views.shown(index).detach())
+                    source = local_part(handle.layout, index, rank, handle.views.full_local(index).detach())
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
 
@@ -377,7 +378,7 @@ def _check_complete(unit: Unit) -> None:
     """Raise if a module below the unit holds a parameter of an outer unit, whose values would not be copied."""
     managed = managed_sites([unit, *units_of(unit.module)])
     for module in unit.module.modules():
-        held = [each for each in module._parameters.items() if getattr(each[1], "_fsdp_flattened", False)]
+        held = [each for each in module._parameters.items() if each[1] is not None and is_managed(each[1])]
         held += [each for each in module.__dict__.items() if isinstance(each[1], ShardedPlaceholder)]
         for name, tensor in held:
             if (module, name) not in managed and not getattr(tensor, "_is_flat_param", False):
@@ -411,11 +412,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     units = units_of(model)
     for unit in units:
         unit.check_idle("unwrap")
-        if isinstance(unit.context, Schedule) and unit.context.root not in units:
-            root = unit.context.root.name
+        root = outermost_of(unit)
+        if root is not None and root not in units:
             raise UsageError(
-                f"unwrap was called on {unit.name!r}, which is nested in {root!r}. Pass the outermost "
-                "wrapper, or the module that holds it."
+                f"unwrap was called on {unit.name!r}, which is nested in {root.name!r}. Pass the outermost wrapper, or "
+                "the module that holds it."
             )
     for unit in units:
         unit.reshard()

@@ -71,6 +71,7 @@ def build_unit(
     module: nn.Module,
     name: str,
     options: UnitOptions,
+    *,
     ignored: Ignored,
     nested: Sequence[Unit],
     call: Construction,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member_of
 from fsdp_flat.comm import (
+    RankGroup,
     ShardingGroups,
     Strategy,
     agree,
@@ -22,7 +23,7 @@ from fsdp_flat.comm import (
     true_on_any_rank,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, TiedParameterError
-from fsdp_flat.flat import FlattenedBy, adapter_of, check_adapter, modules_of, named_sites
+from fsdp_flat.flat import adapter_of, check_adapter, is_managed, modules_of, named_sites, owner_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.build import (
     WRAPPING,
@@ -142,51 +143,50 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
     options = _options_from(arguments)
     plan, ignored, compared = _agreed_plan(module, arguments, options)
-    try:
-        return _built(module, plan, options, ignored, compared, wrap_unit)
-    except Exception as error:
-        # Ranks have agreed on the plan, and do so again where callers' code runs. Any other error may be of this rank
-        # alone: the next collective of the others, which have built their units, raises with its text.
-        for rank_group in options.groups.rank_groups:
-            report_failure(
-                rank_group, f"raised {type(error).__name__}: {error}", follows=isinstance(error, PeerFailureError)
+    with _reported_failure(options.groups.rank_groups):
+        call = _prepare(module, plan, options, ignored)
+        names = {unit.module: unit.fqn for unit in plan.units}
+        # Most units have the same arguments: those of one call are validated once.
+        known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
+
+        def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+            given = Arguments(**kwargs)
+            key = tuple([id(getattr(given, name)) for name in _ARGUMENT_NAMES])
+            if key not in known:
+                known[key] = given, _options_from(given)
+            _, own = known[key]
+            nested = units_of(child)
+            child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
+            # Among the ranks of another group the id may identify another unit.
+            same_ranks = own.groups.primary.group is options.groups.primary.group
+            unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
+            return wrap_unit(
+                build_unit(child, names[child], own, ignored=child_ignored, nested=nested, call=call, unit_id=unit_id)
             )
+
+        apply_plan(module, plan, wrapper)
+        for exempt in plan.full_precision:
+            keep_full_precision(exempt)
+        # The id of the root has no name in it: that is the class, which may differ between ranks.
+        unit_id = digest_of(f"{call.number}/".encode())
+        name, nested = type(module).__name__, units_of(module)
+        return build_unit(module, name, options, ignored=ignored, nested=nested, call=call, unit_id=unit_id)
+
+
+@contextmanager
+def _reported_failure(rank_groups: Sequence[RankGroup]) -> Iterator[None]:
+    """Have the next collective of other ranks raise with the text of an exception in the block.
+
+    Ranks have agreed on the plan, and do so again where callers' code runs, but any other error while units are built
+    may be of this rank alone. The others have built theirs.
+    """
+    try:
+        yield
+    except Exception as error:
+        follows = isinstance(error, PeerFailureError)
+        for rank_group in rank_groups:
+            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
         raise
-
-
-def _built(
-    module: nn.Module,
-    plan: WrapPlan,
-    options: UnitOptions,
-    ignored: Ignored,
-    compared: Mapping[nn.Module, str],
-    wrap_unit: Callable[[Unit], nn.Module],
-) -> Unit:
-    """Build the units of a plan on which ranks have agreed; ``compared`` are the names by which ranks compare them."""
-    call = _prepare(module, plan, options, ignored)
-    names = {unit.module: unit.fqn for unit in plan.units}
-    # Most units have the same arguments: those of one call are validated once.
-    known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
-
-    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        given = Arguments(**kwargs)
-        key = tuple([id(getattr(given, name)) for name in _ARGUMENT_NAMES])
-        if key not in known:
-            known[key] = given, _options_from(given)
-        _, own = known[key]
-        nested = units_of(child)
-        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
-        # Among the ranks of another group the id may identify another unit.
-        same_ranks = own.groups.primary.group is options.groups.primary.group
-        unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
-        return wrap_unit(build_unit(child, names[child], own, child_ignored, nested, call, unit_id))
-
-    apply_plan(module, plan, wrapper)
-    for exempt in plan.full_precision:
-        keep_full_precision(exempt)
-    # The id of the root has no name in it: that is the class, which may differ between ranks.
-    unit_id = digest_of(f"{call.number}/".encode())
-    return build_unit(module, type(module).__name__, options, ignored, units_of(module), call, unit_id)
 
 
 def _agreed_plan(
@@ -254,7 +254,7 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
         for path, param in module.named_parameters()
-        if not ignored.has(param) and not getattr(param, "_fsdp_flattened", False)
+        if not ignored.has(param) and not is_managed(param)
     ]
     if options.sync_states != "warn":
         named += named_buffers(own_modules(module, ignored))
@@ -307,8 +307,8 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
             warn_user("The module being wrapped is itself in the ignored set, so nothing of it will be sharded.")
     subtree = {child for module in modules for _, child in own_modules(module)}
     for site, param in named_sites(root) if subtree else ():
-        owner = getattr(param, "_fsdp_flattened", None)
-        if site.module in subtree and isinstance(owner, FlattenedBy):
+        owner = owner_of(param)
+        if site.module in subtree and owner is not None:
             raise TiedParameterError(
                 f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
                 "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
@@ -414,7 +414,7 @@ def _describe_structure(
         if not ignored.has(param):
             fqn, shape = clean_fqn(name), "sharded already"
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-            if not getattr(param, "_fsdp_flattened", False):
+            if not is_managed(param):
                 shape = f"of shape {tuple(param.shape)}"
                 check_adapter(adapter_of(param, fqn), fqn, groups)
             facts = f"{shape}, {param.dtype}, requires_grad={param.requires_grad}"

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat import DTensorViews, FlatParamHandle
+from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import COMPARED, UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
@@ -59,8 +59,7 @@ def check_units(units: Sequence[Unit]) -> None:
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
         for handle in unit.handles:
-            if isinstance(handle.views, DTensorViews):
-                handle.views.check_plain()
+            handle.views.check_plain()
         for handle in unit.handles if not unit.options.use_orig_params else ():
             if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.unsharded_params)):
                 raise UsageError(

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import profiled
-from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward, is_alias
+from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias, local_of
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.options import AfterForward, Weights
+from fsdp_flat.runtime.options import AfterForward, WeightsVersion
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import (
     CallInputs,
@@ -25,6 +24,7 @@ from fsdp_flat.runtime.tensors import (
     map_tensors,
     tensors_in,
 )
+from fsdp_flat.runtime.torch_runtime import preserve_version
 from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
@@ -90,7 +90,7 @@ class UnitForward:
         self._calls: list[_ModuleCall] = []
         self._outermost = False
         if schedule.recomputes:
-            self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
+            self._record = ForwardRecord(unit, None, WeightsVersion(unit.wants_full_precision))
         else:
             self._outermost = schedule.iteration is None
             self._record = schedule.begin_forward(unit)
@@ -148,7 +148,7 @@ class UnitForward:
         unit.enter_forward()
         self._entered = True
         schedule.mark_in_use(unit)
-        record.weights = Weights(record.weights.full_precision, unit.storage_epoch, unit.unsharded_version)
+        record.weights = WeightsVersion(record.weights.full_precision, unit.storage_epoch, unit.unsharded_version)
         if record.iteration is not None:
             schedule.prefetch_forward(unit)
 
@@ -167,7 +167,7 @@ class UnitForward:
         """
         if self._calls and (inputs := self._calls.pop().inputs) is not None:
             inputs.restore()
-        recomputes = in_backward() != -1
+        recomputes = graph_task_id() != -1
         for handle in self._unit.handles:
             handle.restore_unsharded_params()
         if self._outermost and not recomputes:
@@ -304,12 +304,8 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
     else:
         outputs = differentiable_tensors(output)
     outputs += written
-    stored = unit.stored
-    stored.num_until_search -= 1
     if unit.handles:
-        is_search_due = stored.num_until_search <= 0 or sum(map(len, stored.attributes)) != stored.num_attributes
-        if stored.places or is_search_due:
-            outputs += stored.tensors()
+        outputs += unit.stored.tensors()
     if not outputs:
         return False
     hook = functools.partial(_outputs_reached, record)
@@ -328,7 +324,7 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
 
 def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for the caller, as a copy if it is a view of a buffer, whose memory is freed meanwhile."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if local.layout is not torch.strided:
         return tensor  # without a storage
     for flat in flats:
@@ -402,5 +398,5 @@ class _HookedInput(NamedTuple):
         """Give the caller's tensor the autograd history of the module's in-place changes."""
         if self.alias._version != self.version:
             # Values that autograd saved stay valid: the data does not change here.
-            with torch.autograd._unsafe_preserve_version_counter(self.given):
+            with preserve_version(self.given):
                 _TakeHistory.apply(self.given, self.alias)

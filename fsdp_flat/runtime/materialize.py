@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
-from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError, some_of
+from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
+from fsdp_flat.runtime.torch_runtime import TorchDispatchMode
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -117,19 +117,11 @@ def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOption
                 tensor.data = tensor.data.to(device)
 
 
-class _WeightTexts(ErrorTexts):
-    """Describes a difference of weights; a line is a name and a fingerprint."""
-
-    def describe(self, first: str, rank: int, other: str) -> str:
-        """Return the text of the error."""
-        name = first.rpartition(" ")[0]
-        return f"Ranks start from different weights: {name} of rank {rank} differs from that of rank 0 of the group"
-
-
-_WEIGHTS = _WeightTexts("comparing weights")
-_ADVICE = (
+_WEIGHTS = ErrorTexts(
+    "comparing weights",
+    "Ranks start from different weights.",
     'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
-    "load a checkpoint on every rank."
+    "load a checkpoint on every rank.",
 )
 
 
@@ -147,12 +139,12 @@ def agree_on_weights(
     ]
     prints = fingerprints([adapter_if_dtensor(each).to_local(each.detach()) for _, each in named])
     # Names may differ between ranks that ignore different modules.
-    lines = [f"{print_}\t{name!r} {print_}" for (name, _), print_ in zip(named, prints, strict=True)]
+    lines = [f"{print_}\t{name!r}" for (name, _), print_ in zip(named, prints, strict=True)]
     found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
     if found is not None and sync == "raise":
-        raise RankMismatchError(f"{found}. {_ADVICE}")
+        raise found
     if found is not None and sync == "warn" and all(rank_group.rank == 0 for rank_group in groups.rank_groups):
-        warn_user(f"{found}; each rank's shard will hold its own. {_ADVICE}")
+        warn_user(f"{found} As it is, each rank's shard will hold its own.")
     return found is not None and sync == "auto"
 
 

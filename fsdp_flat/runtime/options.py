@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, is_a
 from fsdp_flat.comm import (
@@ -24,6 +23,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, RowSharding
+from fsdp_flat.runtime.torch_runtime import BatchNorm
 from fsdp_flat.user_warnings import warn_user
 
 SyncStates = Literal["warn", "broadcast", "auto", "raise"]
@@ -79,9 +79,7 @@ class Precision:
 
     def _statistics_dtype(self, module: nn.Module) -> torch.dtype | None:
         """Return the compute dtype of the running statistics of a batch norm of ``ignored_classes``, or None."""
-        if self.param_dtype is None or not (
-            isinstance(module, _BatchNorm) and isinstance(module, self.ignored_classes)
-        ):
+        if self.param_dtype is None or not (isinstance(module, BatchNorm) and isinstance(module, self.ignored_classes)):
             return None
         dtype = next((b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()), None)
         return dtype and (self.buffer_dtype or dtype)
@@ -196,8 +194,8 @@ class Phase(Enum):
     SUMMONED = "inside summon_full_params"
 
 
-class Weights(NamedTuple):
-    """Identifies the weights with which a forward ran; its backward needs the same."""
+class WeightsVersion(NamedTuple):
+    """Identifies the values that a forward computed with; its backward needs the same."""
 
     full_precision: bool  # unsharded in the original dtype
     storage_epoch: int = -1

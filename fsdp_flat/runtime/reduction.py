@@ -6,25 +6,18 @@ A gradient is summed over the shard group, then over the replicate group; then i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, unrecorded
 from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
 LOGGER = logging.getLogger("fsdp_flat")
-# The dtype in which each of torch's low-precision hooks communicates gradients. The hooks cast, call the backend and
-# cast back; gloo has no kernels for some of their calls. A reduction in this dtype gives the same result everywhere.
-LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
-    {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
-)
 
 
 def predivide_factor(num_ranks: int) -> float:
@@ -80,6 +73,7 @@ class Reduction:
         self,
         handle: FlatParamHandle,
         options: UnitOptions,
+        *,
         collectives: Collectives | None,
         streams: Streams,
         policy: ReductionPolicy,
@@ -208,17 +202,16 @@ class Reduction:
             result.div_(divisor / self._divided_by)
         return result
 
-    def hand_over(self, shard: torch.Tensor, used: Sequence[int]) -> None:
+    def hand_over(self, shard: torch.Tensor, used: bytes) -> None:
         """Add ``shard``, the sum of the results of all reductions of the handle, to its gradients.
 
-        ``used`` holds for each parameter whether any rank has used it.
+        ``used`` has one byte per parameter: 1 if any rank has used it.
         """
-        grads = self.handle.grads
-        if grads.partial.used:
-            grads.partial.add_used(used)
-            used = grads.partial.used
-        if grads.partial.shard is None:
-            grads.partial.used = ()
+        partial = self.handle.grads.partial
+        if partial.used is not None:
+            used = partial.add_used(used)
+        if partial.shard is None:
+            partial.used = None
         if self._policy.zeros_for_unused:
             used = bytes(self.handle.views.requires_grad())
         add_reduced(self.handle.views, shard, used)
@@ -300,7 +293,7 @@ class Reductions:
             if set_to_none:
                 self._finished.pop(handle, None)
 
-    def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, Sequence[int]]) -> None:
+    def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, bytes]) -> None:
         """Wait for all reductions, and add the results to the gradients of their handles.
 
         ``used`` holds for each handle and parameter whether any rank has used it.

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import RankGroup, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
-from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, in_backward
+from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
-from fsdp_flat.runtime.options import Phase, Weights
+from fsdp_flat.runtime.options import Phase, WeightsVersion
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
+from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import Params, UnmanagedTensors
 
@@ -119,7 +119,7 @@ class Schedule(CommContext):
     @property
     def recomputes(self) -> bool:
         """True if a forward now is a recomputation: a backward of this tree is running."""
-        return self.backward is not None and in_backward() != -1
+        return self.backward is not None and graph_task_id() != -1
 
     @property
     def ran_units_without_gradients(self) -> bool:
@@ -156,7 +156,7 @@ class Schedule(CommContext):
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
             self._free_kept_buffers()
-        return ForwardRecord(unit, iteration, Weights(unit.wants_full_precision), self._position)
+        return ForwardRecord(unit, iteration, WeightsVersion(unit.wants_full_precision), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
         """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
@@ -209,14 +209,10 @@ class Schedule(CommContext):
         self.pool.clear()
         self.collectives.trim()
 
-    def _look_up_logger(self) -> None:
-        """Look up whether the logger takes events, once for all events of a forward or backward."""
-        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
-
     def recover(self) -> None:
         """Abort a step whose backward raised, if there is one."""
-        self._look_up_logger()
-        if self.backward is not None and (in_backward() == -1 or self._lost_callback):
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
+        if self.backward is not None and (graph_task_id() == -1 or self._lost_callback):
             self.abort()
 
     @property
@@ -303,11 +299,11 @@ class Schedule(CommContext):
             self.backward.include(self._pending.of_backward(self._exchange.any_rank))
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
-            Variable._execution_engine.queue_callback(callback)
+            queue_callback(callback)
         return self.backward
 
     def _begin_backward(self) -> Backward:
-        self._look_up_logger()
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         self._adopt_units()
         if any(unit.control.sync_gradients for unit in self.units):
             try:
@@ -315,7 +311,7 @@ class Schedule(CommContext):
             except (PeerFailureError, RankMismatchError):
                 self.abort()
                 raise
-        return Backward(self._join, self._take_turn)
+        return Backward(self._unshard_for_backward, self._post_backward)
 
     def complete_accumulation(self) -> None:
         """Reduce and set the gradients that backwards have left, outside of any. Every rank must call this."""
@@ -327,7 +323,7 @@ class Schedule(CommContext):
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
-        task = in_backward()
+        task = graph_task_id()
         if record.task == task:
             return
         record.task = task
@@ -374,7 +370,7 @@ class Schedule(CommContext):
         elif unit.needs_all_gather and unit.is_sharded and not self.is_outermost(unit):
             self._free_kept_buffers()
 
-    def _join(self, unit: Unit, weights: Weights) -> None:
+    def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
         if unit.needs_all_gather and unit.context is self:
             self._make_room_for(unit)
@@ -383,7 +379,7 @@ class Schedule(CommContext):
             self.mark_in_use(unit)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
-    def _take_turn(self, unit: Unit) -> None:
+    def _post_backward(self, unit: Unit) -> None:
         """Reshard a unit and reduce its gradient, in this order, so that the reduction can use the freed memory."""
         assert self.backward is not None
         if unit.context is not self:
@@ -487,6 +483,11 @@ class Schedule(CommContext):
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
     """Return the schedule of a wrapper; create it if there is none."""
     return unit.context if isinstance(unit.context, Schedule) else Schedule(module)
+
+
+def outermost_of(unit: Unit) -> Unit | None:
+    """Return the outermost unit of a unit's tree; None before the tree's first use."""
+    return unit.context.root if isinstance(unit.context, Schedule) else None
 
 
 def reset_schedule(units: list[Unit]) -> None:

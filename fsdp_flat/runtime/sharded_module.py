@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
-from fsdp_flat.flat import in_backward
+from fsdp_flat.flat import graph_task_id
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.other_forwards import UnshardHandle
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.schedule import Schedule, outermost_of, schedule_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
 
@@ -184,8 +184,7 @@ class ShardedModule(UnitSettings):
         Until then each backward reduces as it goes (unless gradient synchronization is off) and keeps the results.
         """
         unit = own_unit(self)
-        root = unit.context.root if isinstance(unit.context, Schedule) else unit
-        root.control.is_last_backward = is_last_backward
+        (outermost_of(unit) or unit).control.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave gradients to :meth:`finalize_backward` instead of setting them at the end of a backward.
@@ -199,7 +198,7 @@ class ShardedModule(UnitSettings):
         unit, schedule = _outermost(self, "set_manual_backward_finalization")
         if enabled == unit.control.finalizes_by_hand:
             return
-        if in_backward() != -1 or (schedule is not None and schedule.is_left_open):
+        if graph_task_id() != -1 or (schedule is not None and schedule.is_left_open):
             raise UsageError(
                 f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
                 "or after one whose gradients are not set yet. Call finalize_backward first."
@@ -227,7 +226,7 @@ class ShardedModule(UnitSettings):
         """
         unit, schedule = _outermost(self, "finalize_backward")
         if schedule is not None:
-            if in_backward() != -1:
+            if graph_task_id() != -1:
                 raise UsageError(f"finalize_backward was called on unit {unit.name!r} inside a backward.")
             if not unit.control.finalizes_by_hand:
                 raise UsageError(
@@ -288,17 +287,19 @@ def _unit_for(module: nn.Module, action: str) -> Unit:
     return unit
 
 
+def require_root(unit: Unit, action: str) -> None:
+    """Raise a UsageError if a unit is nested in another one; before the first use of a tree every unit passes."""
+    root = outermost_of(unit)
+    if root is not None and root is not unit:
+        raise UsageError(f"{action} must be called on the outermost unit; {unit.name!r} is nested in {root.name!r}.")
+
+
 def _outermost(module: nn.Module, action: str) -> tuple[Unit, Schedule | None]:
     """Return the unit of a module, which must be the outermost one, and the schedule; None before the first use."""
     unit = own_unit(module)
     unit.context.recover()
-    if not isinstance(unit.context, Schedule):
-        return unit, None
-    if unit.context.root is not unit:
-        raise UsageError(
-            f"{action} must be called on the outermost unit; {unit.name!r} is nested in {unit.context.root.name!r}."
-        )
-    return unit, unit.context
+    require_root(unit, action)
+    return unit, unit.context if isinstance(unit.context, Schedule) else None
 
 
 def _last_unsharded(module: nn.Module) -> Unit:

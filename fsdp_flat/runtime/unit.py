@@ -21,9 +21,9 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, joined, modules_of
+from fsdp_flat.flat import FlatParamHandle, ShardState, graph_task_id, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions, Weights
+from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions, WeightsVersion
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
@@ -42,8 +42,8 @@ class Unit:
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
             and ``summon_full_params`` always use these; steps may use others (``collective_choice``).
         needs_all_gather: an unshard communicates, so that beginning it early helps.
-        is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
-            an earlier forward still needs the old values, a forward does not.
+        is_outdated: shards of some rank may be newer than the unsharded parameters, by a write-back. The next forward
+            all-gathers again; a backward of an earlier forward keeps the old values.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
@@ -174,7 +174,7 @@ class Unit:
 
     def begin_unshard(self) -> None:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
-        if not self.handles or not self.is_sharded or self._reuse_kept():
+        if not self.is_sharded or not self.handles or (self._kept_epoch is not None and self._reuse_kept()):
             return
         self.log_event("unshard")
         smaller = None if self.handles[0].rows is None else self.control.smaller_group
@@ -202,12 +202,10 @@ class Unit:
 
     def _reuse_kept(self) -> bool:
         """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
-        if self._kept_epoch is None:
-            return False
         self.adopt_changes()
         has_rows = self.handles[0].rows is not None
         is_regrouped = has_rows and self.control.smaller_group is None
-        if in_backward() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
+        if graph_task_id() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
             self.free_kept()
             return False
         self._kept_epoch = None
@@ -215,8 +213,8 @@ class Unit:
             return False  # the all-gather in this backward begins with them
         for handle in self.handles:
             handle.undo_reshard()
-        # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
-        # they changed must not all-gather, because the others do not.
+        # If weights have changed since the forward, pre_backward() finds this version and raises. A rank on which they
+        # changed must not all-gather, because the others do not.
         self.unsharded_version = self._version()
         return True
 
@@ -278,9 +276,9 @@ class Unit:
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
-        if self.is_sharded or self._depth > 0 or in_backward() != -1:
+        if self.is_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
-        return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
+        return {param: own for handle in self.handles for param, own in handle.views.optimizer_param_of().items()}
 
     def use_unsharded_views(self) -> None:
         """Point the modules at the unsharded parameters."""
@@ -393,7 +391,7 @@ class Unit:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def pre_backward(self, weights: Weights) -> None:
+    def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
         if self.is_sharded:
             self.adopt_changes()
@@ -450,7 +448,9 @@ class Unit:
         self._issued.append(("reduction", self))
         reductions.make_room(self.policy.max_in_flight)
         with profiled("reduce_scatter", self.name):
-            reductions.add(Reduction(handle, self.options, self._step_collectives, streams, self.policy))
+            reductions.add(
+                Reduction(handle, self.options, collectives=self._step_collectives, streams=streams, policy=self.policy)
+            )
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""

@@ -13,8 +13,8 @@ from torch import nn
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
 from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
 

@@ -29,7 +29,7 @@ from fsdp_flat.comm import (
     fingerprint,
 )
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import modules_of
+from fsdp_flat.flat import is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.exchange import AverageRequest
 from fsdp_flat.runtime.unit import Unit
@@ -64,10 +64,7 @@ def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter
     return {
         clean_fqn(name): param
         for name, param in root.named_parameters()
-        if param.requires_grad
-        and param not in managed
-        and not getattr(param, "_fsdp_flattened", False)
-        and not isinstance(param, DTensor)
+        if param.requires_grad and param not in managed and not is_managed(param) and not isinstance(param, DTensor)
     }
 
 

@@ -330,7 +330,7 @@ def _save_full(
             elif present:
                 stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                 # A value may be a view of the summoned parameter, unless a hook replaced it.
-                if is_summoned and _shares_memory(stored, param.handle.views.shown(param.index)):
+                if is_summoned and _shares_memory(stored, param.handle.views.full_local(param.index)):
                     stored = stored.clone()
                 destination.update(dict.fromkeys(present, stored))
         if keep:
