@@ -304,8 +304,12 @@ def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor
     else:
         outputs = differentiable_tensors(output)
     outputs += written
+    stored = unit.stored
+    stored.num_until_search -= 1
     if unit.handles:
-        outputs += unit.stored.tensors()
+        is_search_due = stored.num_until_search <= 0 or sum(map(len, stored.attributes)) != stored.num_attributes
+        if stored.places or is_search_due:
+            outputs += stored.tensors()
     if not outputs:
         return False
     hook = functools.partial(_outputs_reached, record)

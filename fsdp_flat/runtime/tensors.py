@@ -90,7 +90,7 @@ class StoredTensors:
         attributes: those of each module.
         num_attributes: their number when all were searched.
         places: attributes that may hold such a tensor, as ``(attributes, name)``.
-        num_until_search: forwards until all are searched.
+        num_until_search: forwards until all are searched; the caller counts down.
     """
 
     _SEARCH_EVERY = 64
@@ -105,8 +105,7 @@ class StoredTensors:
         return StoredTensors(copy.deepcopy(self._modules, memo))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors with autograd history that are stored now; called once a forward."""
-        self.num_until_search -= 1
+        """Return the tensors with autograd history that are stored now."""
         num_attributes = sum(map(len, self.attributes))
         if self.num_until_search <= 0 or num_attributes != self.num_attributes:
             self.num_until_search, self.num_attributes = self._SEARCH_EVERY, num_attributes
@@ -116,8 +115,6 @@ class StoredTensors:
                 for name, value in attributes.items()
                 if name not in _MODULE_STATE and _may_hold_tensors(value)
             ]
-        if not self.places:
-            return []
         values = [value for attributes, name in self.places if (value := attributes.get(name)) is not None]
         return [tensor for tensor in differentiable_tensors(values) if not tensor.is_leaf] if values else []
 

@@ -174,7 +174,7 @@ class Unit:
 
     def begin_unshard(self) -> None:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
-        if not self.is_sharded or not self.handles or (self._kept_epoch is not None and self._reuse_kept()):
+        if not self.handles or not self.is_sharded or self._reuse_kept():
             return
         self.log_event("unshard")
         smaller = None if self.handles[0].rows is None else self.control.smaller_group
@@ -202,6 +202,8 @@ class Unit:
 
     def _reuse_kept(self) -> bool:
         """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
+        if self._kept_epoch is None:
+            return False
         self.adopt_changes()
         has_rows = self.handles[0].rows is not None
         is_regrouped = has_rows and self.control.smaller_group is None
@@ -213,8 +215,8 @@ class Unit:
             return False  # the all-gather in this backward begins with them
         for handle in self.handles:
             handle.undo_reshard()
-        # If weights have changed since the forward, pre_backward() finds this version and raises. A rank on which they
-        # changed must not all-gather, because the others do not.
+        # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
+        # they changed must not all-gather, because the others do not.
         self.unsharded_version = self._version()
         return True
 
