@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
-from fsdp_flat.comm.torch_comm import flatten_dense, group_store
+from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.user_warnings import warn_user
 
@@ -81,7 +81,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
         else:
             found[index] = fingerprint(tensor)
     for entries in small.values():
-        flat = flatten_dense([tensor for _, tensor in entries])
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in entries])
         host = flat.view(torch.uint8).cpu().numpy().tobytes()
         stop = 0
         for index, tensor in entries:

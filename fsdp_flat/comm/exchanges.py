@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
-from fsdp_flat.comm.torch_comm import group_store
+from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo
 from fsdp_flat.errors import PeerFailureError
 
 _logger = logging.getLogger("fsdp_flat")
@@ -39,7 +39,7 @@ _ADVICE = (
 # The number of this process's failures in each group, and the groups whose stores have its report. Process-wide,
 # because a group outlives models.
 _num_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
@@ -156,11 +156,11 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
     group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group in _reported):
+        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group in reported):
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")
         number = _num_failures[group] = _num_failures.get(group, 0) + 1
-        _reported.add(group)
+        reported.add(group)
         group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
 
 
@@ -179,8 +179,8 @@ def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tupl
 
 def withdraw_report(group: dist.ProcessGroup | None) -> None:
     """Delete this rank's report of a failure, if there is one, as this rank continues."""
-    if _reported and group is not None and group in _reported:
-        _reported.remove(group)
+    if group is not None and group in reported:
+        reported.remove(group)
         with suppress(Exception):
             group_store(group).delete_key(_KEY % group.rank())
 
@@ -208,7 +208,9 @@ class WatchedWork:
     raises_early: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        withdraw_report(self.rank_group.group)
+        leave_time_for_gloo()
+        if reported:
+            withdraw_report(self.rank_group.group)
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-_profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+from fsdp_flat.comm.torch_comm import profiler_is_on
+
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -212,7 +213,7 @@ def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
 
     Without a running profiler it costs one check.
     """
-    return record_function(f"FSDP::{operation} ({unit_name})") if _profiler_is_on() else _NOTHING
+    return record_function(f"FSDP::{operation} ({unit_name})") if profiler_is_on() else _NOTHING
 
 
 def unrecorded() -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, check_memory, close_all
+from fsdp_flat.comm.torch_comm import gloo_timeout_s
 
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
@@ -67,16 +68,16 @@ os.register_at_fork(after_in_child=_leave_parents_groups)
 
 def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
     """Connect all ranks of a group, or none."""
-    timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
+    timeout_s = gloo_timeout_s(group)
     # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
     listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
-    said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
+    own = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
     try:
-        everyone = [each.split(b" ") for each in exchange_bytes(said, group, _CPU)]
-        if listener is not None and len({host for host, *_ in everyone}) == 1:
+        each_rank = [payload.split(b" ") for payload in exchange_bytes(own, group, _CPU)]
+        if listener is not None and len({host for host, *_ in each_rank}) == 1:
             with suppress(OSError, ValueError):
-                _connect_peers(rank_group, listener, [address for _, address in everyone], peers)
+                _connect_peers(rank_group, listener, [address for _, address in each_rank], peers)
     finally:
         if listener is not None:
             listener.close()

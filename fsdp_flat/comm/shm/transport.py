@@ -210,7 +210,8 @@ class SharedMemoryTransport:
         one of the ranks has ended.
         """
         self._check()
-        exchanges.withdraw_report(self._group())
+        if exchanges.reported:
+            exchanges.withdraw_report(self._group())
         for rank in self._peers:
             self.receive_ready(rank)
         self._num_sends += 1
