@@ -171,7 +171,7 @@ def agree(
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
     device: torch.device,
-    words: ErrorTexts,
+    texts: ErrorTexts,
 ) -> None:
     """Raise on every rank if any rank failed or is about to do something different.
 
@@ -183,7 +183,7 @@ def agree(
         PeerFailureError: another rank failed.
         RankMismatchError: lines differ; the text shows the first difference.
     """
-    found = find_disagreement(lines, error, rank_groups, device, words)
+    found = find_disagreement(lines, error, rank_groups, device, texts)
     if found is not None:
         raise found
 
@@ -193,7 +193,7 @@ def find_disagreement(
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
     device: torch.device,
-    words: ErrorTexts,
+    texts: ErrorTexts,
 ) -> Exception | None:
     """Return the exception that :func:`agree` would raise, or None.
 
@@ -203,20 +203,20 @@ def find_disagreement(
     for rank_group in connected(rank_groups):
         # The name of an error's class and its text, or the lines.
         if found is None:
-            said = ["", *lines]
+            own = ["", *lines]
         elif found is error:
-            said = [
+            own = [
                 PeerFailureError.__name__,
-                f"Rank {rank_group.rank} of the group failed while {words.doing}, so this rank stops too: "
+                f"Rank {rank_group.rank} of the group failed while {texts.doing}, so this rank stops too: "
                 f"{type(found).__name__}: {found}",
             ]
         else:
-            said = [type(found).__name__, str(found)]
-        payload = "\n".join(said)
+            own = [type(found).__name__, str(found)]
+        payload = "\n".join(own)
         compared = "\n".join(map(_compared, payload.split("\n")))
-        everyone = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
-        if everyone is not None and found is None:
-            found = _finding([decoded(each).split("\n") for each in everyone], words)
+        payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
+        if payloads is not None and found is None:
+            found = _first_error([decoded(each).split("\n") for each in payloads], texts)
     return found
 
 
@@ -224,15 +224,15 @@ def _compared(line: str) -> str:
     return line.partition("\t")[0]
 
 
-def _finding(everyone: list[list[str]], words: ErrorTexts) -> Exception:
+def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception:
     """Return the error for the first rank that has one, else for the first rank whose lines differ from rank 0's."""
-    for kind, *lines in everyone:
+    for kind, *lines in by_rank:
         if kind:
             return {each.__name__: each for each in (PeerFailureError, RankMismatchError)}[kind]("\n".join(lines))
-    for rank, lines in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], lines, fillvalue="nothing more"):
+    for rank, lines in enumerate(by_rank):
+        for first, other in zip_longest(by_rank[0], lines, fillvalue="nothing more"):
             if _compared(first) != _compared(other):
-                return RankMismatchError(words.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
+                return RankMismatchError(texts.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
     raise AssertionError("digests of equal lines differ")
 
 

@@ -248,7 +248,9 @@ class WatchedWork:
         missing = [rank for rank in others if rank not in reports]
         lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
         if missing:
-            lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
+            lines.append(
+                f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective"
+            )
         # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
         first = str(error).partition("\n")[0].partition(". ")[0]
         return PeerFailureError(

@@ -47,6 +47,7 @@ class Pending:
         works: Iterable[Any],
         result: torch.Tensor,
         finish: Callable[[], torch.Tensor] | None = None,
+        *,
         scratch: tuple[torch.Tensor, ...] = (),
         alive: tuple[torch.Tensor, ...] = (),
     ) -> None:
