@@ -11,7 +11,7 @@ import hashlib
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -166,8 +166,11 @@ class ErrorTexts:
         )
 
 
+Lines = Sequence[str] | Callable[[RankGroup], Sequence[str]]
+
+
 def agree(
-    lines: Sequence[str],
+    lines: Lines,
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
     device: torch.device,
@@ -176,8 +179,8 @@ def agree(
     """Raise on every rank if any rank failed or is about to do something different.
 
     Every rank of the groups must call this, with a description of the next operation, one fact a line, that is the same
-    on every rank; after a tab a line may have a text for errors, which may differ. A rank that failed passes its
-    exception, which it raises itself.
+    on every rank; after a tab a line may have a text for errors, which may differ. A function returns the lines of each
+    group. A rank that failed passes its exception, which it raises itself.
 
     Raises:
         PeerFailureError: another rank failed.
@@ -189,7 +192,7 @@ def agree(
 
 
 def find_disagreement(
-    lines: Sequence[str],
+    lines: Lines,
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
     device: torch.device,
@@ -199,11 +202,11 @@ def find_disagreement(
 
     A caller that compares other lines over each of several groups passes the result as the next ``error``.
     """
-    found = error
-    for rank_group in connected(rank_groups):
+    found, groups = error, connected(rank_groups)
+    for rank_group in groups:
         # The name of an error's class and its text, or the lines.
         if found is None:
-            own = ["", *lines]
+            own = ["", *(lines(rank_group) if callable(lines) else lines)]
         elif found is error:
             own = [
                 PeerFailureError.__name__,
@@ -217,6 +220,9 @@ def find_disagreement(
         payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
         if payloads is not None and found is None:
             found = _first_error([decoded(each).split("\n") for each in payloads], texts)
+    if callable(lines) and len(groups) > 1:
+        # What one of the last groups has found is exchanged over the first ones too.
+        return find_disagreement((), found, groups, device, texts)
     return found
 
 
