@@ -15,7 +15,6 @@ its use of the flag.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from fsdp_flat.comm import RankGroup, begin_all_reduce
+from fsdp_flat.comm import RankGroup, backend_of, begin_all_reduce
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.flat import unguarded
 
@@ -261,10 +260,8 @@ def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.d
     The choice depends on values that are equal on every rank, so not on the devices of gradients.
     """
     for device in (home, torch.device(configured), torch.accelerator.current_accelerator()):
-        with contextlib.suppress(RuntimeError):
-            if device is not None:
-                group._get_backend(device)
-                return device
+        if device is not None and backend_of(group, device) is not None:
+            return device
     return home
 
 

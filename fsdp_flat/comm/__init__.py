@@ -41,4 +41,5 @@ from fsdp_flat.comm.rank_groups import (
     subgroup_of,
 )
 from fsdp_flat.comm.streams import Pending, Streams, profiled, unrecorded
+from fsdp_flat.comm.torch_comm import backend_of
 from fsdp_flat.comm.transfers import P2PChannels

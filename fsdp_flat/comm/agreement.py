@@ -11,7 +11,7 @@ import hashlib
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -22,7 +22,7 @@ import torch
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
-from fsdp_flat.comm.torch_comm import flatten_dense, group_store, timeout_of
+from fsdp_flat.comm.torch_comm import group_store, timeout_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.user_warnings import warn_user
 
@@ -80,7 +80,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
         else:
             found[index] = fingerprint(tensor)
     for entries in small.values():
-        flat = flatten_dense([tensor for _, tensor in entries])
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in entries])
         host = flat.view(torch.uint8).cpu().numpy().tobytes()
         stop = 0
         for index, tensor in entries:
@@ -165,57 +165,63 @@ class ErrorTexts:
         )
 
 
+Lines = Sequence[str] | Callable[[RankGroup], Sequence[str]]
+
+
 def agree(
-    lines: Sequence[str],
+    lines: Lines,
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
     device: torch.device,
-    words: ErrorTexts,
+    texts: ErrorTexts,
 ) -> None:
     """Raise on every rank if any rank failed or is about to do something different.
 
     Every rank of the groups must call this, with a description of the next operation, one fact a line, that is the same
-    on every rank; after a tab a line may have a text for errors, which may differ. A rank that failed passes its
-    exception, which it raises itself.
+    on every rank; after a tab a line may have a text for errors, which may differ. A function returns the lines of each
+    group. A rank that failed passes its exception, which it raises itself.
 
     Raises:
         PeerFailureError: another rank failed.
         RankMismatchError: lines differ; the text shows the first difference.
     """
-    found = find_disagreement(lines, error, rank_groups, device, words)
+    found = find_disagreement(lines, error, rank_groups, device, texts)
     if found is not None:
         raise found
 
 
 def find_disagreement(
-    lines: Sequence[str],
+    lines: Lines,
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
     device: torch.device,
-    words: ErrorTexts,
+    texts: ErrorTexts,
 ) -> Exception | None:
     """Return the exception that :func:`agree` would raise, or None.
 
     A caller that compares other lines over each of several groups passes the result as the next ``error``.
     """
-    found = error
-    for rank_group in connected(rank_groups):
+    found, groups = error, connected(rank_groups)
+    for rank_group in groups:
         # The name of an error's class and its text, or the lines.
         if found is None:
-            said = ["", *lines]
+            own = ["", *(lines(rank_group) if callable(lines) else lines)]
         elif found is error:
-            said = [
+            own = [
                 PeerFailureError.__name__,
-                f"Rank {rank_group.rank} of the group failed while {words.doing}, so this rank stops too: "
+                f"Rank {rank_group.rank} of the group failed while {texts.doing}, so this rank stops too: "
                 f"{type(found).__name__}: {found}",
             ]
         else:
-            said = [type(found).__name__, str(found)]
-        payload = "\n".join(said)
+            own = [type(found).__name__, str(found)]
+        payload = "\n".join(own)
         compared = "\n".join(map(_compared, payload.split("\n")))
-        everyone = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
-        if everyone is not None and found is None:
-            found = _finding([decoded(each).split("\n") for each in everyone], words)
+        payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
+        if payloads is not None and found is None:
+            found = _first_error([decoded(each).split("\n") for each in payloads], texts)
+    if callable(lines) and len(groups) > 1:
+        # What one of the last groups has found is exchanged over the first ones too.
+        return find_disagreement((), found, groups, device, texts)
     return found
 
 
@@ -223,15 +229,15 @@ def _compared(line: str) -> str:
     return line.partition("\t")[0]
 
 
-def _finding(everyone: list[list[str]], words: ErrorTexts) -> Exception:
+def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception:
     """Return the error for the first rank that has one, else for the first rank whose lines differ from rank 0's."""
-    for kind, *lines in everyone:
+    for kind, *lines in by_rank:
         if kind:
             return {each.__name__: each for each in (PeerFailureError, RankMismatchError)}[kind]("\n".join(lines))
-    for rank, lines in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], lines, fillvalue="nothing more"):
+    for rank, lines in enumerate(by_rank):
+        for first, other in zip_longest(by_rank[0], lines, fillvalue="nothing more"):
             if _compared(first) != _compared(other):
-                return RankMismatchError(words.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
+                return RankMismatchError(texts.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
     raise AssertionError("digests of equal lines differ")
 
 

@@ -139,12 +139,12 @@ class QuantizedAllGather(_Quantized):
         """Implement :class:`AllGather`."""
         size, numel = dist.get_world_size(group), input_tensor.numel()
         own = self._pack(input_tensor.view(1, -1))
-        everyone = own.new_empty(size, own.shape[1])
-        work = torch_comm.all_gather_single(everyone.view(-1), own.view(-1), group=group, async_op=True)
+        packed = own.new_empty(size, own.shape[1])
+        work = torch_comm.all_gather_single(packed.view(-1), own.view(-1), group=group, async_op=True)
 
         def finish() -> torch.Tensor:
             with torch.no_grad():
-                output_tensor.view(size, numel).copy_(self._unpack(everyone, numel))
+                output_tensor.view(size, numel).copy_(self._unpack(packed, numel))
             return output_tensor
 
         return _started(Pending([work], output_tensor, finish), async_op)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
-from fsdp_flat.comm.torch_comm import group_store
+from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo
 from fsdp_flat.errors import PeerFailureError
 
 _logger = logging.getLogger("fsdp_flat")
@@ -179,7 +179,7 @@ def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tupl
 
 def withdraw_report(group: dist.ProcessGroup | None) -> None:
     """Delete this rank's report of a failure, if there is one, as this rank continues."""
-    if reported and group is not None and group in reported:
+    if group is not None and group in reported:
         reported.remove(group)
         with suppress(Exception):
             group_store(group).delete_key(_KEY % group.rank())
@@ -208,7 +208,9 @@ class WatchedWork:
     raises_early: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        withdraw_report(self.rank_group.group)
+        leave_time_for_gloo()
+        if reported:
+            withdraw_report(self.rank_group.group)
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
@@ -246,7 +248,9 @@ class WatchedWork:
         missing = [rank for rank in others if rank not in reports]
         lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
         if missing:
-            lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
+            lines.append(
+                f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective"
+            )
         # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
         first = str(error).partition("\n")[0].partition(". ")[0]
         return PeerFailureError(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp_flat.api import ShardingStrategy, member_of
 from fsdp_flat.comm import torch_comm
-from fsdp_flat.comm.torch_comm import timeout_of
+from fsdp_flat.comm.torch_comm import backend_of, timeout_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
 _CPU = torch.device("cpu")
@@ -91,24 +91,15 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
         raise destroyed_error(group) from error
 
 
-def _moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(_CPU) is not None
-    except RuntimeError:
-        return False
-
-
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
-    try:
-        return not is_fake(group) and group._get_backend(device).name() == "gloo"
-    except RuntimeError:
-        return False
+    backend = None if is_fake(group) else backend_of(group, device)
+    return backend is not None and backend.name() == "gloo"
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return the device for small tensors of a group: the CPU if it has a CPU backend, else the compute device."""
-    return _CPU if _moves_cpu_tensors(group) else device
+    return device if backend_of(group, _CPU) is None else _CPU
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -116,7 +107,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Every rank of the group must call this.
     """
-    if _moves_cpu_tensors(group):
+    if backend_of(group, _CPU) is not None:
         return group
     return _new_group(group, global_ranks(group), backend="gloo")
 

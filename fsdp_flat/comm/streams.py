@@ -18,23 +18,15 @@ All units of a tree share one object. It ensures this order, without ``record_st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
-_profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+from fsdp_flat.comm.torch_comm import profiler_is_on
 
-
-class _Nothing:
-    """Does nothing as a context. A step enters it hundreds of times; both methods are C functions, which are fast."""
-
-    __enter__ = int  # without arguments
-    __exit__ = "".format  # returns "" whatever the exception, so that it goes on
-
-
-_NOTHING = cast(AbstractContextManager[Any], _Nothing())
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Pending:
@@ -55,6 +47,7 @@ class Pending:
         works: Iterable[Any],
         result: torch.Tensor,
         finish: Callable[[], torch.Tensor] | None = None,
+        *,
         scratch: tuple[torch.Tensor, ...] = (),
         alive: tuple[torch.Tensor, ...] = (),
     ) -> None:
@@ -221,7 +214,7 @@ def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
 
     Without a running profiler it costs one check.
     """
-    return record_function(f"FSDP::{operation} ({unit_name})") if _profiler_is_on() else _NOTHING
+    return record_function(f"FSDP::{operation} ({unit_name})") if profiler_is_on() else _NOTHING
 
 
 def unrecorded() -> AbstractContextManager[Any]:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-# gloo's threads need the interpreter to release the tensors of a collective that has ended. If one still waits for it
-# when the interpreter ends, Python before 3.14 aborts the process ("terminate called without an active exception").
-# So a process that ends right after a collective, as after a save, leaves the interpreter to them for a moment,
-# long enough for the system to run them beside other processes.
-atexit.register(time.sleep, 0.1)
-
-# Concatenates tensors of one dtype, flattened, by one operation; DistributedDataParallel flattens its buckets by it.
-flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = _flatten_dense_tensors
+# Returns whether a profiler is running; the public ways to ask take much longer.
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,16 +25,6 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store of a group; torch has no public accessor for it."""
     store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's collectives; torch has no public accessor for it."""
-    for device in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
-        # A group may have no backend for a device, and torch's "fake" one has no options.
-        with suppress(RuntimeError, AttributeError):
-            timeout: timedelta = group._get_backend(device).options._timeout
-            return timeout
-    return default_pg_timeout
 
 
 def new_group(
@@ -71,11 +54,39 @@ def new_group(
     return created
 
 
-def tensor_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Return the ``allocate_tensor(numel, dtype=, device=)`` of a group's backend; None if it has none.
+@functools.cache
+def leave_time_for_gloo() -> None:
+    """Let the end of this process wait 0.1 s; callers begin a collective of gloo.
 
-    Only backend objects have it, which no public function returns.
+    gloo's threads need the interpreter to release the tensors of a collective that has ended. If one still waits for it
+    when the interpreter ends, Python before 3.14 aborts the process ("terminate called without an active exception").
+    So a process that ends right after a collective, as after a save, leaves the interpreter to them for a moment, long
+    enough for the system to run them beside other processes.
     """
-    backend: Any = group._get_backend(device)
+    atexit.register(time.sleep, 0.1)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend object of a group for tensors of ``device``, which no public function returns, or None."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a group's collectives; torch has no public accessor for it."""
+    for device in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
+        # torch's "fake" backend has no options.
+        options = getattr(backend_of(group, device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return default_pg_timeout
+
+
+def tensor_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return the ``allocate_tensor(numel, dtype=, device=)`` of a group's backend; None if it has none."""
+    backend = backend_of(group, device)
     supports = getattr(backend, "supports_tensor_alloc", None)
     return backend.allocate_tensor if supports is not None and supports(device) else None

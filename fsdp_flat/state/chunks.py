@@ -92,7 +92,7 @@ class ChunkCodec(StateDictCodec):
         spec, local = _chunk_spec(target, value), target.local
         chunk = _fitting_chunk(spec, target, value).detach().reshape(-1).to(dtype=local.dtype, device=local.device)
         plan.transfer(*[each.reversed() for each in reversed(spec.transfers(target, chunk))])
-        plan.lines.append(f"{target.label}: {spec.shape} {local.dtype} in chunks")
+        plan.describe(target, f"{spec.shape} {local.dtype} in chunks")
 
 
 class FlatCodec(StateDictCodec):

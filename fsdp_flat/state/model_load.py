@@ -170,7 +170,7 @@ class ModelLoad:
                 self.has_chunks = self.has_chunks or decoder.exchanges
                 self.has_own = self.has_own or not decoder.exchanges
                 if not decoder.exchanges:
-                    self.plan.lines.append(f"{target.label}: {shape_of(value)} without chunks")
+                    self.plan.describe(target, f"{shape_of(value)} without chunks")
                 self.decode(decoder, value, target)
         self._deferred.clear()
 
@@ -216,7 +216,7 @@ class ModelLoad:
             rank_groups = rank_groups_of(units)
             for rank_group in rank_groups:
                 barrier("load_state_dict", rank_group)
-            found = find_disagreement(self.plan.lines, error, rank_groups, units[0].options.device, LOADING_STATE)
+            found = find_disagreement(self.plan.lines_of, error, rank_groups, units[0].options.device, LOADING_STATE)
             if found is not error:
                 self.errors.append(clean_text(str(found)))
                 error = found

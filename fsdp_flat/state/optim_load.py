@@ -79,7 +79,7 @@ def load_optim_state(
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
-        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING_STATE)
+        agree(loading.plan.lines_of, error, index.rank_groups, index.device, LOADING_STATE)
     elif error is not None:
         raise error
     loading.plan.commit()

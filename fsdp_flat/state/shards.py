@@ -412,16 +412,21 @@ def redistribute(transfers: Iterable[TensorTransfer]) -> None:
 
 
 class LoadPlan:
-    """Collects the calls, copies and transfers of one load, to run once every value fits.
-
-    Attributes:
-        lines: one line per tensor that ranks exchange, the same on every rank.
-    """
+    """Collects the calls, copies and transfers of one load, to run once every value fits."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self._lines: dict[Unit, list[str]] = {}
         self._calls: tuple[list[Callable[[], object]], ...] = ([], [])
         self._stages: tuple[list[TensorTransfer], ...] = ([], [])
+
+    def describe(self, target: StateShard, text: str) -> None:
+        """Describe how ``target`` is loaded, with the same ``text`` on every rank of its unit."""
+        self._lines.setdefault(target.param.unit, []).append(f"{target.label}: {text}")
+
+    def lines_of(self, rank_group: RankGroup) -> list[str]:
+        """Return the descriptions of tensors that the ranks of a group must load alike, those of units on the group."""
+        units = [unit for unit in self._lines if rank_group in rank_groups_of([unit])]
+        return [line for unit in units for line in self._lines[unit]]
 
     def call(self, function: Callable[[], object], *, last: bool = False) -> None:
         """Plan a call, before all transfers or after them (``last``)."""

@@ -10,12 +10,12 @@ from pathlib import Path
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
-import fsdp_flat
+from fsdp_flat.comm import RankGroup, begin_all_reduce
 
 dist.init_process_group("gloo", init_method="file://{store}", rank=int(sys.argv[1]), world_size=2)
 sys.setswitchinterval(60)  # the main thread keeps the interpreter to the end
 reduced = torch.ones(1)
-dist.all_reduce(reduced.view(1), async_op=True)
+begin_all_reduce(reduced.view(1), RankGroup.of(dist.group.WORLD))
 while reduced.numpy()[0] != 2:
     pass
 end = time.monotonic() + 1
@@ -33,3 +33,14 @@ def test_threads_of_gloo_that_wait_for_the_interpreter_do_not_abort_the_process(
     ]
     ended = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
     assert ended == [("", 0)] * 2
+
+
+def test_a_process_that_only_imports_the_library_does_not_wait_at_its_end() -> None:
+    script = """
+import atexit, time
+registered = []
+atexit.register = lambda function, *args: registered.append(function) or function
+import fsdp_flat
+assert time.sleep not in registered
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.comm import transfers
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import (
     FULL,
@@ -20,6 +22,7 @@ from tests.state_dict.kit import (
     OPTIMIZERS,
     SHARDED,
     TASKS,
+    Task,
     group_of,
     groups_of,
     load,
@@ -34,7 +37,7 @@ from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed
 from tests.support.peer import peer_warnings_silenced
 from tests.wrapper import models
-from tests.wrapper.models import Block, whole_state
+from tests.wrapper.models import Block, batch, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
@@ -156,3 +159,26 @@ def load_by_dcp(
         dcp.load(state, checkpoint_id=path, process_group=group)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+
+
+@pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
+@on_ranks(4)
+@mock.patch.object(transfers, "_MAX_IN_FLIGHT_NBYTES", 1000)
+def test_experts_of_other_sizes_on_other_ranks_load_what_they_have_saved(kind: Any, rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    width = [60, 12][rank // 2]
+
+    def built(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        first, last = nn.Linear(3, 3), nn.Linear(3, 2)
+        expert = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 3))
+        model = FSDP(nn.Sequential(FSDP(first), FSDP(expert, process_group=pairs[rank // 2]), last))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        train(model, optimizer, Task(nn.Module, batch), range(1))
+        return model, optimizer
+
+    (one, its_optimizer), (other, other_optimizer) = built(0), built(1)
+    saved = save(one, its_optimizer, kind)
+    load(other, other_optimizer, kind, saved)
+    assert_equal(list(other.parameters()), list(one.parameters()))
+    assert_equal(other_optimizer.state_dict()["state"], its_optimizer.state_dict()["state"])

@@ -109,7 +109,7 @@ def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
 def test_a_rank_that_makes_fewer_steps_leaves_the_others_with_their_unit_and_its_number(rank: int) -> None:
     model = ready()
     if rank == 0:
-        with pytest.raises(PeerFailureError, match=r"all-gather of unit 'Moody'.*rank\(s\) \[1\] said nothing"):
+        with pytest.raises(PeerFailureError, match=r"all-gather of unit 'Moody'.*rank\(s\) \[1\] reported nothing"):
             square_loss(model, batch(rank)).backward()
     dist.barrier()
 

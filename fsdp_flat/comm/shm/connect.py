@@ -71,13 +71,13 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
     timeout_s = timeout_of(group).total_seconds()
     # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
     listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
-    said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
+    own = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
     try:
-        everyone = [each.split(b" ") for each in exchange_bytes(said, group, _CPU)]
-        if listener is not None and len({host for host, *_ in everyone}) == 1:
+        each_rank = [payload.split(b" ") for payload in exchange_bytes(own, group, _CPU)]
+        if listener is not None and len({host for host, *_ in each_rank}) == 1:
             with suppress(OSError, ValueError):
-                _connect_peers(rank_group, listener, [address for _, address in everyone], peers)
+                _connect_peers(rank_group, listener, [address for _, address in each_rank], peers)
     finally:
         if listener is not None:
             listener.close()

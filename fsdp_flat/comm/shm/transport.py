@@ -210,7 +210,7 @@ class SharedMemoryTransport:
         one of the ranks has ended.
         """
         self._check()
-        if exchanges.reported:  # nearly always empty
+        if exchanges.reported:
             exchanges.withdraw_report(self._group())
         for rank in self._peers:
             self.receive_ready(rank)
