@@ -472,9 +472,8 @@ class StateDictCodec:
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
-        Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype`` (of what they are decoded
-        into). If ``communicates``,
-        every rank of the shard groups must call this with the same tensors.
+        Like tensors, values have ``shape`` (of the full tensor) and ``dtype`` (of what they are decoded into). If
+        ``communicates``, every rank of the shard groups must call this with the same tensors.
         """
         raise NotImplementedError
 
