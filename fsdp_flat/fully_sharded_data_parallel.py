@@ -16,6 +16,7 @@ from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, unguarded
@@ -150,7 +151,10 @@ class FullyShardedDataParallel(UndocumentedMembers):
                 ) from None
             if name == FSDP_WRAPPED_MODULE or FSDP_WRAPPED_MODULE not in self.__dict__.get("_modules", {}):
                 raise
-            return getattr(self._modules[FSDP_WRAPPED_MODULE], name)
+            wrapped = self._modules[FSDP_WRAPPED_MODULE]
+            if name in ABSENT_ATTRIBUTES and not hasattr(wrapped, name):
+                raise no_attribute(self, name) from None
+            return getattr(wrapped, name)
 
     def __getitem__(self, key: Any) -> Any:
         """Forward indexing to the wrapped module, which may be an ``nn.Sequential``."""
