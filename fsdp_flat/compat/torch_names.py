@@ -34,7 +34,7 @@ HOMES = {
             *("FlatParamHandle", "_get_fsdp_handles", "_get_fsdp_root_states", "_get_fsdp_states"),
             *("_get_fsdp_states_with_modules", "_get_module_fsdp_state"),
             *("_get_module_fsdp_state_if_fully_sharded_module", "_has_fsdp_params", "_is_fsdp_root", "_lazy_init"),
-            *("_module_handle", "_reshard", "_unshard_params"),
+            *("_module_handle", "_post_backward_final_callback", "_reshard", "_unshard_params"),
             "_unshard_params_for_summon",
         ),
         SUBSTITUTES,
