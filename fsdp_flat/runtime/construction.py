@@ -224,10 +224,11 @@ def _agreed_plan(
 
 def _check_not_managed(module: nn.Module) -> None:
     name = type(module).__name__
-    if unit_of(module) is not None:
+    unit = unit_of(module)
+    if unit is not None and unit.shows_dtensors:
         raise OptionError(
-            f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
-            "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
+            f"{name} is sharded by fully_shard already. Use it as it is, or take it apart with "
+            "fsdp_flat.unwrap(model) first."
         )
     if any(child.__dict__.get("_fsdp_has_managed_params", False) for _, child in own_modules(module)):
         raise OptionError(

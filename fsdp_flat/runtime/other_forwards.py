@@ -185,6 +185,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         return
     # A wrapper's module is looked up at each call: it may be replaced (activation checkpointing, torch.compile).
     inner = functools.partial(_wrapped_in, module)
+    if inner() is not module:
+        register_forward_method(inner(), method_name)  # the method of a wrapped wrapper unshards both units
     method = getattr(inner(), method_name, None)
     if not callable(method):
         raise OptionError(
