@@ -19,7 +19,7 @@ from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_par
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, unguarded
+from fsdp_flat.flat import FlatParameter, modules_of, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -191,7 +191,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         Returns:
             The wrappers, in the order of ``module.modules()``.
         """
-        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        found = [child for child in modules_of(module) if isinstance(child, FullyShardedDataParallel)]
         if not root_only:
             return found
         nested = {inner for outer in found for inner in outer.modules() if inner is not outer}
@@ -228,6 +228,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             The norm before scaling, a scalar in the gradients' dtype, the same on every rank.
 
         Raises:
+            OptionTypeError: an argument is no number.
             UsageError: not the root, or a backward has left its gradients to a later one.
         """
         schedule = self._require_root("clip_grad_norm_")

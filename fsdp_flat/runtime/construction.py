@@ -16,6 +16,7 @@ from fsdp_flat.comm import (
     Strategy,
     agree,
     digest_of,
+    encoded,
     report_failure,
     resolve_groups,
     strategy_from,
@@ -178,7 +179,7 @@ def _built(
         child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
         # Among the ranks of another group the id may identify another unit.
         same_ranks = own.groups.primary.group is options.groups.primary.group
-        unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
+        unit_id = digest_of(encoded(f"{call.number}/{compared[child]}")) if same_ranks else 0
         return wrap_unit(build_unit(child, names[child], own, child_ignored, nested, call, unit_id))
 
     apply_plan(module, plan, wrapper)
