@@ -16,9 +16,10 @@ from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, unguarded
+from fsdp_flat.flat import FlatParameter, modules_of, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -150,7 +151,10 @@ class FullyShardedDataParallel(UndocumentedMembers):
                 ) from None
             if name == FSDP_WRAPPED_MODULE or FSDP_WRAPPED_MODULE not in self.__dict__.get("_modules", {}):
                 raise
-            return getattr(self._modules[FSDP_WRAPPED_MODULE], name)
+            wrapped = self._modules[FSDP_WRAPPED_MODULE]
+            if name in ABSENT_ATTRIBUTES and not hasattr(wrapped, name):
+                raise no_attribute(self, name) from None
+            return getattr(wrapped, name)
 
     def __getitem__(self, key: Any) -> Any:
         """Forward indexing to the wrapped module, which may be an ``nn.Sequential``."""
@@ -183,7 +187,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         Returns:
             The wrappers, in the order of ``module.modules()``.
         """
-        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        found = [child for child in modules_of(module) if isinstance(child, FullyShardedDataParallel)]
         if not root_only:
             return found
         nested = {inner for outer in found for inner in outer.modules() if inner is not outer}
@@ -220,6 +224,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             The norm before scaling, a scalar in the gradients' dtype, the same on every rank.
 
         Raises:
+            OptionTypeError: an argument is no number.
             UsageError: not the root, or a backward has left its gradients to a later one.
         """
         schedule = self._require_root("clip_grad_norm_")

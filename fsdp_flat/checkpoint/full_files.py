@@ -115,7 +115,10 @@ def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
         )
     if groups:
         return sharded[0] if sharded else ALONE
-    return max((unit.options.groups.shard for unit in units_of(model)), key=lambda group: group.size)
+    units = units_of(model)
+    if not units:
+        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
+    return max((unit.options.groups.shard for unit in units), key=lambda group: group.size)
 
 
 def _is_replica(model: nn.Module) -> bool:
@@ -171,7 +174,8 @@ def iter_full_state_dict(
         parameter on ranks other than ``dst``. A tied parameter is yielded once for each of its names.
 
     Raises:
-        OptionError: ``dst`` is not a rank of the shard group, or ``dtype`` is not a floating-point one.
+        OptionError: ``dst`` is not a rank of the shard group, ``dtype`` is not a floating-point one, or ``model`` holds
+            no wrapper.
         OptionTypeError: an argument of the wrong type.
         UnsupportedError: units sharded over different groups, or an entry that is not a tensor.
         PhaseError: called in the middle of a step.

@@ -314,6 +314,10 @@ def _reshard(state: UndocumentedMembers, handle: FlatParamHandle, free_unsharded
     handle.reshard(free_unsharded_flat_param)
 
 
+def _post_backward_final_callback(state: UndocumentedMembers, module: nn.Module) -> None:
+    state.reset_iter_state()  # clients call it to clean up after a step that raised
+
+
 def _unshard_params_for_summon(
     module: nn.Module,
     state: UndocumentedMembers,

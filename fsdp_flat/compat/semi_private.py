@@ -22,6 +22,7 @@ from torch import nn
 from fsdp_flat import flat
 from fsdp_flat.api import ShardingStrategy
 from fsdp_flat.comm import STRATEGIES
+from fsdp_flat.compat.torch_names import no_attribute
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
@@ -197,6 +198,13 @@ class FlatParamHandle(GroupMember):
         if not any(have_grads(views)):
             return None
         return sharded_grad_of(views) if self._use_orig_params else self._real.flat_param.grad
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name)
+
+    def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
+        """Return the unsharded flat tensor; its storage is empty while the unit is sharded."""
+        return self._real.buffer.tensor
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)

@@ -34,7 +34,8 @@ HOMES = {
             *("FlatParamHandle", "_get_fsdp_handles", "_get_fsdp_root_states", "_get_fsdp_states"),
             *("_get_fsdp_states_with_modules", "_get_module_fsdp_state"),
             *("_get_module_fsdp_state_if_fully_sharded_module", "_has_fsdp_params", "_is_fsdp_root", "_lazy_init"),
-            *("_module_handle", "_reshard", "_unshard_params", "_unshard_params_for_summon"),
+            *("_module_handle", "_post_backward_final_callback", "_reshard", "_unshard_params"),
+            "_unshard_params_for_summon",
         ),
         SUBSTITUTES,
     ),
@@ -45,8 +46,8 @@ ABSENT_ATTRIBUTES = frozenset(
     (
         *("_all_gather_flat_param", "_alloc_padded_unsharded_flat_param", "_all_reduce_stream"),
         *("_deregister_orig_params", "_exec_order_data", "_free_event_queue", "_free_unsharded_flat_param"),
-        *("_fsdp_extension", "_get_padded_unsharded_flat_param", "_get_unflat_views_aligned"),
-        *("_get_unflat_views_unaligned", "_gradient_postdivide_factor", "_gradient_predivide_factor", "_param_infos"),
+        *("_fsdp_extension", "_get_unflat_views_aligned", "_get_unflat_views_unaligned"),
+        *("_gradient_postdivide_factor", "_gradient_predivide_factor", "_param_infos"),
         *("_post_backward_stream", "_pre_unshard_stream", "_reset_flat_param_grad_info_if_needed"),
         *("_saved_grad_shard", "_shared_param_infos", "_unshard_params_ctx", "_unshard_stream"),
         *("_use_low_precision_shard", "_use_sharded_flat_param", "_use_sharded_views"),
@@ -83,6 +84,17 @@ def home_of(module: str, name: str) -> str | None:
         if name in importlib.import_module(mirrored).__all__:
             return mirrored
     return HOMES.get(name) if module in (*MIRRORED_MODULES, *PRIVATE_MODULES) else None
+
+
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """Create the error for an attribute that ``owner`` lacks, with a hint if it is one of FSDP1's."""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if name in ABSENT_ATTRIBUTES:
+        text += (
+            ", which FSDP1 has: it has no counterpart in fsdp_flat. Call a public method of the wrapper instead, "
+            "unshard, reshard, reset_iter_state or summon_full_params."
+        )
+    return AttributeError(text)
 
 
 # -- dotted names, as source code has them --------------------------------------------------------------------------

@@ -25,7 +25,9 @@ from fsdp_flat.runtime import (
     Unit,
     UnitOptions,
     build_rows,
+    check_callable,
     compute_device_from,
+    listed,
     precision_of_rows,
     resolve_ignored,
     unit_of,
@@ -144,6 +146,8 @@ def fully_shard(
         UsageError: (a RuntimeError) no process group.
     """
     members = _members(module)
+    if shard_placement_fn is not None:
+        check_callable("shard_placement_fn", shard_placement_fn)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims))
     if offload_policy is not None and not is_a(offload_policy, "OffloadPolicy"):
@@ -214,7 +218,8 @@ def _members(module: Any) -> Sequence[nn.Module]:
 def _ignored(members: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> Ignored:
     """Return what the unit leaves alone: ``ignored_params``, what nested units ignore, and what is replicated."""
     modules: set[nn.Module] = set()
-    params = set(ignored_params or ())
+    given = () if ignored_params is None else ignored_params
+    params = set(listed("ignored_params", given, lambda param: isinstance(param, nn.Parameter), "parameters"))
     for member in members:
         replicated = [child for child in modules_of(member) if is_replicated(child)]
         found = resolve_ignored(member, replicated, None, units_of(member))
@@ -244,6 +249,8 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
 
 def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
     """Return the data-parallel dims of ``mesh`` that ``given``, of our class or torch's, names."""
+    if not is_a(given, "DataParallelMeshDims"):
+        raise OptionTypeError(f"dp_mesh_dims must be a DataParallelMeshDims; got {type(given).__name__}.")
     shard, replicate = given.shard_names, given.replicate_names
     known = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
     missing = [name for name in (*shard, *replicate) if name not in (known or ())]

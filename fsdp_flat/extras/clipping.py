@@ -5,14 +5,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce
+from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_adapter
 from fsdp_flat.runtime import Unit
 from fsdp_flat.user_warnings import warn_user
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionTypeError(f"{name} must be a number; got {value!r}.") from error
 
 
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -23,7 +32,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     every rank and count once. The norm of order 0 is torch's norm of norms: the number of parameters whose gradient has
     an element that is not zero. Every rank must call this, with all units below the root wrapper.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     units = list(units)
     handles = [handle for unit in units for handle in unit.handles]
     managed = {param for handle in handles for param in handle.views.visible_params()}

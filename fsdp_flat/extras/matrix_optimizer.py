@@ -41,6 +41,7 @@ from fsdp_flat.extras.matrix_owners import (
 )
 from fsdp_flat.extras.names import whole_shape
 from fsdp_flat.flat import check_module, unguarded
+from fsdp_flat.runtime import check_callable
 from fsdp_flat.state import ParamIndex
 
 _ERROR_TEXTS = ErrorTexts(
@@ -105,6 +106,7 @@ class MatrixOptimizer(Optimizer):
 
     Raises:
         OptionError: (a ValueError) a flat parameter, a parameter of another model, ``max_nbytes`` below 1, or LBFGS.
+        OptionTypeError: (a TypeError) ``model`` is no module, or ``optimizer_class`` cannot be called.
         UnsupportedError: (a NotImplementedError) a parameter is sharded by tensor parallelism.
         RankMismatchError: (a ValueError) ranks gave different parameters or ``max_nbytes``.
         PeerFailureError: (a RuntimeError) another rank failed with one of these.
@@ -132,7 +134,8 @@ class MatrixOptimizer(Optimizer):
         self._device = index.device
         self.state_owners: dict[nn.Parameter, int] = {}
         with self._agreed(index):
-            if max_nbytes < 1:
+            check_callable("optimizer_class", optimizer_class)
+            if not isinstance(max_nbytes, (int, float)) or max_nbytes < 1:
                 raise OptionError(f"max_nbytes must be a number of bytes of at least 1; got {max_nbytes!r}.")
             _refuse_lbfgs(optimizer_class)
             super().__init__(matrix_params(model) if params is None else params, options)

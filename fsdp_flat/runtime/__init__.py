@@ -17,7 +17,9 @@ from fsdp_flat.runtime.options import (
     SmallerGroup,
     UnitControl,
     UnitOptions,
+    check_callable,
     compute_device_from,
+    listed,
     precision_from,
     precision_of_rows,
 )

@@ -239,11 +239,11 @@ def handles_of(
 
 
 def own_modules(root: nn.Module, ignored: Ignored | None = None) -> list[tuple[str, nn.Module]]:
-    """Return the modules of ``root``'s subtree outside nested units and ignored modules, breadth first, with names."""
+    """Return the modules of ``root``'s subtree outside units and ignored modules, breadth first, with names."""
     queue: list[tuple[str, nn.Module]] = [("", root)]
     found: dict[nn.Module, str] = {}
     for name, module in queue:
-        if module not in found and (module is root or unit_of(module) is None):
+        if module not in found and unit_of(module) is None:
             found[module] = clean_fqn(name)
             queue += [(join_fqn(name, key), child) for key, child in module._modules.items() if child is not None]
     left_out = () if ignored is None else ignored.modules

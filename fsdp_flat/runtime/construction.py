@@ -17,6 +17,7 @@ from fsdp_flat.comm import (
     Strategy,
     agree,
     digest_of,
+    encoded,
     report_failure,
     resolve_groups,
     strategy_from,
@@ -159,7 +160,7 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
             child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
             # Among the ranks of another group the id may identify another unit.
             same_ranks = own.groups.primary.group is options.groups.primary.group
-            unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
+            unit_id = digest_of(encoded(f"{call.number}/{compared[child]}")) if same_ranks else 0
             return wrap_unit(
                 build_unit(child, names[child], own, ignored=child_ignored, nested=nested, call=call, unit_id=unit_id)
             )
@@ -224,10 +225,11 @@ def _agreed_plan(
 
 def _check_not_managed(module: nn.Module) -> None:
     name = type(module).__name__
-    if unit_of(module) is not None:
+    unit = unit_of(module)
+    if unit is not None and unit.shows_dtensors:
         raise OptionError(
-            f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
-            "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
+            f"{name} is sharded by fully_shard already. Use it as it is, or take it apart with "
+            "fsdp_flat.unwrap(model) first."
         )
     if any(child.__dict__.get("_fsdp_has_managed_params", False) for _, child in own_modules(module)):
         raise OptionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -210,6 +211,23 @@ class AfterForward(Enum):
     KEEP_UNSHARDED = "they stay for backward"
 
 
+def listed(name: str, value: Any, is_valid: Callable[[Any], bool], what: str) -> list[Any]:
+    """Return an argument that holds several values as a list; raise an OptionTypeError if it, or one, is not valid."""
+    wrong = [value]
+    with suppress(TypeError):
+        found = list(value)
+        wrong = [each for each in found if not is_valid(each)]
+    if wrong:
+        raise OptionTypeError(f"{name} must hold {what}; got {wrong[0]!r}.")
+    return found
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise an OptionTypeError if an argument cannot be called."""
+    if not callable(value):
+        raise OptionTypeError(f"{name} must be callable; got {value!r}.")
+
+
 def _check_dtypes(value: Any, *names: str) -> None:
     for name in names:
         dtype = getattr(value, name, None)
@@ -247,14 +265,21 @@ def precision_from(value: Any) -> Precision:
             raise OptionError(f"MixedPrecision.{name} must be a floating-point dtype; got {dtype}.")
     # torch's class has no fields of these three names. A single class or name stands for a set of it.
     full, uncast = getattr(value, "full_precision_modules", ()), getattr(value, "uncast_inputs", ())
-    full = (full,) if isinstance(full, type) else tuple(full)
-    for kind in full:
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise OptionTypeError(f"MixedPrecision.full_precision_modules must hold module classes; got {kind!r}.")
-    uncast = frozenset({uncast} if isinstance(uncast, str) else uncast)
-    for name in uncast:
-        if not isinstance(name, str):
-            raise OptionTypeError(f"MixedPrecision.uncast_inputs must hold names of arguments; got {name!r}.")
+    full, uncast = [full] if isinstance(full, type) else full, [uncast] if isinstance(uncast, str) else uncast
+    full = listed(
+        "MixedPrecision.full_precision_modules",
+        full,
+        lambda kind: isinstance(kind, type) and issubclass(kind, nn.Module),
+        "module classes",
+    )
+    uncast = listed("MixedPrecision.uncast_inputs", uncast, lambda name: isinstance(name, str), "names of arguments")
+    # Its classes may be of other kinds that modules inherit from.
+    ignored = listed(
+        "MixedPrecision._module_classes_to_ignore",
+        value._module_classes_to_ignore,
+        lambda kind: isinstance(kind, type),
+        "classes",
+    )
     return Precision(
         param_dtype=value.param_dtype,
         reduce_dtype=value.reduce_dtype or value.param_dtype,
@@ -263,10 +288,10 @@ def precision_from(value: Any) -> Precision:
         cast_forward_inputs=bool(value.cast_forward_inputs),
         cast_root_forward_inputs=bool(value.cast_root_forward_inputs),
         master_dtype=getattr(value, "master_dtype", None),
-        full_precision_modules=full,
-        uncast_inputs=uncast,
+        full_precision_modules=tuple(full),
+        uncast_inputs=frozenset(uncast),
         full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
-        ignored_classes=tuple(value._module_classes_to_ignore),
+        ignored_classes=tuple(ignored),
     )
 
 

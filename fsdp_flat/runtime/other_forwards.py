@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.flat import check_module, dynamo_disabled, dynamo_disabled_here, modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.forward import UnitForward, run_forward
@@ -179,12 +179,18 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         OptionError: the wrapped module has no such method.
+        OptionTypeError: an argument of the wrong type.
     """
+    check_module(module)
+    if not isinstance(method_name, str):
+        raise OptionTypeError(f"method_name must be a str; got {method_name!r}.")
     unit = unit_of(module)
     if unit is None:
         return
     # A wrapper's module is looked up at each call: it may be replaced (activation checkpointing, torch.compile).
     inner = functools.partial(_wrapped_in, module)
+    if inner() is not module:
+        register_forward_method(inner(), method_name)  # the method of a wrapped wrapper unshards both units
     method = getattr(inner(), method_name, None)
     if not callable(method):
         raise OptionError(

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.flat import graph_task_id
-from fsdp_flat.runtime.options import Phase
+from fsdp_flat.runtime.options import Phase, listed
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, schedule_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
@@ -162,6 +162,7 @@ class ShardedModule(UnitSettings):
 
         Raises:
             OptionError: (a ValueError) a module without a unit.
+            OptionTypeError: (a TypeError) no modules.
         """
         _last_unsharded(self).control.forward_prefetch = _with_units(modules)
 
@@ -175,6 +176,7 @@ class ShardedModule(UnitSettings):
 
         Raises:
             OptionError: (a ValueError) a module without a unit.
+            OptionTypeError: (a TypeError) no modules.
         """
         _last_unsharded(self).control.backward_prefetch = _with_units(modules)
 
@@ -269,6 +271,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         OptionError: (a ValueError) a module without a unit.
+        OptionTypeError: (a TypeError) no modules.
     """
     units = [own_unit(module) for module in _with_units(modules)]
     for unit in units[1:]:
@@ -308,9 +311,9 @@ def _last_unsharded(module: nn.Module) -> Unit:
 
 
 def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    found = tuple(modules)
+    found = tuple(listed("modules", modules, lambda module: isinstance(module, nn.Module), "modules"))
     for module in found:
-        if not isinstance(module, nn.Module) or unit_of(module) is None:
+        if unit_of(module) is None:
             raise OptionError(
                 f"Every module must have a unit of its own, by fully_shard or FullyShardedDataParallel; "
                 f"{type(module).__name__} has none."

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.flat import pytree_children
-from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
@@ -250,6 +250,8 @@ def input_cast(
     cast = partial(_cast, dtype)
     if not uncast:
         return lambda args, kwargs: map_tensors((args, kwargs), cast)
+    while FSDP_WRAPPED_MODULE in module._modules:
+        module = module.get_submodule(FSDP_WRAPPED_MODULE)
     positional = tuple(inspect.signature(module.forward).parameters)
 
     def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

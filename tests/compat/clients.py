@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._common_utils import _get_module_fsdp_state, clean_tensor_name
-from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _post_backward_final_callback
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
 from torch.distributed.fsdp._unshard_param_utils import _unshard_params_for_summon
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, FlatParamHandle

@@ -24,6 +24,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy as PeerCustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerModuleWrapPolicy
 
 import fsdp_flat
+from fsdp_flat.errors import UsageError
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_policy
 from tests.compat.clients import imported
 from tests.support import assert_close, on_ranks
@@ -166,6 +167,28 @@ def test_private_functions_work_on_our_wrapper() -> None:
             assert not isinstance(inner.up.weight, nn.Parameter)  # that unit is not shown whole
         assert names["is_wrapped"](model)
         assert names["clean_tensor_name"]("_fsdp_wrapped_module.first.weight") == "first.weight"
+
+
+@pytest.mark.parametrize("when", ["in forward", "before backward", "after backward"])
+@on_ranks(2)
+def test_the_final_callback_cleans_up_after_a_step_that_did_not_end(when: str) -> None:
+    with fsdp_flat.installed(), imported("client_that_cleans_up") as client:
+        model, reference = (shard(seeded(), use_orig_params=True) for _ in range(2))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+        hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0) if when == "in forward" else None
+        with pytest.raises(ZeroDivisionError) if hook else nullcontext():
+            loss = square_loss(model, batch(dist.get_rank(), 5))
+            _ = loss.backward() if when == "after backward" else None
+        _ = hook and hook.remove()
+        clean_up = vars(client)["_post_backward_final_callback"]
+        clean_up(model, model)
+        wrappers = fsdp_flat.FullyShardedDataParallel.fsdp_modules(model)
+        assert all(wrapper._unit.is_sharded for wrapper in wrappers)
+        assert all((param.grad is not None) == (when == "after backward") for param in model.parameters() if len(param))
+        with pytest.raises(UsageError, match="outermost"):
+            clean_up(wrappers[1], wrappers[1])
+        assert step(model, optimizers[0], 0) == step(reference, optimizers[1], 0)
+    assert_close(whole_state(model), whole_state(reference), rtol=0, atol=0)
 
 
 @on_ranks(2)

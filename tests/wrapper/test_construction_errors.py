@@ -228,10 +228,10 @@ def test_what_is_no_module_is_an_error(module: Any) -> None:
 
 
 @on_ranks(2)
-def test_wrapping_a_wrapper_again_is_an_error_that_names_it() -> None:
-    model = FSDP(nn.Linear(2, 2))
-    text = message(OptionError, ValueError, lambda: FSDP(model))
-    assert "FullyShardedDataParallel" in text
+def test_a_policy_for_a_wrapper_is_an_error_that_names_both() -> None:
+    model = FSDP(nn.Sequential(nn.Linear(2, 2)))
+    text = message(OptionError, ValueError, lambda: FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})))
+    assert "auto_wrap_policy cannot be used on FullyShardedDataParallel" in text
     assert "already" in text
 
 

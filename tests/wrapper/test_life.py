@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MixedPrecision, unshard_for, unwrap
+from fsdp_flat import MixedPrecision, fully_shard, unshard_for, unwrap
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
@@ -118,10 +118,10 @@ def test_unwrapping_a_holder_of_wrappers_changes_it_in_place_and_a_nested_wrappe
 
 
 @on_ranks(2)
-def test_wrapping_twice_is_an_error_that_says_what_to_do() -> None:
+def test_wrapping_what_is_sharded_is_an_error_that_says_what_to_do() -> None:
     model = FSDP(seeded())
-    text = message(OptionError, ValueError, lambda: FSDP(model))
-    assert "already" in text
+    text = message(OptionError, ValueError, lambda: FSDP(fully_shard(seeded())))
+    assert "sharded by fully_shard already" in text
     assert "unwrap" in text
     text = message(OptionError, ValueError, lambda: FSDP(model.module))
     assert "part of a FullyShardedDataParallel already" in text

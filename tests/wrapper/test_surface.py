@@ -238,6 +238,35 @@ def test_semi_private_names_have_the_peers_values(
         assert_same_handle(a, b)
 
 
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@on_ranks(2)
+def test_the_unsharded_flat_tensor_has_memory_while_the_unit_is_unsharded(orig: bool) -> None:
+    mine, theirs = shard(seeded(), use_orig_params=orig), shard_by_peer(seeded(), use_orig_params=orig)
+    for model in (mine, theirs):
+        get = model._handle._get_padded_unsharded_flat_param
+        square_loss(model, batch(dist.get_rank())).backward()
+        assert get().untyped_storage().size() == 0
+        _ = model(batch(dist.get_rank()))
+        assert get().untyped_storage().size() == get().nbytes > 0
+    first, second = [model._handle._get_padded_unsharded_flat_param() for model in (mine, theirs)]
+    is_padding = second == 42  # torch fills paddings between parameters with it
+    assert_close(first, second.masked_fill(is_padding, 0), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_an_attribute_of_fsdp1_without_counterpart_is_named_as_such() -> None:
+    model = shard(seeded())
+    for owner, name in ((model, "_exec_order_data"), (model._handle, "_use_sharded_views")):
+        text = message(AttributeError, AttributeError, lambda owner=owner, name=name: getattr(owner, name))
+        assert f"has no attribute '{name}'" in text
+        assert "FSDP1" in text
+        assert "summon_full_params" in text
+        assert not hasattr(owner, name)
+    assert "FSDP1" not in message(AttributeError, AttributeError, lambda: model._handle.nothing)
+    model.module._exec_order_data = 1  # the wrapped module's own attribute
+    assert model._exec_order_data == 1
+
+
 def assert_same_handle(a: Any, b: Any) -> None:
     __tracebackhide__ = True
     assert isinstance(a._handle, FlatParamHandle)
