@@ -21,6 +21,7 @@ from fsdp_flat.flat import clear_padding
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING_STATE
+from fsdp_flat.state.optim_states import holds_tensors
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -164,6 +165,11 @@ class _OptimLoad:
             if owner is None and key in first.unit.optim_state_handlers:
                 self._split(first, key, value, found)
             elif is_scalar(value) and not (owner is None and first.shape == () and self._is_zero_dim_state(key, value)):
+                if holds_tensors(value) and first.is_split and owner is None:
+                    raise LoadError(
+                        f"State {key!r} of {first} is a {type(value).__name__} of tensors, saved of a whole parameter; "
+                        "this rank's optimizer has a part of it, or a flat parameter."
+                    )
                 found[key] = copied_state(value)
             elif owner is not None:
                 shape = shape_of(value)

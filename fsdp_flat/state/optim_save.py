@@ -29,7 +29,15 @@ from fsdp_flat.comm import (
 from fsdp_flat.errors import some_of
 from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state.codecs import FULL
-from fsdp_flat.state.optim_states import ParamState, Peers, compare_states, complete_over_groups, read_states
+from fsdp_flat.state.optim_states import (
+    ParamState,
+    Peers,
+    PlainRow,
+    compare_states,
+    complete_over_groups,
+    read_plain,
+    read_states,
+)
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
@@ -80,18 +88,20 @@ def save_optim_state(
             barrier("optim_state_dict", rank_group)
     names: list[list[str]] = []
     states: list[ParamState] = []
+    plain: dict[IndexedParam, PlainRow] = {}
     values: dict[Place, Any] = {}
     try:
         names, states = _names(index, contents), read_states(index, contents)
+        plain = read_plain(index, contents)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)
     except Exception as raised:
         error = error or raised
     if peers is not None:
-        compare_states(index, states, names=names, error=error, peers=peers)
+        compare_states(index, states, plain, names=names, error=error, peers=peers)
     elif not is_alone:
-        error = complete_over_groups(index, states, names=names, error=error)
+        error = complete_over_groups(index, states, plain, names=names, error=error)
         lines = [
             f"state {key!r} of {param.fqn!r}"
             for visible, param in index.dtensors.items()

@@ -6,11 +6,9 @@ the values of one state-dict type, and back.
 
 from __future__ import annotations
 
-import base64
 import copy
 import io
 import math
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +19,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
-from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
+from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
 from fsdp_flat.layout import (
@@ -131,6 +129,11 @@ class IndexedParam:
     def is_on_other_ranks(self) -> bool:
         """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
         return self.is_original and self.local_shard.is_empty and math.prod(self.shape) > 0
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether an optimizer holds something else than the whole parameter: a part, or a flat parameter."""
+        return not self.is_original or self.rank_group.size > 1 or bool(self.adapter.groups)
 
     def __deepcopy__(self, _memo: Any) -> IndexedParam:
         return self  # a copy of a value is of the same parameter
@@ -303,22 +306,6 @@ def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
         return copy.deepcopy(value)
     value = value.detach()
     return value.clone() if device is None else value.to(device, copy=True)
-
-
-def plain_to_json(value: Any) -> list[Any]:
-    """Encode a non-tensor state, equal on every rank for equal values; pickled if JSON lacks the type."""
-    if isinstance(value, torch.Tensor) and not value.is_complex():
-        return [str(value.dtype), value.item()]
-    if type(value) in (int, float, str, bool, type(None)):
-        return ["", value]
-    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
-
-
-def plain_from_json(kind: str, value: Any) -> Any:
-    """Decode a value that :func:`plain_to_json` encoded on a rank of the same job."""
-    if kind == "pickle":
-        return pickle.loads(base64.b64decode(value))
-    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
 
 
 def serialized(value: Any) -> bytes:
