@@ -191,7 +191,9 @@ def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
     names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
     if all(unit.options.use_orig_params for unit in index.units):
         return [[], *names]
-    return [[fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
+    # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's wrapper).
+    order = [fqn for each in names for fqn in each]
+    return [order if contents.groups else [fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
 
 
 def _warn_of_gaps(states: Sequence[ParamState]) -> None:
