@@ -111,7 +111,7 @@ class _OptimLoad:
         """
         index, params = self._index, self._contents.params
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        given = _keyed_by_names(given)
+        given = _keyed_by_names(given, index.aliases)
         by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
@@ -243,7 +243,8 @@ class _OptimLoad:
         return sharded
 
 
-def _keyed_by_names(given: Any) -> Mapping[str, Any]:
+def _keyed_by_names(given: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a state dict under the names that this library saves; raise if it has positions."""
     given = check_states(given)
     check_rows(given["state"])
     positions = [key for key in given["state"] if not isinstance(key, str)]
@@ -252,7 +253,17 @@ def _keyed_by_names(given: Any) -> Mapping[str, Any]:
             f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
             "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
         )
-    return given
+    if not aliases:
+        return given
+    rows, groups = given["state"], given.get("param_groups")
+    # A name that the parameter has beside the saved one is of another save.
+    found: dict[str, Any] = {"state": {name: row for name, row in rows.items() if aliases.get(name) not in rows}}
+    found["state"] = {aliases.get(name, name): row for name, row in found["state"].items()}
+    if groups is not None:
+        found["param_groups"] = [
+            {**group, "params": [aliases.get(name, name) for name in group.get("params", ())]} for group in groups
+        ]
+    return {**given, **found}
 
 
 def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
@@ -339,6 +350,7 @@ def template_states(
     """
     index = ParamIndex(model)
     others = {name: tuple(param.shape) for param, name in index.others.items()}
+    others |= {alias: others[name] for alias, name in index.aliases.items() if name in others}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():

@@ -152,10 +152,10 @@ def refuse_split(param: IndexedParam, name: str) -> None:
         )
 
 
-def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
-    """Return the parameters of one unit in the order of its handles; ``prefix`` (with its dot) precedes their names."""
+def params_of(unit: Unit, *prefixes: str) -> list[IndexedParam]:
+    """Return the parameters of one unit in the order of its handles; prefixes (with dots) precede their names."""
     return [
-        IndexedParam(unit, handle, index, tuple(prefix + site.fqn for site in entry.sites))
+        IndexedParam(unit, handle, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
         for handle in unit.handles
         for index, entry in enumerate(handle.views.params)
     ]
@@ -181,15 +181,20 @@ class ParamIndex:
         rows: dict[nn.Parameter, IndexedParam] = {}
         # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
-        for path, module in model.named_modules():
+        paths: dict[Unit, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
             unit = unit_of(module)
-            if unit is not None and unit.shows_dtensors:
+            if unit is not None:
+                paths.setdefault(unit, []).append(clean_fqn(path))
+        for unit, found_paths in paths.items():
+            if unit.shows_dtensors:
                 shown = [param for each in unit.with_inner for param in params_of(each, "")]
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
-            elif unit is not None:
-                prefix = clean_fqn(path)
-                found = params_of(unit, prefix + "." if prefix else "")
+            else:
+                # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
+                first, *further = found_paths if unit.options.use_orig_params else found_paths[-1:] + found_paths[:-1]
+                found = params_of(unit, *(path + "." if path else "" for path in (first, *further)))
                 self.params += found
                 for handle in unit.handles:
                     own = tuple(param for param in found if param.handle is handle)
@@ -205,6 +210,7 @@ class ParamIndex:
         self.shown_names = {param: found[0] for param, found in names.items()}
         others = [(param, found) for param, found in names.items() if param not in self.managed]
         self.others = {param: clean_fqn(found[0]) for param, found in others if param not in unsharded}
+        self._further_names = {clean_fqn(name): clean_fqn(found[0]) for _, found in others for name in found[1:]}
         # A unit of several modules does not know their names.
         self.dtensors = {
             param: replace(rows[param], fqns=tuple(map(clean_fqn, found))) for param, found in others if param in rows
@@ -214,6 +220,12 @@ class ParamIndex:
     def by_name(self) -> dict[str, IndexedParam]:
         """Managed parameters under all their names."""
         return {fqn: param for param in self.params for fqn in param.fqns}
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """By each further name of a parameter, the first one, under which its optimizer states are saved."""
+        managed = {name: param.fqn for param in self.params for name in param.fqns[1:]}
+        return {**self._further_names, **managed}
 
     @cached_property
     def dtensors_by_name(self) -> dict[str, IndexedParam]:
