@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
@@ -37,7 +38,7 @@ from fsdp_flat.state.shards import (
     refuse_split,
     shape_of,
 )
-from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from
+from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from, placed_like
 from fsdp_flat.user_warnings import warn_user
 
 _LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
@@ -230,17 +231,52 @@ class _OptimLoad:
     def _unmanaged_state(self, key: str, value: Any, param: nn.Parameter) -> Any:
         """Return a state of a parameter that no unit manages."""
         shown = None if is_scalar(value) else self._index.dtensors.get(param)
-        label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
-        if not isinstance(value, FromRankZero):
+        if shown is not None and shape_of(value) != tuple(param.shape):
+            return self._of_other_shape(key, value, shown)
+        if not isinstance(value, PendingTensor):
+            label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
             return copied_state(value) if shown is None else dtensor_from(shown, value, label)
+        assert isinstance(value, FromRankZero)
         if shown is None:
             return value.plan_full(param.device, self.plan)
         sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
-        if value.shape != sharded.shape:
-            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(sharded.shape)}.")
         device, local = shown.unit.options.device, sharded.to_local()
         value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
         return sharded
+
+    def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
+        """Return a state of a parameter of ``fully_shard`` that has another shape, a value for each row perhaps."""
+        like, shape = self._contents.state.get(shown.shown, {}).get(key), shape_of(value)
+        sizes = iter(shown.shown.shape)
+        # Of the parameter's sizes some may be missing or 1; any other shape is known by what the optimizer has.
+        if shape != shape_of(like) and not all(size == 1 or size in sizes for size in shape):
+            raise LoadError(
+                f"State {key!r} of {shown.fqn!r} has shape {shape}; expected {tuple(shown.shown.shape)}, that of the "
+                "parameter, which fully_shard has sharded. Is it the state dict of another model? If the optimizer "
+                "keeps states of such a shape, let it take a step before it loads them."
+            )
+        if isinstance(value, DTensor):
+            if value.device_mesh != shown.shown.device_mesh:  # type: ignore[attr-defined]
+                raise LoadError(
+                    f"State {key!r} of {shown.fqn!r} is a DTensor on {value.device_mesh}, another mesh than the "
+                    "parameter's. Load full tensors."
+                )
+            return copied_state(value)
+        if isinstance(value, PendingTensor):
+            # The optimizer is given a tensor that is filled once all of the load is known to fit.
+            empty = torch.empty(value.shape, dtype=value.dtype)
+            made = placed_like(shown, empty, like)
+            local = made.to_local() if isinstance(made, DTensor) else made
+
+            def put(full: torch.Tensor) -> None:
+                found = placed_like(shown, full, like)
+                local.copy_(found.to_local() if isinstance(found, DTensor) else found)
+
+            value.plan_full(shown.unit.options.device, self.plan, put)
+            return made
+        if not isinstance(value, torch.Tensor):
+            raise LoadError(f"State {key!r} of {shown.fqn!r} is a {type(value).__name__}; expected a tensor.")
+        return placed_like(shown, value, like)
 
 
 def _keyed_by_names(given: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]:
@@ -360,8 +396,9 @@ def template_states(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
-                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
+            is_shown = fqn in index.dtensors_by_name and shape != others[fqn]
+            if is_shown or (param and (param.shown in owners or name in param.unit.optim_state_handlers)):
+                # Read as a full tensor, in a shape that only the handler or the optimizer defines.
                 size = torch.Size(shape)
                 deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
                 continue

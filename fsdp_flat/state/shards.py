@@ -284,11 +284,13 @@ class OptimContents:
 
 
 def held_by(optim: Any) -> OptimContents:
-    """Return the parameters and groups of an optimizer, without its states."""
+    """Return the parameters and groups of an optimizer, with its present states if it shows them."""
     if not isinstance(getattr(optim, "param_groups", None), (list, tuple)):
         raise OptionTypeError(f"optim must be an optimizer, which has param_groups; got {type(optim).__name__}.")
     params = tuple(param for group in optim.param_groups for param in group["params"])
-    return OptimContents(params, {}, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
+    state = getattr(optim, "state", None)
+    state = state if isinstance(state, Mapping) else {}
+    return OptimContents(params, state, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
 
 
 def check_states(given: Any) -> Mapping[str, Any]:
