@@ -234,7 +234,9 @@ def rekey_optim_state_dict(
     _check_shapes(given, index, contents, order)
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
-    table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
+    positions = {name: at for at, name in enumerate(order)}
+    positions |= {alias: positions[name] for alias, name in index.aliases.items() if name in positions}
+    table: dict[Any, Any] = dict(enumerate(order)) if to_names else positions
     rekeyed: dict[str, Any] = {}
     try:
         rekeyed["state"] = {table[key]: value for key, value in given.items()}

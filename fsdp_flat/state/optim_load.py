@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
@@ -21,6 +22,7 @@ from fsdp_flat.flat import clear_padding
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING_STATE
+from fsdp_flat.state.optim_states import holds_tensors
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -36,7 +38,7 @@ from fsdp_flat.state.shards import (
     refuse_split,
     shape_of,
 )
-from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from
+from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from, placed_like
 from fsdp_flat.user_warnings import warn_user
 
 _LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
@@ -110,7 +112,7 @@ class _OptimLoad:
         """
         index, params = self._index, self._contents.params
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        given = _keyed_by_names(given)
+        given = _keyed_by_names(given, index.aliases)
         by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
@@ -164,6 +166,11 @@ class _OptimLoad:
             if owner is None and key in first.unit.optim_state_handlers:
                 self._split(first, key, value, found)
             elif is_scalar(value) and not (owner is None and first.shape == () and self._is_zero_dim_state(key, value)):
+                if holds_tensors(value) and first.is_split and owner is None:
+                    raise LoadError(
+                        f"State {key!r} of {first} is a {type(value).__name__} of tensors, saved of a whole parameter; "
+                        "this rank's optimizer has a part of it, or a flat parameter."
+                    )
                 found[key] = copied_state(value)
             elif owner is not None:
                 shape = shape_of(value)
@@ -224,20 +231,56 @@ class _OptimLoad:
     def _unmanaged_state(self, key: str, value: Any, param: nn.Parameter) -> Any:
         """Return a state of a parameter that no unit manages."""
         shown = None if is_scalar(value) else self._index.dtensors.get(param)
-        label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
-        if not isinstance(value, FromRankZero):
+        if shown is not None and shape_of(value) != tuple(param.shape):
+            return self._of_other_shape(key, value, shown)
+        if not isinstance(value, PendingTensor):
+            label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
             return copied_state(value) if shown is None else dtensor_from(shown, value, label)
+        assert isinstance(value, FromRankZero)
         if shown is None:
             return value.plan_full(param.device, self.plan)
         sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
-        if value.shape != sharded.shape:
-            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(sharded.shape)}.")
         device, local = shown.unit.options.device, sharded.to_local()
         value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
         return sharded
 
+    def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
+        """Return a state of a parameter of ``fully_shard`` that has another shape, a value for each row perhaps."""
+        like, shape = self._contents.state.get(shown.shown, {}).get(key), shape_of(value)
+        sizes = iter(shown.shown.shape)
+        # Of the parameter's sizes some may be missing or 1; any other shape is known by what the optimizer has.
+        if shape != shape_of(like) and not all(size == 1 or size in sizes for size in shape):
+            raise LoadError(
+                f"State {key!r} of {shown.fqn!r} has shape {shape}; expected {tuple(shown.shown.shape)}, that of the "
+                "parameter, which fully_shard has sharded. Is it the state dict of another model? If the optimizer "
+                "keeps states of such a shape, let it take a step before it loads them."
+            )
+        if isinstance(value, DTensor):
+            if value.device_mesh != shown.shown.device_mesh:  # type: ignore[attr-defined]
+                raise LoadError(
+                    f"State {key!r} of {shown.fqn!r} is a DTensor on {value.device_mesh}, another mesh than the "
+                    "parameter's. Load full tensors."
+                )
+            return copied_state(value)
+        if isinstance(value, PendingTensor):
+            # The optimizer is given a tensor that is filled once all of the load is known to fit.
+            empty = torch.empty(value.shape, dtype=value.dtype)
+            made = placed_like(shown, empty, like)
+            local = made.to_local() if isinstance(made, DTensor) else made
 
-def _keyed_by_names(given: Any) -> Mapping[str, Any]:
+            def put(full: torch.Tensor) -> None:
+                found = placed_like(shown, full, like)
+                local.copy_(found.to_local() if isinstance(found, DTensor) else found)
+
+            value.plan_full(shown.unit.options.device, self.plan, put)
+            return made
+        if not isinstance(value, torch.Tensor):
+            raise LoadError(f"State {key!r} of {shown.fqn!r} is a {type(value).__name__}; expected a tensor.")
+        return placed_like(shown, value, like)
+
+
+def _keyed_by_names(given: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a state dict under the names that this library saves; raise if it has positions."""
     given = check_states(given)
     check_rows(given["state"])
     positions = [key for key in given["state"] if not isinstance(key, str)]
@@ -246,7 +289,17 @@ def _keyed_by_names(given: Any) -> Mapping[str, Any]:
             f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
             "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
         )
-    return given
+    if not aliases:
+        return given
+    rows, groups = given["state"], given.get("param_groups")
+    # A name that the parameter has beside the saved one is of another save.
+    found: dict[str, Any] = {"state": {name: row for name, row in rows.items() if aliases.get(name) not in rows}}
+    found["state"] = {aliases.get(name, name): row for name, row in found["state"].items()}
+    if groups is not None:
+        found["param_groups"] = [
+            {**group, "params": [aliases.get(name, name) for name in group.get("params", ())]} for group in groups
+        ]
+    return {**given, **found}
 
 
 def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
@@ -333,6 +386,7 @@ def template_states(
     """
     index = ParamIndex(model)
     others = {name: tuple(param.shape) for param, name in index.others.items()}
+    others |= {alias: others[name] for alias, name in index.aliases.items() if name in others}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():
@@ -342,8 +396,9 @@ def template_states(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
-                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
+            is_shown = fqn in index.dtensors_by_name and shape != others[fqn]
+            if is_shown or (param and (param.shown in owners or name in param.unit.optim_state_handlers)):
+                # Read as a full tensor, in a shape that only the handler or the optimizer defines.
                 size = torch.Size(shape)
                 deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
                 continue

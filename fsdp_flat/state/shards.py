@@ -6,11 +6,9 @@ the values of one state-dict type, and back.
 
 from __future__ import annotations
 
-import base64
 import copy
 import io
 import math
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +19,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
-from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
+from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
 from fsdp_flat.layout import (
@@ -132,6 +130,11 @@ class IndexedParam:
         """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
         return self.is_original and self.local_shard.is_empty and math.prod(self.shape) > 0
 
+    @property
+    def is_split(self) -> bool:
+        """Return whether an optimizer holds something else than the whole parameter: a part, or a flat parameter."""
+        return not self.is_original or self.rank_group.size > 1 or bool(self.adapter.groups)
+
     def __deepcopy__(self, _memo: Any) -> IndexedParam:
         return self  # a copy of a value is of the same parameter
 
@@ -149,10 +152,10 @@ def refuse_split(param: IndexedParam, name: str) -> None:
         )
 
 
-def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
-    """Return the parameters of one unit in the order of its handles; ``prefix`` (with its dot) precedes their names."""
+def params_of(unit: Unit, *prefixes: str) -> list[IndexedParam]:
+    """Return the parameters of one unit in the order of its handles; prefixes (with dots) precede their names."""
     return [
-        IndexedParam(unit, handle, index, tuple(prefix + site.fqn for site in entry.sites))
+        IndexedParam(unit, handle, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
         for handle in unit.handles
         for index, entry in enumerate(handle.views.params)
     ]
@@ -178,15 +181,20 @@ class ParamIndex:
         rows: dict[nn.Parameter, IndexedParam] = {}
         # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
-        for path, module in model.named_modules():
+        paths: dict[Unit, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
             unit = unit_of(module)
-            if unit is not None and unit.shows_dtensors:
+            if unit is not None:
+                paths.setdefault(unit, []).append(clean_fqn(path))
+        for unit, found_paths in paths.items():
+            if unit.shows_dtensors:
                 shown = [param for each in unit.with_inner for param in params_of(each, "")]
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
-            elif unit is not None:
-                prefix = clean_fqn(path)
-                found = params_of(unit, prefix + "." if prefix else "")
+            else:
+                # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
+                first, *further = found_paths if unit.options.use_orig_params else found_paths[-1:] + found_paths[:-1]
+                found = params_of(unit, *(path + "." if path else "" for path in (first, *further)))
                 self.params += found
                 for handle in unit.handles:
                     own = tuple(param for param in found if param.handle is handle)
@@ -202,6 +210,7 @@ class ParamIndex:
         self.shown_names = {param: found[0] for param, found in names.items()}
         others = [(param, found) for param, found in names.items() if param not in self.managed]
         self.others = {param: clean_fqn(found[0]) for param, found in others if param not in unsharded}
+        self._further_names = {clean_fqn(name): clean_fqn(found[0]) for _, found in others for name in found[1:]}
         # A unit of several modules does not know their names.
         self.dtensors = {
             param: replace(rows[param], fqns=tuple(map(clean_fqn, found))) for param, found in others if param in rows
@@ -211,6 +220,12 @@ class ParamIndex:
     def by_name(self) -> dict[str, IndexedParam]:
         """Managed parameters under all their names."""
         return {fqn: param for param in self.params for fqn in param.fqns}
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """By each further name of a parameter, the first one, under which its optimizer states are saved."""
+        managed = {name: param.fqn for param in self.params for name in param.fqns[1:]}
+        return {**self._further_names, **managed}
 
     @cached_property
     def dtensors_by_name(self) -> dict[str, IndexedParam]:
@@ -269,11 +284,13 @@ class OptimContents:
 
 
 def held_by(optim: Any) -> OptimContents:
-    """Return the parameters and groups of an optimizer, without its states."""
+    """Return the parameters and groups of an optimizer, with its present states if it shows them."""
     if not isinstance(getattr(optim, "param_groups", None), (list, tuple)):
         raise OptionTypeError(f"optim must be an optimizer, which has param_groups; got {type(optim).__name__}.")
     params = tuple(param for group in optim.param_groups for param in group["params"])
-    return OptimContents(params, {}, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
+    state = getattr(optim, "state", None)
+    state = state if isinstance(state, Mapping) else {}
+    return OptimContents(params, state, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
 
 
 def check_states(given: Any) -> Mapping[str, Any]:
@@ -303,22 +320,6 @@ def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
         return copy.deepcopy(value)
     value = value.detach()
     return value.clone() if device is None else value.to(device, copy=True)
-
-
-def plain_to_json(value: Any) -> list[Any]:
-    """Encode a non-tensor state, equal on every rank for equal values; pickled if JSON lacks the type."""
-    if isinstance(value, torch.Tensor) and not value.is_complex():
-        return [str(value.dtype), value.item()]
-    if type(value) in (int, float, str, bool, type(None)):
-        return ["", value]
-    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
-
-
-def plain_from_json(kind: str, value: Any) -> Any:
-    """Decode a value that :func:`plain_to_json` encoded on a rank of the same job."""
-    if kind == "pickle":
-        return pickle.loads(base64.b64decode(value))
-    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
 
 
 def serialized(value: Any) -> bytes:

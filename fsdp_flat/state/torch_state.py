@@ -10,7 +10,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardingSpec, ShardMetadata
 from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
@@ -176,6 +176,30 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
             "DTensor. Save full tensors, or by torch.distributed.checkpoint."
         )
     return _views(param).with_local(param.index, local.detach().to(param.handle.flat_param.device, copy=True))
+
+
+def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a full tensor of another shape than the parameter's as an optimizer keeps it; nothing is communicated.
+
+    That is as ``like``, its present state; without one a DTensor, sharded where the parameter is and has the same size,
+    but a tensor of one element is a plain one.
+    """
+    shown = param.shown
+    assert isinstance(shown, DTensor)
+    full = full.detach().to(param.handle.flat_param.device, copy=True)
+    if not isinstance(like, DTensor) and (isinstance(like, torch.Tensor) or full.numel() == 1):
+        return full
+    is_fitting = isinstance(like, DTensor) and like.shape == full.shape
+    mesh, placements = (like.device_mesh, like.placements) if is_fitting else (shown.device_mesh, shown.placements)
+
+    def fits(each: Placement) -> bool:
+        # Partial and strided ones are replicated instead, which is the same tensor.
+        if not isinstance(each, ShardedDim) or type(each) is not ShardedDim or each.dim >= full.dim():
+            return False
+        return is_fitting or full.shape[each.dim] == shown.shape[each.dim]
+
+    found = [each if fits(each) else Replicate() for each in placements]
+    return distribute_tensor(full, mesh, found, src_data_rank=None)
 
 
 def _views(param: IndexedParam) -> DTensorViews:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import OptimStateKeyType
+from fsdp_flat import OptimStateKeyType, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import LoadError, OptionError
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, groups_of, peer_quiet, save, train
 from tests.support import assert_close, assert_equal, on_ranks
@@ -115,6 +115,65 @@ def test_our_optimizer_state_dict_is_the_peers(use_orig_params: bool) -> None:
     assert list(ours["state"]) == list(theirs["state"])
     assert ours["param_groups"] == theirs["param_groups"]
     assert_close(ours["state"], theirs["state"], rtol=1e-5, atol=1e-7)
+
+
+class TwoNames(nn.Module):
+    """A module that is registered under two names, as in open_flamingo."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([wrap(nn.Linear(4, 4))])
+        self.layers = nn.ModuleList([nn.Sequential(self.first[0])])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[0](x)
+
+
+@KINDS
+@pytest.mark.filterwarnings("ignore:FlatParameter is being traversed more than once")
+@pytest.mark.parametrize("has_root", [False, True], ids=["below a plain root", "below a wrapped root"])
+@on_ranks(2)
+def test_states_of_a_unit_under_two_names_have_the_peers_names_and_load_under_either(
+    has_root: bool, use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    def trained(ours: bool) -> tuple[Any, Any]:
+        def wrap(module: nn.Module) -> nn.Module:
+            return (shard if ours else shard_by_peer)(module, by_blocks=False, use_orig_params=use_orig_params)
+
+        torch.manual_seed(0)
+        model = TwoNames(wrap)
+        model = wrap(model) if has_root else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def loaded(given: Any) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, given))
+        return FSDP.optim_state_dict(model, optimizer)
+
+    (model, optimizer), (peer, peer_optimizer) = trained(True), trained(False)
+    ours, theirs = FSDP.optim_state_dict(model, optimizer), peer_save(peer, peer_optimizer, FULL)[1]
+    assert list(ours["state"]) == list(theirs["state"])
+    assert ours["param_groups"] == theirs["param_groups"]
+    peer_load(peer, peer_optimizer, FULL, (model.state_dict(), ours))
+    names = list(model.state_dict())
+    assert len(names) == 4
+    for saved in (names[:2], names[2:]):
+        renamed = dict(zip(ours["param_groups"][0]["params"], saved, strict=True))
+        other = {
+            "state": {renamed[name]: row for name, row in ours["state"].items()},
+            "param_groups": [{**ours["param_groups"][0], "params": saved}],
+        }
+        assert_equal(loaded(other), ours)
+        numbers = FSDP.rekey_optim_state_dict(other, OptimStateKeyType.PARAM_ID, TwoNames(lambda module: module))
+        assert sorted(numbers["state"]) == [0, 1]
+    save_checkpoint(tmp_path, model, optimizer)
+    fresh, fresh_optimizer = trained(True)
+    fresh_optimizer.state.clear()
+    load_checkpoint(tmp_path, fresh, fresh_optimizer)
+    assert_equal(FSDP.optim_state_dict(fresh, fresh_optimizer), ours)
 
 
 @KINDS

@@ -385,6 +385,28 @@ def test_hooks_of_an_optimizers_state_dict_run_and_decide(use_orig_params: bool,
     assert {value for row in optimizer.state.values() for value in row["momentum_buffer"].tolist()} <= {0.0, 7.0}
 
 
+class Wrapped:
+    """Shows a group more than its optimizer has, whose tensor is none of the model's, as mmengine's OptimWrapper."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [*self.optimizer.param_groups, {"params": torch.tensor([0.0])}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.optimizer.state_dict(), "shown": 1}
+
+
+@KINDS
+@on_ranks(2)
+def test_a_group_that_an_optimizer_shows_and_does_not_save_is_left_out(use_orig_params: bool) -> None:
+    model, optimizer = pair(use_orig_params)
+    saved: Any = FSDP.optim_state_dict(model, Wrapped(optimizer))  # type: ignore[arg-type]
+    assert_equal(saved, FSDP.optim_state_dict(model, optimizer))
+
+
 @on_ranks(2)
 def test_states_of_no_parameter_are_left_out_with_a_warning() -> None:
     model, optimizer = pair(True, optim=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))

@@ -1,0 +1,374 @@
+"""Reads an optimizer's states by parameter, compares them between ranks and completes those of empty local shards."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fingerprint, global_ranks
+from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, some_of
+from fsdp_flat.state.shards import (
+    IndexedParam,
+    OptimContents,
+    ParamIndex,
+    StateShard,
+    copied_state,
+    is_scalar,
+    rank_groups_of,
+    refuse_split,
+)
+
+# A plain state, or a digest of it, as a pair of JSON, by name.
+PlainRow = dict[str, list[Any]]
+# The kind of a described container of tensors.
+_WHOLE = "whole"
+_COMPARED = (int, float, complex, str, bytes, type(None))
+
+
+def holds_tensors(value: Any, *, min_dim: int = 1) -> bool:
+    """Return whether a list, tuple or dict has a tensor of at least ``min_dim`` dims in it."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(
+        entry.dim() >= min_dim if isinstance(entry, torch.Tensor) else holds_tensors(entry, min_dim=min_dim)
+        for entry in values
+    )
+
+
+def _plain_to_json(value: Any) -> list[Any]:
+    """Encode a non-tensor state, equal on every rank for equal values; pickled if JSON lacks the type.
+
+    A container of tensors, which only ranks keep that have the whole parameter, is described and cannot be decoded.
+    """
+    if isinstance(value, torch.Tensor):
+        number = value.item()
+        return [str(value.dtype), [number.real, number.imag] if value.is_complex() else number]
+    if type(value) in (int, float, str, bool, type(None)):
+        return ["", value]
+    if holds_tensors(value):
+        return [_WHOLE, type(value).__name__]
+    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+
+
+def _plain_from_json(kind: str, value: Any) -> Any:
+    """Decode a value that :func:`_plain_to_json` encoded on a rank of the same job."""
+    if kind == "pickle":
+        return pickle.loads(base64.b64decode(value))
+    value = complex(*value) if isinstance(value, list) else value
+    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
+
+
+class Peers(Protocol):
+    """Exchanges values between all ranks of a checkpoint; ``ranks`` are their global ranks."""
+
+    ranks: list[int]
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
+
+
+@dataclass(slots=True)
+class ParamState:
+    """Holds the optimizer states of one parameter, by name: tensors of several elements, those with handlers, others.
+
+    ``owner`` is the rank of the shard group that has them all; ``is_held``: this rank's optimizer holds the parameter.
+    A state with a handler is None if only other ranks have it.
+    """
+
+    param: IndexedParam
+    owner: int | None
+    is_held: bool = False
+    tensors: dict[str, StateShard] = field(default_factory=dict)
+    handled: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.tensors, *self.handled, *self.plain}
+
+    def describe(self) -> list[Any]:
+        """Describe the states as JSON, equal on every rank that has the same ones: tensors by name and dtype."""
+        tensors = {
+            name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
+            for name, shard in sorted(self.tensors.items())
+        }
+        plain = {name: _plain_to_json(value) for name, value in sorted(self.plain.items())}
+        return [tensors, sorted(self.handled), plain, self.is_held]
+
+    def complete(self, tensors: dict[str, Any], handled: list[str], plain: dict[str, Any], _is_held: bool) -> None:
+        """Add the states that another rank has described."""
+        for name, (dtype_name, shape) in tensors.items():
+            if name not in self.tensors:
+                shape, numel = (self.param.shape, self.param.local_shard.numel) if self.owner is None else (shape, 0)
+                device = self.param.handle.flat_param.device
+                local = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=device)
+                self.tensors[name] = StateShard(self.param, local, tuple(shape), name, self.owner)
+            elif str(self.tensors[name].local.dtype) != dtype_name:
+                raise OptionError(
+                    f"State {name!r} of {self.param.fqn!r} (unit {self.param.unit.name!r}) is "
+                    f"{self.tensors[name].local.dtype} on rank {self.param.rank_group.rank} of the shard group and "
+                    f"{dtype_name} on another."
+                )
+        for name in handled:
+            self.handled.setdefault(name, None)
+        for name, encoded in plain.items():
+            if name not in self.plain and encoded[0] != _WHOLE:
+                self.plain[name] = _plain_from_json(*encoded)
+
+
+def read_states(index: ParamIndex, contents: OptimContents) -> list[ParamState]:
+    """Read this rank's states of every parameter; shards are views of the optimizer's tensors."""
+    found: dict[IndexedParam, ParamState] = {}
+    held = set(contents.params)
+    for visible, params in index.managed.items():
+        owner = contents.owners.get(visible)
+        states = [ParamState(param, owner, visible in held) for param in params]
+        found.update(zip(params, states, strict=True))
+        # States of empty local shards are never updated (a step count, for one): use those of other ranks.
+        if owner is None:
+            is_here = visible in held and not params[0].is_on_other_ranks
+        else:
+            is_here = owner == params[0].rank_group.rank
+        if is_here and visible in contents.state:
+            _read(states, visible, contents.state[visible])
+    return [found[param] for param in index.params]
+
+
+def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
+    """Read the states of a parameter of the optimizer, which may hold several parameters of the model."""
+    first, is_owned = states[0].param, states[0].owner is not None
+    where = f"{first.fqn!r} (unit {first.unit.name!r})"
+    for name, value in values.items():
+        if name in first.unit.optim_state_handlers and not is_owned:
+            if len(states) > 1:
+                raise UnsupportedError(
+                    f"State {name!r} of unit {first.unit.name!r} has a handler, but belongs to a flat parameter of "
+                    f"{len(states)} parameters, {first.fqn!r} the first. Pass use_orig_params=True."
+                )
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedError(
+                    f"State {name!r} of {where} has a handler, which merges tensors; the optimizer keeps a "
+                    f"{type(value).__name__} there. Register the handler for tensors only."
+                )
+            refuse_split(first, name)
+            states[0].handled[name] = value
+        elif is_scalar(value):
+            if holds_tensors(value, min_dim=0 if is_owned else 1) and (is_owned or first.is_split):
+                raise _container_error(name, where, value)
+            for state in states:
+                state.plain[name] = copied_state(value, "cpu")
+        elif value.shape != visible.shape and not is_owned:
+            raise UnsupportedError(
+                f"State {name!r} of {where} has shape {tuple(value.shape)} on rank {first.rank_group.rank} of the "
+                "shard group; it is neither a scalar nor shaped like the rank's part of the parameter, "
+                f"{tuple(visible.shape)}. Say how it is put together by fsdp_flat.register_optim_state_handler"
+                f"(model, {name!r}, merge=..., split=...)."
+            )
+        else:
+            for state in states:
+                shape = tuple(value.shape) if is_owned else state.param.shape
+                local = state.param.part_of(value.detach().reshape(-1))
+                state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
+
+
+def read_plain(index: ParamIndex, contents: OptimContents) -> dict[IndexedParam, PlainRow]:
+    """Describe as JSON the states of parameters of ``fully_shard`` that are no DTensors: every rank has each whole."""
+    found: dict[IndexedParam, PlainRow] = {}
+    for visible, param in index.dtensors.items():
+        row = found[param] = {}
+        for name, value in sorted(contents.state.get(visible, {}).items()):
+            if not isinstance(value, torch.Tensor):
+                if holds_tensors(value) and param.is_split:
+                    raise _container_error(name, str(param), value)
+                row[name] = _plain_to_json(value)
+            elif not isinstance(value, DTensor):
+                kind = f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+                row[name] = [kind, fingerprint(value)] if value.dim() else _plain_to_json(value)
+    return found
+
+
+def complete_over_groups(
+    index: ParamIndex,
+    states: Sequence[ParamState],
+    plain: Mapping[IndexedParam, PlainRow],
+    *,
+    names: list[list[str]],
+    error: Exception | None,
+) -> Exception | None:
+    """Complete the states and names of this rank from those of the others, group by group.
+
+    Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
+    one integer is exchanged per group. Returns the exception that stopped this rank before or now, to agree on next.
+    """
+    groups = {unit: rank_groups_of([unit]) for unit in index.units}
+    for rank_group in index.rank_groups:
+        own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
+        others = {param: row for param, row in plain.items() if rank_group in groups[param.unit]}
+        said = [names, [state.describe() for state in own], list(others.values())]
+        numels = [*numels_of(own), *(param.local_shard.numel for param in others)]
+        payload, compared = (b"" if error else json.dumps(each).encode() for each in ([*said, numels], said))
+        payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
+        if payloads is not None and all(payloads):
+            assert rank_group.group is not None
+            try:
+                ranks = global_ranks(rank_group.group)
+                _complete_states(index, own, list(others), names=names, ranks=ranks, payloads=payloads)
+            except FsdpFlatError as found:
+                error = found
+    return error
+
+
+def _container_error(name: str, where: str, value: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"State {name!r} of {where} is a {type(value).__name__} of tensors; state dicts hold tensors, numbers and "
+        "other plain values. Save the optimizer's own state_dict() rank by rank, which fits the same number of ranks "
+        "only, or use an optimizer that keeps each tensor under a name."
+    )
+
+
+def numels_of(states: Sequence[ParamState]) -> list[int]:
+    """Return how many elements this rank must have states of; owners have all states of their parameters."""
+    return [0 if state.owner is not None else state.param.local_shard.numel for state in states]
+
+
+def compare_states(
+    index: ParamIndex,
+    states: Sequence[ParamState],
+    plain: Mapping[IndexedParam, PlainRow],
+    *,
+    names: list[list[str]],
+    error: Exception | None,
+    peers: Peers,
+) -> None:
+    """Compare the states of all ranks in one collective of an integer a parameter, and one for all others.
+
+    A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
+    parameters, for which every rank needs to know all states, a second exchange names the difference or completes them.
+    """
+    digests, numels = [0] * len(index.params), numels_of(states)
+    for at, (state, numel) in enumerate(zip(states, numels, strict=True) if error is None else ()):
+        digests[at] = digest_of(json.dumps(state.describe()).encode()) if numel else 0
+    said = [names, list(plain.values())]
+    rows = peers.integers([digest_of(json.dumps(said).encode()), *digests], error)
+    needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
+    alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
+    if needs_all or not alike:
+        numels += [param.local_shard.numel for param in plain]
+        own = [names, [state.describe() for state in states], list(plain.values()), numels]
+        payloads = peers.texts(json.dumps(own))
+        _complete_states(index, states, list(plain), names=names, ranks=peers.ranks, payloads=payloads)
+
+
+def _complete_states(
+    index: ParamIndex,
+    states: Sequence[ParamState],
+    others: Sequence[IndexedParam],
+    *,
+    names: list[list[str]],
+    ranks: Sequence[int],
+    payloads: Sequence[str | bytes],
+) -> None:
+    """Complete states and names from the payloads of ``ranks``.
+
+    Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all ranks.
+    """
+    each_names, everyone, each_plain, numels = zip(*map(json.loads, payloads), strict=True)
+    lacking: dict[tuple[int, str], list[str]] = {}
+    for at, state in enumerate(states):
+        kept = [
+            {*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())}
+            for tensors, handled, plain, is_held in (described[at] for described in everyone)
+        ]
+        anywhere = set().union(*kept)
+        for rank, here, row in zip(ranks, kept, numels, strict=True):
+            if anywhere - here and row[at]:
+                lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
+    if lacking:
+        told = "; ".join(f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items())
+        raise UsageError(
+            f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the "
+            "states of parameters that it has no elements of, and no others: build the optimizer from the same "
+            "parameters on every rank, and step it on every rank or on none."
+        )
+    rows = [
+        [plain for _, _, plain, _ in described] + other for described, other in zip(everyone, each_plain, strict=True)
+    ]
+    _check_equal([*(state.param for state in states), *others], rows, numels, ranks)
+    for at, state in enumerate(states):
+        for described in everyone:
+            state.complete(*described[at])
+    _merge_names(index, names, each_names)
+
+
+def _check_equal(
+    params: Sequence[IndexedParam],
+    rows: Sequence[Sequence[PlainRow]],
+    numels: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+) -> None:
+    """Raise if ranks with elements of a parameter have different values of a state that is one for all of it.
+
+    ``rows`` and ``numels`` are by rank, then by parameter.
+    """
+    told = []
+    for at, param in enumerate(params):
+        here = [(rank, row[at]) for rank, row, numel in zip(ranks, rows, numels, strict=True) if numel[at]]
+        if all(row == here[0][1] for _, row in here):
+            continue
+        for name in sorted({name for _, row in here for name in row}):
+            found = [(rank, row[name]) for rank, row in here if name in row]
+            if not all(_is_same(_decoded(found[0][1]), _decoded(each)) for _, each in found):
+                values = [f"{_shown(*each)} on rank {rank}" for rank, each in found]
+                told.append(f"{name!r} of {param} is {some_of(values, 8)}")
+    if told:
+        raise PhaseError(
+            f"Optimizer states that are one value for a whole parameter differ between ranks, so nothing was saved: "
+            f"{some_of(told, 6, '; ')}. A state dict has one value for all ranks. An optimizer that computes such a "
+            "state from this rank's part of a gradient must reduce it over the ranks; fsdp_flat.MatrixOptimizer gives "
+            "an optimizer full parameters and gradients."
+        )
+
+
+def _shown(kind: str, value: Any) -> str:
+    return f"{kind} with digest {value:x}" if kind.startswith("a tensor") else repr(_decoded([kind, value]))
+
+
+def _decoded(encoded: list[Any]) -> Any:
+    """Return the value by which an encoded one is compared and shown."""
+    kind, value = encoded
+    return _plain_from_json(kind, value) if kind == "pickle" else value
+
+
+def _is_same(first: Any, other: Any) -> bool:
+    """Return whether values are equal. NaN equals itself; objects that are not plain need the same type alone."""
+    first, other = (each.item() if is_scalar(each) and hasattr(each, "item") else each for each in (first, other))
+    if isinstance(first, Mapping) and isinstance(other, Mapping):
+        return first.keys() == other.keys() and all(_is_same(first[key], other[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(first) == len(other) and all(map(_is_same, first, other))
+    if isinstance(first, _COMPARED) and isinstance(other, _COMPARED):
+        return bool(first == other or (first != first and other != other))
+    return type(first) is type(other)
+
+
+def _merge_names(index: ParamIndex, names: list[list[str]], everyone: Sequence[list[list[str]]]) -> None:
+    """Add the names that other ranks hold: rank 0's in its order, then others in the order of the model.
+
+    An optimizer may be built from only the parameters that its rank has elements of; a saved group names those of all.
+    """
+    if any(len(theirs) != len(names) for theirs in everyone):
+        return
+    places = {param.fqn: place for place, param in enumerate(index.params)}
+    for at, of_ranks in enumerate(zip(*everyone, strict=True)):
+        lacking = {fqn for each in of_ranks for fqn in each}.difference(of_ranks[0])
+        names[at] = [*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
