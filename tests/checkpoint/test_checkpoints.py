@@ -392,6 +392,42 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(
 
 
 @on_ranks(2)
+def test_a_link_to_nothing_is_passed_over_and_costs_no_checkpoint(tmp_path: Path, rank: int) -> None:
+    model, text = shard(seeded()), "step-00000003 is a link to .*nowhere, which does not exist"
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "step-00000003").symlink_to(tmp_path / "nowhere")
+    dist.barrier()
+    with pytest.warns(UserWarning, match=f"passed over: .*{text}") if rank == 0 else contextlib.nullcontext():
+        found = load_checkpoint(tmp_path, model)
+    assert found.step == 0
+    assert re.search(text, found.skipped[0])
+    with pytest.raises(LoadError, match=text):
+        load_checkpoint(tmp_path, model, step=3)
+    assert save_checkpoint(tmp_path, model, keep_last=1).step == 4
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    save_checkpoint(tmp_path, model, step=3, keep_last=1)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert load_checkpoint(tmp_path, model).step == 3
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_cannot_be_read_does_not_count_among_those_that_are_kept(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "step-00000000" / "commit.json").unlink()
+    dist.barrier()
+    save_checkpoint(tmp_path, model, keep_last=1)
+    dist.barrier()
+    assert (tmp_path / "step-00000001" / "commit.json").exists()
+
+
+@on_ranks(2)
 def test_without_any_whole_checkpoint_the_error_names_each(tmp_path: Path, rank: int) -> None:
     model = shard(seeded())
     assert load_checkpoint(tmp_path / "nowhere", model) is None
