@@ -367,11 +367,12 @@ def load_full(
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
-    path, together = path_of_user(path, "path"), Consensus.of(model, LOADING)
-    for unit in units_of(model):
-        unit.check_idle("load_full")
+    together = Consensus.of(model, LOADING)
     together.barrier("load_full")
     with together.propagate_errors():
+        path = path_of_user(path, "path")
+        for unit in units_of(model):
+            unit.check_idle("load_full")
         tensors, names = _stored_in(path)
         entries = _entries_of(model, keep)
         # A tied parameter may be in the file under any of its names.

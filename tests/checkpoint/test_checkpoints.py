@@ -656,6 +656,23 @@ def test_an_optimizer_on_some_ranks_only_is_an_error_on_all(tmp_path: Path, rank
 
 
 @on_ranks(2)
+def test_a_bad_argument_on_one_rank_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    with pytest.raises(RankMismatchError, match="rank 0 of the group has background=False, rank 1 has background=True"):
+        save_checkpoint(tmp_path, model, background=rank == 1)
+    path: Any = 3 if rank else tmp_path
+    for call in (
+        lambda: save_checkpoint(path, model),
+        lambda: save_full(model, path),
+        lambda: load_checkpoint(path, model),
+        lambda: load_full(model, path),
+    ):
+        with pytest.raises(OptionTypeError if rank else (PeerFailureError, LoadError), match=r"must be a path|neither"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
 def test_a_progress_bar_counts_the_bytes_that_rank_0_writes(tmp_path: Path, rank: int) -> None:
     pytest.importorskip("tqdm", reason="draws the bar")
     model = shard(seeded())
