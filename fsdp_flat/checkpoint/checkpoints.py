@@ -143,20 +143,19 @@ def save_checkpoint(
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
-    directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, SAVING)
-    _wait_for_background(model, directory)
+    together = Consensus.of(model, SAVING)
     together.barrier("save_checkpoint")
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
-    save = CheckpointSave(values.step, disk.path_of(directory, values.step))
+    save = CheckpointSave(values.step, disk.path_of(values.directory, values.step))
     if not background:
-        _write(values, directory, keep_last, together)
+        _write(values, keep_last, together)
         save._work.set_result(None)
         return save
     # The script may destroy its process groups while its last checkpoint is written.
     # A gloo group communicates CPU tensors.
     in_thread = Consensus(outliving_group(together.group), SAVING, torch.device("cpu"))
-    save._run(partial(_write, values, directory, keep_last, in_thread), model, together.ranks)
+    save._run(partial(_write, values, keep_last, in_thread), model, together.ranks)
     return save
 
 
@@ -182,6 +181,7 @@ class CheckpointValues:
     It is the ``Peers`` of optimizer states.
 
     Attributes:
+        directory: absolute path of the directory of all checkpoints.
         step: the checkpoint's number, as rank 0 has chosen it.
         error: an exception that is raised like those of the writing: one of the file system on rank 0, or one of this
             rank alone after the comparison.
@@ -192,6 +192,7 @@ class CheckpointValues:
         plain: all other values that are no tensors; rank 0's are saved.
     """
 
+    directory: Path
     bar: ProgressBar
 
     def __init__(self, model: nn.Module, together: Consensus) -> None:
@@ -214,7 +215,7 @@ class CheckpointValues:
 
     def collect(
         self,
-        directory: Path,
+        directory: str | Path,
         optim: torch.optim.Optimizer | None,
         extra: Any,
         *,
@@ -229,7 +230,10 @@ class CheckpointValues:
         rank, contents = self._together.rank, None
         self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
         self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
+        self._same.append(f"background={bool(copy)}")
         try:
+            self.directory = disk.path_of_user(directory, "directory")
+            _wait_for_background(self._model, self.directory)
             disk.check_number(step, "step", 0, is_optional=True)
             disk.check_number(keep_last, "keep_last", 1)
             self.bar = progress_bar("Saving", asked=progress, here=rank == 0)
@@ -239,7 +243,7 @@ class CheckpointValues:
                 contents = contents_of(optim, self._index)
                 check_optim(contents, self._index)
             if rank == 0:
-                self._prepare(directory, step)
+                self._prepare(step)
         except Exception as error:
             self._refusal = error
         if contents is None or self._refusal is not None:
@@ -253,11 +257,11 @@ class CheckpointValues:
             except Exception as error:
                 self.error = error
 
-    def _prepare(self, directory: Path, step: int | None) -> None:
+    def _prepare(self, step: int | None) -> None:
         """Choose the number, and remove files of earlier attempts."""
-        self.step = 1 + max(disk.list_steps(directory), default=-1) if step is None else step
+        self.step = 1 + max(disk.list_steps(self.directory), default=-1) if step is None else step
         try:
-            disk.prepare(directory, self.step)
+            disk.prepare(self.directory, self.step)
             self.is_prepared = True
         except OSError as error:
             self.error = error
@@ -371,12 +375,12 @@ class CheckpointValues:
         return serialized(self.plain)
 
 
-def _write(values: CheckpointValues, directory: Path, keep_last: int, together: Consensus) -> None:
+def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> None:
     """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
+    directory, text, error = values.directory, "", values.error
     writing = disk.writing_path(directory, values.step)
-    text, error = "", values.error
     with disk.discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
         try:
             if error is None and values.is_prepared:
@@ -459,12 +463,13 @@ def load_checkpoint(
     """
     from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
-    directory, together = disk.path_of_user(directory, "directory"), Consensus.of(model, LOADING)
-    _wait_for_background(model, directory)
+    together = Consensus.of(model, LOADING)
     together.barrier("load_checkpoint")
     steps: list[int] = [] if step is None else [step]
     cut_off: list[str] = []
     with together.propagate_errors():
+        directory = disk.path_of_user(directory, "directory")
+        _wait_for_background(model, directory)
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
         disk.check_number(step, "step", 0, is_optional=True)

@@ -274,7 +274,7 @@ def recover(directory: Path) -> None:
     for away in directory.glob(f"step-*{_REPLACED}"):
         final = away.with_suffix("")
         if final.exists():
-            shutil.rmtree(away, ignore_errors=True)
+            _remove(away)
         else:
             os.replace(away, final)
 
@@ -320,11 +320,11 @@ def commit(directory: Path, step: int, records: Records) -> None:
     _flush_directory(writing)
     # The old checkpoint is missing only between these two renames; recover() restores it after a kill there.
     away = final.with_suffix(_REPLACED)
-    if final.exists():
+    if os.path.lexists(final):
         os.replace(final, away)
     os.replace(writing, final)
     _flush_directory(directory)
-    shutil.rmtree(away, ignore_errors=True)
+    _remove(away)
 
 
 def _flush_directory(path: Path) -> None:
@@ -337,8 +337,11 @@ def _flush_directory(path: Path) -> None:
 
 def list_steps(directory: Path) -> list[int]:
     """Return the numbers of all checkpoints with their final names: those without a valid record, then newest first."""
-    found = [int(match[1]) for name in _listed(directory) if (match := _NAME.match(name))]
-    return sorted(found, key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
+    return sorted(_numbers(directory), key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
+
+
+def _numbers(directory: Path) -> list[int]:
+    return sorted(int(match[1]) for name in _listed(directory) if (match := _NAME.match(name)))
 
 
 def unfinished(directory: Path) -> list[str]:
@@ -368,7 +371,9 @@ def _read_commit(path: Path) -> Commit:
     except FileNotFoundError as error:
         if path.exists():
             raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished") from error
-        steps = ", ".join(map(str, sorted(list_steps(path.parent)))) or "none"
+        if path.is_symlink():
+            raise LoadError(f"{path} is a link to {os.readlink(path)}, which does not exist") from error
+        steps = ", ".join(map(str, _numbers(path.parent))) or "none"
         raise LoadError(f"{path} does not exist; checkpoints there: {steps}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}") from error
@@ -400,11 +405,12 @@ def verified(path: Path, share: int, num_shares: int) -> tuple[Commit | None, st
 
 
 def prune(directory: Path, keep_last: int) -> None:
-    """Remove all but the last ``keep_last`` checkpoints."""
-    for step in list_steps(directory)[keep_last:]:
+    """Remove all but the last ``keep_last`` checkpoints; those without a valid record remain and do not count."""
+    valid = [step for step in list_steps(directory) if _order(directory, step)]
+    for step in valid[keep_last:]:
         # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
         path = path_of(directory, step)
-        shutil.rmtree(path.with_suffix(_REMOVING), ignore_errors=True)
+        _remove(path.with_suffix(_REMOVING))
         os.replace(path, path.with_suffix(_REMOVING))
     remove_unfinished(directory)
 
@@ -412,4 +418,13 @@ def prune(directory: Path, keep_last: int) -> None:
 def remove_unfinished(directory: Path) -> None:
     """Remove what interrupted saves and removals have left."""
     for name in unfinished(directory):
-        shutil.rmtree(directory / name, ignore_errors=True)
+        _remove(directory / name)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or a link to one, as far as possible."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

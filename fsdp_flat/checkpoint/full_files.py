@@ -71,6 +71,8 @@ def _entries_of(
         raise OptionError(f"dtype must be a floating-point torch.dtype or None; got {dtype!r}.")
     if keep is not None and not callable(keep):
         raise OptionTypeError(f"keep must be a function of a name, or None; got {keep!r}.")
+    for unit in units_of(model):
+        unit.check_idle("a full save or load")
     index = ParamIndex(model)
     by_name = index.dtensors_by_name
     params = model.named_parameters() if trainable_only else ()
@@ -371,11 +373,10 @@ def load_full(
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
-    path, together = path_of_user(path, "path"), Consensus.of(model, LOADING)
-    for unit in units_of(model):
-        unit.check_idle("load_full")
+    together = Consensus.of(model, LOADING)
     together.barrier("load_full")
     with together.propagate_errors():
+        path = path_of_user(path, "path")
         tensors, names = _stored_in(path)
         entries = _entries_of(model, keep)
         # A tied parameter may be in the file under any of its names.

@@ -362,7 +362,8 @@ def _load_flats(
         elif unit.options.groups.shard.size == 1 and all(value is not None for _, value in named):
             for each, value in named:
                 load.decode(FULL, value, each)
-        elif any(value is not None for _, value in named):
+        # Slices under original names are entries of a LOCAL_STATE_DICT.
+        elif any(value is not None and shape_of(value) != tuple(each.local.shape) for each, value in named):
             load.errors.append(
                 f"{target.label}: this load is of a LOCAL_STATE_DICT, and the state dict has entries by parameter "
                 f"names for unit {unit.name!r}: it is a FULL_STATE_DICT or a SHARDED_STATE_DICT. Load it inside "

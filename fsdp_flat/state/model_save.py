@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import barrier
 from fsdp_flat.errors import PhaseError, UnsupportedError
-from fsdp_flat.flat import DeferredTensor, FlatParamHandle, modules_of
+from fsdp_flat.flat import DeferredTensor, FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Unit, full_params, unit_of, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
@@ -150,8 +150,9 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
         if outermost and codec.communicates:
-            # Units without parameters and units inside summon_full_params need no all-gather.
-            gathering = [each for each in units if each.handles and each.whole is None]
+            # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
+            is_full = isinstance(codec, FullCodec)
+            gathering = [each for each in units if each.handles and not (is_full and each.whole is not None)]
             for rank_group in dict.fromkeys(each.options.groups.shard for each in gathering):
                 barrier("state_dict", rank_group)
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
@@ -205,11 +206,25 @@ def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDic
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
-    """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
+    """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard.
+
+    While the unit's full parameters are shown these are copies of what the modules have, changes included.
+    """
+    if unit.whole is not None:
+        return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
     unit.adopt_changes()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]
     return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
+
+
+def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
+    """Return this rank's elements of a parameter inside ``summon_full_params``, in memory of their own."""
+    local, views = param.local, param.handle.views
+    if param.unit.shows_whole:
+        rank = param.rank_group.rank
+        local = local_part(views.layout, param.index, rank, views.shown(param.index).detach()).to(local.device)
+    return local.clone()
 
 
 def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
@@ -237,7 +252,8 @@ def _save_unit(
     config = settings.state_dict_config
     if isinstance(codec, FullCodec):
         return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
-    unit.check_idle("state_dict")
+    if codec.is_flat or unit.whole is None:
+        unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
@@ -247,6 +263,8 @@ def _save_unit(
         )
         if codec.is_flat:
             return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
+    if unit.whole is not None:
+        return _save_summoned(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
@@ -256,10 +274,39 @@ def _save_unit(
     values = codec.gather(shards, config) if gathered is None else gathered
     if codec.is_flat:
         destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
-    else:
-        for each, value in zip(deferred, values, strict=True):
-            each.value = value
+        # Under the original names the live slices, as in FSDP1.
+        values = [param.local.to("cpu", copy=True) if config.offload_to_cpu else param.local for param in params]
+    for each, value in zip(deferred, values, strict=True):
+        each.value = value
     _encode_deferred(destination, [name for param in params for name in param.fqns], config)
+    unit.buffers.restore(destination, prefix)
+    return destination
+
+
+def _save_summoned(
+    unit: Unit,
+    codec: StateDictCodec,
+    *,
+    config: StateDictConfig,
+    prefix: str,
+    inner: Callable[[], dict[str, Any]],
+    gathered: Sequence[Any] | None,
+) -> dict[str, Any]:
+    """Save the values of a unit inside ``summon_full_params``, where its modules and their hooks see full parameters.
+
+    Other tensors that hooks compute are saved as full tensors.
+    """
+    params = params_of(unit, prefix)
+    with full_params(unit):
+        destination = inner()
+        values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
+        for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
+            shown = param.handle.views.shown(param.index)
+            for name in present:
+                found = destination[name]
+                local = found.to_local() if isinstance(found, DTensor) else found
+                if isinstance(local, torch.Tensor) and _shares_memory(local, shown):
+                    destination[name] = value
     unit.buffers.restore(destination, prefix)
     return destination
 

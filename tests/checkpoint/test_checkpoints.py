@@ -392,6 +392,42 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(
 
 
 @on_ranks(2)
+def test_a_link_to_nothing_is_passed_over_and_costs_no_checkpoint(tmp_path: Path, rank: int) -> None:
+    model, text = shard(seeded()), "step-00000003 is a link to .*nowhere, which does not exist"
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "step-00000003").symlink_to(tmp_path / "nowhere")
+    dist.barrier()
+    with pytest.warns(UserWarning, match=f"passed over: .*{text}") if rank == 0 else contextlib.nullcontext():
+        found = load_checkpoint(tmp_path, model)
+    assert found.step == 0
+    assert re.search(text, found.skipped[0])
+    with pytest.raises(LoadError, match=text):
+        load_checkpoint(tmp_path, model, step=3)
+    assert save_checkpoint(tmp_path, model, keep_last=1).step == 4
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    save_checkpoint(tmp_path, model, step=3, keep_last=1)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert load_checkpoint(tmp_path, model).step == 3
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_cannot_be_read_does_not_count_among_those_that_are_kept(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "step-00000000" / "commit.json").unlink()
+    dist.barrier()
+    save_checkpoint(tmp_path, model, keep_last=1)
+    dist.barrier()
+    assert (tmp_path / "step-00000001" / "commit.json").exists()
+
+
+@on_ranks(2)
 def test_without_any_whole_checkpoint_the_error_names_each(tmp_path: Path, rank: int) -> None:
     model = shard(seeded())
     assert load_checkpoint(tmp_path / "nowhere", model) is None
@@ -617,6 +653,23 @@ def test_an_optimizer_on_some_ranks_only_is_an_error_on_all(tmp_path: Path, rank
     model = shard(seeded())
     with pytest.raises(RankMismatchError, match="rank 0 of the group has an optimizer, rank 1 has no optimizer"):
         save_checkpoint(tmp_path, model, adamw(model) if rank == 0 else None)
+
+
+@on_ranks(2)
+def test_a_bad_argument_on_one_rank_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    with pytest.raises(RankMismatchError, match="rank 0 of the group has background=False, rank 1 has background=True"):
+        save_checkpoint(tmp_path, model, background=rank == 1)
+    path: Any = 3 if rank else tmp_path
+    for call in (
+        lambda: save_checkpoint(path, model),
+        lambda: save_full(model, path),
+        lambda: load_checkpoint(path, model),
+        lambda: load_full(model, path),
+    ):
+        with pytest.raises(OptionTypeError if rank else (PeerFailureError, LoadError), match=r"must be a path|neither"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)

@@ -28,7 +28,8 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import RankGroup, agreement
 from fsdp_flat.comm.shm import transport_of
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
 from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
 from tests.runtime.test_memory import settled_bytes
@@ -209,6 +210,68 @@ def test_local_shards_are_the_live_ones_unless_they_are_offloaded(use_orig_param
                 param.add_(1)
         assert shards
         assert all(torch.equal(a, b) == offload for a, b in zip(shards, before, strict=True))
+
+
+@on_ranks(2)
+def test_a_local_state_dict_has_the_live_slices_under_original_names_as_in_fsdp1(rank: int) -> None:
+    model, peer = shard(seeded(), use_orig_params=True), shard_by_peer(seeded(), use_orig_params=True)
+    with FSDP.state_dict_type(model, LOCAL), peer_quiet():
+        state = model.state_dict()
+        with PeerFSDP.state_dict_type(peer, peer_library.StateDictType.LOCAL_STATE_DICT):
+            expected = peer.state_dict()
+    assert sorted(state) == sorted(expected)
+    slices = {name: value for name, value in state.items() if not isinstance(value, ShardedTensor)}
+    assert_equal(slices, {name: expected[name] for name in slices})
+    for name, param in model.named_parameters():
+        assert slices[clean_fqn(name)].data_ptr() == param.data_ptr()
+    with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig(offload_to_cpu=True)):
+        copies = model.state_dict()
+    names = [name for name, _ in seeded().named_parameters()]
+    with torch.no_grad():
+        for name in names:
+            slices[name].fill_(0.5)
+    full = whole_state(model)
+    assert all(bool((full[name] == 0.5).all()) for name in names)
+    assert_equal({name: copies[name] for name in names}, {name: expected[name] for name in names})
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("rank0_only", [False, True])
+@KINDS
+@on_ranks(2)
+def test_a_sharded_state_dict_inside_summon_has_the_changes_made_there(
+    use_orig_params: bool, rank0_only: bool, boxes: bool
+) -> None:
+    model, other = (shard(seeded(seed=seed), use_orig_params=use_orig_params) for seed in (0, 1))
+    full = whole_state(model)
+    names = {name for name, _ in seeded().named_parameters()}
+    options = {"writeback": False, "rank0_only": rank0_only, "offload_to_cpu": rank0_only}
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(boxes=boxes)):
+        for change in (0.0,) if rank0_only else (0.0, 1.0):
+            with FSDP.summon_full_params(model, **options):
+                held = dict(model.named_parameters())
+                with torch.no_grad():
+                    for param in held.values():
+                        param.add_(change)
+                    if change:
+                        model.last.weight.data = model.last.weight + 1
+                        full["last.weight"] = full["last.weight"] + 1
+                state = model.state_dict()
+                assert all(param is held[name] for name, param in model.named_parameters())
+            if boxes:
+                assert all(type(state[name]).__name__ == "BoxedTensor" for name in names)
+            expected = {name: value + change if name in names else value for name, value in full.items()}
+            with FSDP.state_dict_type(other, SHARDED):
+                other.load_state_dict(state)
+            assert_equal(whole_state(other), expected)
+    train(model, OPTIMIZERS["sgd"](model.parameters()), TASKS["uneven"], range(1))
+
+
+@on_ranks(2)
+def test_a_local_state_dict_inside_summon_is_an_error() -> None:
+    model = shard(seeded())
+    with FSDP.state_dict_type(model, LOCAL), FSDP.summon_full_params(model), pytest.raises(PhaseError):
+        model.state_dict()
 
 
 @on_ranks(2)
