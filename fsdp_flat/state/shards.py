@@ -193,8 +193,8 @@ class ParamIndex:
                 unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
             else:
                 # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
-                first, *further = found_paths if unit.options.use_orig_params else found_paths[-1:] + found_paths[:-1]
-                found = params_of(unit, *(path + "." if path else "" for path in (first, *further)))
+                ordered = found_paths if unit.options.use_orig_params else [found_paths[-1], *found_paths[:-1]]
+                found = params_of(unit, *(path + "." if path else "" for path in ordered))
                 self.params += found
                 for handle in unit.handles:
                     own = tuple(param for param in found if param.handle is handle)
@@ -224,8 +224,7 @@ class ParamIndex:
     @cached_property
     def aliases(self) -> dict[str, str]:
         """By each further name of a parameter, the first one, under which its optimizer states are saved."""
-        managed = {name: param.fqn for param in self.params for name in param.fqns[1:]}
-        return {**self._further_names, **managed}
+        return {**self._further_names, **{name: param.fqn for param in self.params for name in param.fqns[1:]}}
 
     @cached_property
     def dtensors_by_name(self) -> dict[str, IndexedParam]:
