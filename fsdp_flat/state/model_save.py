@@ -301,7 +301,7 @@ def _save_summoned(
         destination = inner()
         values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
         for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
-            shown = param.handle.views.shown(param.index)
+            shown = param.handle.views.full_local(param.index)
             for name in present:
                 found = destination[name]
                 local = found.to_local() if isinstance(found, DTensor) else found
