@@ -11,7 +11,6 @@ from fsdp_flat.state.model_save import (
 )
 from fsdp_flat.state.optim_dicts import (
     OptimInput,
-    contents_of,
     load_full_or_sharded,
     optim_state_dict,
     optim_state_dict_to_load,
@@ -21,6 +20,7 @@ from fsdp_flat.state.optim_dicts import (
 )
 from fsdp_flat.state.optim_load import load_optim_state, template_states
 from fsdp_flat.state.optim_save import save_optim_state
+from fsdp_flat.state.optim_states import contents_of
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,

@@ -10,7 +10,7 @@ docs/architecture.md has the recipe for a new state-dict type.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, final
@@ -297,6 +297,15 @@ def codec_of(kind: StateDictType, config: Config) -> StateDictCodec:
     if row.boxed is not None and getattr(config, "boxes", False):
         return row.boxed
     return row.optim if isinstance(config, OptimStateDictConfig) else row.model
+
+
+def holds_tensors(value: Any, *, min_dim: int = 1) -> bool:
+    """Return whether a list, tuple or dict has a tensor of at least ``min_dim`` dims in it."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(
+        entry.dim() >= min_dim if isinstance(entry, torch.Tensor) else holds_tensors(entry, min_dim=min_dim)
+        for entry in values
+    )
 
 
 def decoder_of(value: Any) -> StateDictCodec:

@@ -223,7 +223,7 @@ def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
     local, views = param.local, param.handle.views
     if param.unit.shows_whole:
         rank = param.rank_group.rank
-        local = local_part(views.layout, param.index, rank, views.shown(param.index).detach()).to(local.device)
+        local = local_part(views.layout, param.index, rank, views.full_local(param.index).detach()).to(local.device)
     return local.clone()
 
 

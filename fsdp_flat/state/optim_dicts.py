@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from fsdp_flat.api import (
     StatePart,
     member_of,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
 from fsdp_flat.flat import check_module
-from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
 from fsdp_flat.state.optim_save import save_optim_state
+from fsdp_flat.state.optim_states import contents_of
 from fsdp_flat.state.shards import (
     OptimContents,
     ParamIndex,
@@ -141,52 +140,6 @@ def optim_state_dict_to_load(
             )
         optim.load_state_dict(loaded)
     return loaded
-
-
-def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimContents:
-    """Return the contents of ``state_dict``, or else of ``optim.state_dict()``.
-
-    Keys are positions, or as in torch's named optimizer the names of ``model.named_parameters()``, which ``index`` has.
-    """
-    held = held_by(optim)
-    if state_dict is None and _has_plain_state_dict(optim):
-        # Torch's own method fails if a parameter was taken out of its group while its states are still there.
-        rows, groups = optim.state, held.groups
-    else:
-        given = check_states(optim.state_dict() if state_dict is None else state_dict)
-        by_name = {clean_fqn(name): param for param, name in index.shown_names.items()}
-
-        def of(key: Any) -> nn.Parameter:
-            is_position = isinstance(key, int) and 0 <= key < len(held.params)
-            found = held.params[key] if is_position else by_name.get(clean_fqn(str(key)))
-            if found is None:
-                raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
-            return found
-
-        is_own = state_dict is None
-        rows = {
-            key if is_own and isinstance(key, str) and clean_fqn(key) not in by_name else of(key): row
-            for key, row in given["state"].items()
-        }
-        groups = given.get("param_groups")
-        groups = groups and tuple({**group, "params": [of(key) for key in group["params"]]} for group in groups)
-    # A subclass may keep states of the whole optimizer under names of its own.
-    alone = [str(key) for key in rows if not isinstance(key, torch.Tensor)]
-    if alone:
-        warn_user(
-            f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
-            "the state dict. Save them beside it."
-        )
-        rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
-    check_rows(rows)
-    return replace(held, state=rows, groups=groups)
-
-
-def _has_plain_state_dict(optim: Any) -> bool:
-    """Return whether ``optim.state_dict()`` has what ``optim.state`` has: nothing overrides it, and it has no hooks."""
-    method = getattr(optim, "state_dict", None)
-    hooks = [getattr(optim, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
-    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not any(hooks))
 
 
 def _codec_for(model: nn.Module) -> tuple[StateDictCodec, OptimStateDictConfig]:

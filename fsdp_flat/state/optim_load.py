@@ -20,9 +20,8 @@ from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.flat import clear_padding
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
+from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
-from fsdp_flat.state.optim_states import holds_tensors
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,

@@ -6,7 +6,7 @@ import base64
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,31 +15,28 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fingerprint, global_ranks
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, some_of
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.state.codecs import holds_tensors
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
     ParamIndex,
     StateShard,
+    check_rows,
+    check_states,
     copied_state,
+    held_by,
     is_scalar,
     rank_groups_of,
     refuse_split,
 )
+from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
 PlainRow = dict[str, list[Any]]
 # The kind of a described container of tensors.
 _WHOLE = "whole"
 _COMPARED = (int, float, complex, str, bytes, type(None))
-
-
-def holds_tensors(value: Any, *, min_dim: int = 1) -> bool:
-    """Return whether a list, tuple or dict has a tensor of at least ``min_dim`` dims in it."""
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(
-        entry.dim() >= min_dim if isinstance(entry, torch.Tensor) else holds_tensors(entry, min_dim=min_dim)
-        for entry in values
-    )
 
 
 def _plain_to_json(value: Any) -> list[Any]:
@@ -124,6 +121,52 @@ class ParamState:
         for name, encoded in plain.items():
             if name not in self.plain and encoded[0] != _WHOLE:
                 self.plain[name] = _plain_from_json(*encoded)
+
+
+def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimContents:
+    """Return the contents of ``state_dict``, or else of ``optim.state_dict()``.
+
+    Keys are positions, or as in torch's named optimizer the names of ``model.named_parameters()``, which ``index`` has.
+    """
+    held = held_by(optim)
+    if state_dict is None and _has_plain_state_dict(optim):
+        # Torch's own method fails if a parameter was taken out of its group while its states are still there.
+        rows, groups = optim.state, held.groups
+    else:
+        given = check_states(optim.state_dict() if state_dict is None else state_dict)
+        by_name = {clean_fqn(name): param for param, name in index.shown_names.items()}
+
+        def of(key: Any) -> nn.Parameter:
+            is_position = isinstance(key, int) and 0 <= key < len(held.params)
+            found = held.params[key] if is_position else by_name.get(clean_fqn(str(key)))
+            if found is None:
+                raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
+            return found
+
+        is_own = state_dict is None
+        rows = {
+            key if is_own and isinstance(key, str) and clean_fqn(key) not in by_name else of(key): row
+            for key, row in given["state"].items()
+        }
+        groups = given.get("param_groups")
+        groups = groups and tuple({**group, "params": [of(key) for key in group["params"]]} for group in groups)
+    # A subclass may keep states of the whole optimizer under names of its own.
+    alone = [str(key) for key in rows if not isinstance(key, torch.Tensor)]
+    if alone:
+        warn_user(
+            f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
+            "the state dict. Save them beside it."
+        )
+        rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
+    check_rows(rows)
+    return replace(held, state=rows, groups=groups)
+
+
+def _has_plain_state_dict(optim: Any) -> bool:
+    """Return whether ``optim.state_dict()`` has what ``optim.state`` has: nothing overrides it, and it has no hooks."""
+    method = getattr(optim, "state_dict", None)
+    hooks = [getattr(optim, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not any(hooks))
 
 
 def read_states(index: ParamIndex, contents: OptimContents) -> list[ParamState]:
