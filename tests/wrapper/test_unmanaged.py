@@ -455,7 +455,7 @@ def test_buffers_that_differ_at_the_start_are_broadcast_or_refused(rank: int) ->
     for policy in (None, ModuleWrapPolicy({Normed})):
         model = FSDP(build(), auto_wrap_policy=policy, sync_module_states="auto")
         assert_close(model.module[1].shift, torch.ones(4), rtol=0.0, atol=0.0)
-    assert "'1.shift' of rank 1" in message(
+    assert "rank 1 has another '1.shift'" in message(
         RankMismatchError, ValueError, lambda: FSDP(build(), sync_module_states="raise")
     )
 
