@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import units_of
+from fsdp_flat.runtime import unit_of, units_of
 from fsdp_flat.state import (
     BoxedTensor,
     IndexedParam,
@@ -356,7 +356,8 @@ def load_full(
 ) -> tuple[list[str], list[str]]:
     """Load a full model from files; each rank reads only its own slices of each parameter.
 
-    Every rank must call this, and must have access to the files. The model is unchanged unless everything fits.
+    Every rank must call this, and must have access to the files. The model is unchanged unless everything fits; until
+    then each rank holds a copy of its shards.
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
@@ -395,16 +396,54 @@ def load_full(
             problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
         if problems:
             raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
-    # Only now: another rank may have had a problem.
-    with together.propagate_errors():
-        given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
+    given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
+    error: Exception | None = None
+    # Modules and hooks may raise after others have loaded, on one rank alone too.
+    undo = _copied(model)
+    try:
         state = {entry.key: _loadable(entry, tensors[name]) for entry, name in given if name is not None}
-        with state_dict_settings(model, settings_for(StateDictType.FULL_STATE_DICT, None, None)):
-            not_taken = model.load_state_dict(state, strict=strict and keep is None).unexpected_keys
+        not_taken = _load(model, state)
         if strict and not_taken:
-            raise LoadError(f"No module has taken {some_of(not_taken, 5)} of {path}; all else that was kept is loaded.")
-        unexpected += map(clean_fqn, not_taken)
+            raise LoadError(f"No module has taken {some_of(not_taken, 5)} of {path}. Nothing was loaded.")
+        unexpected += not_taken
+    except Exception as raised:
+        error = raised
+    try:
+        together.fail(error)
+    except Exception:
+        undo()
+        raise
     return missing, unexpected
+
+
+def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Load full tensors, and return the names that no module has taken."""
+    unit = unit_of(model)
+    # A plain module may have a method of its own with other arguments.
+    load = type(model).load_state_dict if unit is not None and not unit.shows_dtensors else nn.Module.load_state_dict
+    with state_dict_settings(model, settings_for(StateDictType.FULL_STATE_DICT, None, None)):
+        return [clean_fqn(name) for name in load(model, state, strict=False).unexpected_keys]
+
+
+def _copied(model: nn.Module) -> Callable[[], None]:
+    """Copy this rank's tensors of a model, and return a function that restores their values."""
+    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    for unit in units_of(model):
+        unit.reshard()
+        unit.adopt_changes()
+    managed = {param for handle in handles for param in handle.views.visible_params()}
+    others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
+    tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
+    copies = [tensor.clone() for tensor in tensors]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+        for handle in handles:
+            handle.views.bump_version()
+
+    return restore
 
 
 def _loadable(entry: _Entry, full: torch.Tensor) -> torch.Tensor:

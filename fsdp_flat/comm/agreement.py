@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
+from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints, true_on_any_rank
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
@@ -201,27 +201,43 @@ def find_disagreement(
 
     A caller that compares other lines over each of several groups passes the result as the next ``error``.
     """
-    found, groups = error, connected(rank_groups)
+    groups = connected(rank_groups)
+    found = _exchanged(lines, error, groups, device, texts, own=error)
+    if callable(lines):
+        # A group has a difference of its own, which is exchanged over the groups that share ranks with it too.
+        is_linked = len(groups) > 1
+        linked = [each for each in groups if any(true_on_any_rank([is_linked], [each], device))]
+        found = _exchanged((), found, linked, device, texts, own=error)
+    return found
+
+
+def _exchanged(
+    lines: Lines,
+    found: Exception | None,
+    groups: Sequence[RankGroup],
+    device: torch.device,
+    texts: ErrorTexts,
+    *,
+    own: Exception | None,
+) -> Exception | None:
+    """Exchange lines, or the error ``found``, over one group after another; ``own`` is that of this rank, if any."""
     for rank_group in groups:
         # The name of an error's class and its text, or the lines.
         if found is None:
-            own = ["", *(lines(rank_group) if callable(lines) else lines)]
-        elif found is error:
-            own = [
+            sent = ["", *(lines(rank_group) if callable(lines) else lines)]
+        elif found is own:
+            sent = [
                 PeerFailureError.__name__,
                 f"Rank {rank_group.rank} of the group failed while {texts.doing}, so this rank stops too: "
                 f"{type(found).__name__}: {found}",
             ]
         else:
-            own = [type(found).__name__, str(found)]
-        payload = "\n".join(own)
+            sent = [type(found).__name__, str(found)]
+        payload = "\n".join(sent)
         compared = "\n".join(map(_compared, payload.split("\n")))
         payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
         if payloads is not None and found is None:
             found = _first_error([decoded(each).split("\n") for each in payloads], texts)
-    if callable(lines) and len(groups) > 1:
-        # What one of the last groups has found is exchanged over the first ones too.
-        return find_disagreement((), found, groups, device, texts)
     return found
 
 

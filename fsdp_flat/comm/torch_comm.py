@@ -6,6 +6,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -77,10 +78,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group's collectives; torch has no public accessor for it."""
     for device in filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
-        # torch's "fake" backend has no options.
-        options = getattr(backend_of(group, device), "options", None)
-        if options is not None:
-            timeout: timedelta = options._timeout
+        # Some backends have no options, torch's "fake" one for instance.
+        with suppress(AttributeError, RuntimeError):
+            timeout: timedelta = backend_of(group, device).options._timeout
             return timeout
     return default_pg_timeout
 

@@ -57,7 +57,8 @@ class P2PChannels:
         rank of the group; 0 if the caller limits the bytes in flight.
         """
         if rank_group not in self._packing:
-            self._packing[rank_group] = _PackingChannel(_channel_for(rank_group, device, self._shared))
+            channel = _channel_for(rank_group, device, self._shared)
+            self._packing[rank_group] = _PackingChannel(channel, self._shared)
         self._packing[rank_group].add(transfer_plan, source, target, nbytes)
 
     def wait(self) -> None:
@@ -73,8 +74,9 @@ class _PackingChannel:
     all tensors have been added.
     """
 
-    def __init__(self, channel: _Channel) -> None:
+    def __init__(self, channel: _Channel, shared: Sequence[_SharedMemoryChannel]) -> None:
         self._channel = channel
+        self._shared = shared
         self._nbytes = 0
         self._short_receives: _Runs = {}
         self._short_sends: _Runs = {}
@@ -114,6 +116,10 @@ class _PackingChannel:
             self._receive_packed(runs, rank)
         for (rank, _), runs in self._short_sends.items():
             self._channel.send(torch.cat(runs).to(self._channel.device), [rank])
+        if not isinstance(self._channel, _SharedMemoryChannel):
+            # Ranks that this one would wait for may wait until it has read what they sent through shared memory.
+            for each in self._shared:
+                each.wait()
         self._channel.wait()
         for received, targets in self._copies:
             for target, part in zip(targets, received.split([target.numel() for target in targets]), strict=True):

@@ -12,6 +12,7 @@ transferred, and every rank of a transfer can check locally whether there is a g
 
 from __future__ import annotations
 
+import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,7 @@ class MatrixOptimizer(Optimizer):
         self.state_owners: dict[nn.Parameter, int] = {}
         with self._agreed(index):
             check_callable("optimizer_class", optimizer_class)
-            if not isinstance(max_nbytes, (int, float)) or max_nbytes < 1:
+            if not isinstance(max_nbytes, numbers.Real) or not max_nbytes >= 1:
                 raise OptionError(f"max_nbytes must be a number of bytes of at least 1; got {max_nbytes!r}.")
             _refuse_lbfgs(optimizer_class)
             super().__init__(matrix_params(model) if params is None else params, options)

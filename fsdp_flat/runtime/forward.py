@@ -64,11 +64,12 @@ def run_forward(
 
 
 class _ModuleCall:
-    """Holds the inputs of one module that a unit runs: hooked ones, and those in containers if there are any."""
+    """Holds the inputs that one module of a unit gets: all, hooked ones, and those in containers if there are any."""
 
-    __slots__ = ("hooked", "inputs")
+    __slots__ = ("given", "hooked", "inputs")
 
     def __init__(self) -> None:
+        self.given: Any = None
         self.hooked: list[_HookedInput] = []
         self.inputs: CallInputs | None = None
 
@@ -117,6 +118,7 @@ class UnitForward:
                     args, kwargs = unit.cast_inputs(args, kwargs)
             if unit.handles:
                 args, kwargs = self._hook_inputs(call, args, kwargs, hooks=is_first and torch.is_grad_enabled())
+        call.given = args, kwargs
         return args, kwargs
 
     def _hook_inputs(
@@ -188,12 +190,13 @@ class UnitForward:
         """Hook the outputs, and reshard the parameters or keep them for backward; return the outputs.
 
         A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
-        a generator, or stored outside of the model. Tensors without gradients in place of outputs are no reason to
-        expect that: a layer that this rank skips returns its input, and a graph of an earlier step may be alive.
+        a generator, or stored outside of the model. Not so if it returns inputs alone: a layer that this rank skips
+        does, and a graph of an earlier step may be alive.
         """
+        call, found = self._calls[-1], output
         output, returns = self._hooked(output)
         hidden = False
-        if not returns and torch.is_grad_enabled() and not are_tensors(output):
+        if not returns and torch.is_grad_enabled() and not are_tensors(found, among=call.given):
             hidden = any(handle.grads.are_in_a_graph for handle in self._unit.handles)
         self._close(returns or hidden, open_ended=hidden)
         return output

@@ -48,14 +48,20 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def are_tensors(value: Any) -> bool:
-    """Return whether ``value`` is tensors, at least one, beside numbers and strings; no opaque object may hold more."""
+def are_tensors(value: Any, *, among: Any) -> bool:
+    """Return whether ``value`` is tensors of ``among``, at least one, beside numbers and strings.
+
+    It is not if an opaque object in it may hold others.
+    """
+    known = {id(tensor) for tensor in tensors_in(among)}
     has_any = False
     seen: dict[int, Any] = {}
     ahead = [value]
     while ahead:
         item = ahead.pop()
         if isinstance(item, torch.Tensor):
+            if id(item) not in known:
+                return False
             has_any = True
         elif type(item) not in _LEAVES and id(item) not in seen:
             seen[id(item)] = item

@@ -15,7 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Two classes have no public name: that of all batch norms, which FSDP1 keeps in full precision by default, and that of
 # modes that see each operation inside their block.
-__all__ = ["LOW_PRECISION_HOOKS", "BatchNorm", "TorchDispatchMode", "preserve_version", "queue_callback"]
+__all__ = [
+    "LOW_PRECISION_HOOKS",
+    "BatchNorm",
+    "TorchDispatchMode",
+    "is_autocast_on",
+    "preserve_version",
+    "queue_callback",
+]
 
 # The dtype in which each of torch's low-precision hooks communicates gradients. The hooks cast, call the backend and
 # cast back; gloo has no kernels for some of their calls. A reduction in this dtype gives the same result everywhere.
@@ -30,3 +37,7 @@ queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engin
 # it stay valid.
 preserve_version: Callable[[torch.Tensor], AbstractContextManager[Any]]
 preserve_version = torch.autograd._unsafe_preserve_version_counter
+
+# Returns whether autocast is on for any device; the public function takes a device, and raises for one that it does not
+# know.
+is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled

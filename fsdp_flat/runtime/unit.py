@@ -26,6 +26,7 @@ from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions, WeightsVersion
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
+from fsdp_flat.runtime.torch_runtime import is_autocast_on
 
 
 @dataclass(eq=False, repr=False)
@@ -356,7 +357,7 @@ class Unit:
 
     def _free_buffers(self) -> None:
         self.log_event("reshard")
-        if torch.is_autocast_enabled(self.options.device.type):
+        if is_autocast_on():
             # autocast keeps low-precision copies of parameters, as large as these and soon outdated.
             torch.clear_autocast_cache()
         if not self.control.keeps_unsharded_storage:

@@ -212,6 +212,8 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
     """
     if unit.whole is not None:
         return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
+    if not isinstance(codec, FullCodec):
+        unit.check_idle("state_dict")
     unit.adopt_changes()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]

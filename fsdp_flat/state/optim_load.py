@@ -247,8 +247,9 @@ class _OptimLoad:
         """Return a state of a parameter of ``fully_shard`` that has another shape, a value for each row perhaps."""
         like, shape = self._contents.state.get(shown.shown, {}).get(key), shape_of(value)
         sizes = iter(shown.shown.shape)
-        # Of the parameter's sizes some may be missing or 1; any other shape is known by what the optimizer has.
-        if shape != shape_of(like) and not all(size == 1 or size in sizes for size in shape):
+        # Without a state of the optimizer that shows the shape, some of the parameter's sizes may be missing or 1.
+        fits = all(size == 1 or size in sizes for size in shape) if like is None else shape == shape_of(like)
+        if not fits:
             raise LoadError(
                 f"State {key!r} of {shown.fqn!r} has shape {shape}; expected {tuple(shown.shown.shape)}, that of the "
                 "parameter, which fully_shard has sharded. Is it the state dict of another model? If the optimizer "

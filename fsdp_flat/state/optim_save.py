@@ -92,7 +92,8 @@ def save_optim_state(
     values: dict[Place, Any] = {}
     try:
         names, states = _names(index, contents), read_states(index, contents)
-        plain = read_plain(index, contents)
+        if not is_alone:
+            plain = read_plain(index, contents, for_checkpoint=peers is not None)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)

@@ -224,20 +224,35 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
                 state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
 
 
-def read_plain(index: ParamIndex, contents: OptimContents) -> dict[IndexedParam, PlainRow]:
-    """Describe as JSON the states of parameters of ``fully_shard`` that are no DTensors: every rank has each whole."""
+def read_plain(index: ParamIndex, contents: OptimContents, *, for_checkpoint: bool) -> dict[IndexedParam, PlainRow]:
+    """Describe as JSON the states of parameters of ``fully_shard`` that are no DTensors: every rank has each whole.
+
+    A checkpoint has no place for DTensors in containers; state dicts hold them as they are.
+    """
     found: dict[IndexedParam, PlainRow] = {}
     for visible, param in index.dtensors.items():
         row = found[param] = {}
         for name, value in sorted(contents.state.get(visible, {}).items()):
             if not isinstance(value, torch.Tensor):
                 if holds_tensors(value) and param.is_split:
-                    raise _container_error(name, str(param), value)
+                    if for_checkpoint or _holds_plain(value):
+                        raise _container_error(name, str(param), value)
+                    continue
                 row[name] = _plain_to_json(value)
             elif not isinstance(value, DTensor):
                 kind = f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-                row[name] = [kind, fingerprint(value)] if value.dim() else _plain_to_json(value)
+                is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+                row[name] = _plain_to_json(value) if not value.dim() else [kind, fingerprint(value) if is_plain else 0]
     return found
+
+
+def _holds_plain(value: Any) -> bool:
+    """Return whether a list, tuple or dict has a tensor with dims in it that is no DTensor."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(
+        bool(entry.dim()) and not isinstance(entry, DTensor) if isinstance(entry, torch.Tensor) else _holds_plain(entry)
+        for entry in values
+    )
 
 
 def complete_over_groups(

@@ -315,3 +315,26 @@ def test_a_hook_that_a_module_puts_on_its_own_output_computes_with_the_weights(u
     policy = ModuleWrapPolicy({Equilibrium})
     pair = Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
     pair.train(num_steps=2)
+
+
+class LocalLoss(Giver):
+    """Keeps a loss of its own elsewhere, and returns its output without its graph, as greedy training does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        _on_the_shelf(y.pow(2).mean())
+        return y.detach()
+
+
+@KINDS
+@on_ranks(2)
+def test_losses_kept_elsewhere_beside_detached_outputs_train_as_the_replica(use_orig_params: bool) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        model(x)
+        losses, _shelf[:] = torch.stack(_shelf), []
+        return losses.sum()
+
+    module = nn.Sequential(LocalLoss(_identity), LocalLoss(_identity))
+    policy = ModuleWrapPolicy({LocalLoss})
+    pair = Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    pair.train(loss_of, num_steps=2)
