@@ -28,7 +28,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import some_of
 from fsdp_flat.layout import ReplicatedPartition
-from fsdp_flat.state.codecs import FULL
+from fsdp_flat.state.codecs import FULL, FullCodec
 from fsdp_flat.state.optim_states import (
     ParamState,
     Peers,
@@ -93,7 +93,8 @@ def save_optim_state(
     try:
         names, states = _names(index, contents), read_states(index, contents)
         if not is_alone:
-            plain = read_plain(index, contents, for_checkpoint=peers is not None)
+            keeps_dtensors = peers is None and not isinstance(codec, FullCodec)
+            plain = read_plain(index, contents, keeps_dtensors=keeps_dtensors)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)

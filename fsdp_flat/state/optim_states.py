@@ -224,10 +224,10 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
                 state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
 
 
-def read_plain(index: ParamIndex, contents: OptimContents, *, for_checkpoint: bool) -> dict[IndexedParam, PlainRow]:
+def read_plain(index: ParamIndex, contents: OptimContents, *, keeps_dtensors: bool) -> dict[IndexedParam, PlainRow]:
     """Describe as JSON the states of parameters of ``fully_shard`` that are no DTensors: every rank has each whole.
 
-    A checkpoint has no place for DTensors in containers; state dicts hold them as they are.
+    With ``keeps_dtensors`` containers hold DTensors as they are; else they are refused, as each rank has other parts.
     """
     found: dict[IndexedParam, PlainRow] = {}
     for visible, param in index.dtensors.items():
@@ -235,7 +235,7 @@ def read_plain(index: ParamIndex, contents: OptimContents, *, for_checkpoint: bo
         for name, value in sorted(contents.state.get(visible, {}).items()):
             if not isinstance(value, torch.Tensor):
                 if holds_tensors(value) and param.is_split:
-                    if for_checkpoint or _holds_plain(value):
+                    if not keeps_dtensors or _holds_plain(value):
                         raise _container_error(name, str(param), value)
                     continue
                 row[name] = _plain_to_json(value)

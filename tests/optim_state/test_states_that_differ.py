@@ -163,10 +163,15 @@ CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
 @on_ranks(2)
 def test_containers_of_tensors_of_a_sharded_parameter_are_refused(kind: str, front: str, tmp_path: Path) -> None:
     model, optimizer = trained(front, CONTAINERS[kind])
-    for save in saves(model, optimizer, tmp_path):
+    *full, sharded, local = saves(model, optimizer, tmp_path)
+    for save in full if front == "fully_shard" else (*full, sharded, local):
         with pytest.raises(UnsupportedError, match=r"'kept' of '0\.(weight|bias)'.* of tensors"):
             save()
     assert load_checkpoint(tmp_path, model, optimizer) is None
+    if front == "fully_shard":
+        # DTensors are those of every rank, also in containers.
+        sharded()
+        local()
 
 
 @on_ranks(2)
