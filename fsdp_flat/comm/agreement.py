@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints, true_on_any_rank
+from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
@@ -202,12 +202,11 @@ def find_disagreement(
     A caller that compares other lines over each of several groups passes the result as the next ``error``.
     """
     groups = connected(rank_groups)
-    found = _exchanged(lines, error, groups, device, texts, own=error)
-    if callable(lines):
+    is_linked = callable(lines) and len(groups) > 1
+    found, linked = _exchanged(lines, error, groups, device, texts, own=error, is_linked=is_linked)
+    if linked:
         # A group has a difference of its own, which is exchanged over the groups that share ranks with it too.
-        is_linked = len(groups) > 1
-        linked = [each for each in groups if any(true_on_any_rank([is_linked], [each], device))]
-        found = _exchanged((), found, linked, device, texts, own=error)
+        found, _ = _exchanged((), found, linked, device, texts, own=error, is_linked=is_linked)
     return found
 
 
@@ -219,8 +218,13 @@ def _exchanged(
     texts: ErrorTexts,
     *,
     own: Exception | None,
-) -> Exception | None:
-    """Exchange lines, or the error ``found``, over one group after another; ``own`` is that of this rank, if any."""
+    is_linked: bool,
+) -> tuple[Exception | None, list[RankGroup]]:
+    """Exchange lines, or the error ``found``, over one group after another; ``own`` is that of this rank, if any.
+
+    Returns the error, and the groups of which any rank gave ``is_linked``.
+    """
+    linked = []
     for rank_group in groups:
         # The name of an error's class and its text, or the lines.
         if found is None:
@@ -233,19 +237,22 @@ def _exchanged(
             ]
         else:
             sent = [type(found).__name__, str(found)]
-        payload = "\n".join(sent)
+        payload = "\n".join([str(is_linked), *sent])
         compared = "\n".join(map(_compared, payload.split("\n")))
         payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
-        if payloads is not None and found is None:
-            found = _first_error([decoded(each).split("\n") for each in payloads], texts)
-    return found
+        by_rank = [decoded(each).split("\n") for each in payloads or [encoded(payload)]]
+        if any(flag == str(True) for flag, *_ in by_rank):
+            linked.append(rank_group)
+        if found is None:
+            found = _first_error([received for _, *received in by_rank], texts)
+    return found, linked
 
 
 def _compared(line: str) -> str:
     return line.partition("\t")[0]
 
 
-def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception:
+def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | None:
     """Return the error for the first rank that has one, else for the first rank whose lines differ from rank 0's."""
     for kind, *lines in by_rank:
         if kind:
@@ -254,7 +261,7 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception:
         for first, other in zip_longest(by_rank[0], lines, fillvalue="nothing more"):
             if _compared(first) != _compared(other):
                 return RankMismatchError(texts.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
-    raise AssertionError("digests of equal lines differ")
+    return None
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------
