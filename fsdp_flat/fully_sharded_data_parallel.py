@@ -100,9 +100,21 @@ class FullyShardedDataParallel(UndocumentedMembers):
     ) -> None:
         super().__init__()
         arguments = Arguments(
-            *(process_group, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision),
-            *(ignored_modules, param_init_fn, device_id, sync_module_states, forward_prefetch, limit_all_gathers),
-            *(use_orig_params, ignored_states, device_mesh),
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
         )
         self._hold(runtime.construct(module, arguments, FullyShardedDataParallel._around))
 

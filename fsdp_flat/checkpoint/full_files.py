@@ -214,9 +214,7 @@ def save_full(
     The files are ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
     ``model.safetensors.index.json``. A tied parameter is written under its first name; its other names are in the
     header's metadata, as in the safetensors package. Files of an earlier save in the directory are replaced once all
-    new ones are complete.
-
-    Every rank must call this.
+    new ones are complete. Every rank must call this.
 
     Args:
         model: a wrapped model, or a module that holds wrappers.

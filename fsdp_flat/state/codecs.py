@@ -299,13 +299,19 @@ def codec_of(kind: StateDictType, config: Config) -> StateDictCodec:
     return row.optim if isinstance(config, OptimStateDictConfig) else row.model
 
 
+def contained_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a list, tuple or dict, at any depth; nothing of another value."""
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for entry in values:
+        if isinstance(entry, torch.Tensor):
+            yield entry
+        else:
+            yield from contained_tensors(entry)
+
+
 def holds_tensors(value: Any, *, min_dim: int = 1) -> bool:
     """Return whether a list, tuple or dict has a tensor of at least ``min_dim`` dims in it."""
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(
-        entry.dim() >= min_dim if isinstance(entry, torch.Tensor) else holds_tensors(entry, min_dim=min_dim)
-        for entry in values
-    )
+    return any(tensor.dim() >= min_dim for tensor in contained_tensors(value))
 
 
 def decoder_of(value: Any) -> StateDictCodec:

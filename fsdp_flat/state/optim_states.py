@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fingerprint, global_ranks
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, some_of
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.state.codecs import holds_tensors
+from fsdp_flat.state.codecs import contained_tensors, holds_tensors
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -235,7 +235,8 @@ def read_plain(index: ParamIndex, contents: OptimContents, *, keeps_dtensors: bo
         for name, value in sorted(contents.state.get(visible, {}).items()):
             if not isinstance(value, torch.Tensor):
                 if holds_tensors(value) and param.is_split:
-                    if not keeps_dtensors or _holds_plain(value):
+                    others = [each for each in contained_tensors(value) if each.dim() and not isinstance(each, DTensor)]
+                    if others or not keeps_dtensors:
                         raise _container_error(name, str(param), value)
                     continue
                 row[name] = _plain_to_json(value)
@@ -244,15 +245,6 @@ def read_plain(index: ParamIndex, contents: OptimContents, *, keeps_dtensors: bo
                 is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
                 row[name] = _plain_to_json(value) if not value.dim() else [kind, fingerprint(value) if is_plain else 0]
     return found
-
-
-def _holds_plain(value: Any) -> bool:
-    """Return whether a list, tuple or dict has a tensor with dims in it that is no DTensor."""
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(
-        bool(entry.dim()) and not isinstance(entry, DTensor) if isinstance(entry, torch.Tensor) else _holds_plain(entry)
-        for entry in values
-    )
 
 
 def complete_over_groups(
