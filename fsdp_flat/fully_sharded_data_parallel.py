@@ -16,10 +16,11 @@ from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
+from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
-from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, modules_of, unguarded
+from fsdp_flat.extras.clipping import clip_grads, unmanaged_params
+from fsdp_flat.flat import FlatParameter, modules_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -128,6 +129,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     def _hold(self, unit: Unit) -> None:
         self.__dict__["_unit"] = unit
+        replace_at_first_unit()
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, unit.module)
         self.register_load_state_dict_post_hook(state.end_load)
@@ -226,7 +228,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        ``torch.nn.utils.clip_grad_norm_`` would see one rank's shards only, and raises. Every rank must call this.
+        ``torch.nn.utils.clip_grad_norm_`` does the same for some parameters. Every rank must call this.
 
         Args:
             max_norm: bound of the norm.
@@ -240,14 +242,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
             UsageError: not the root, or a backward has left its gradients to a later one.
         """
         schedule = self._require_root("clip_grad_norm_")
-        if schedule.has_unset_gradients:
-            raise UsageError(
-                f"clip_grad_norm_ was called on unit {self._unit.name!r} after a backward whose gradients are not set "
-                "yet, so its norm would lack them. First run the last backward of the step, with set_is_last_backward "
-                "and set_requires_all_reduce switched on again, or call finalize_backward."
-            )
-        with unguarded():
-            return clip_grads(self, schedule.units, max_norm, norm_type)
+        schedule.check_gradients_set("clip_grad_norm_")
+        return clip_grads(schedule.units, unmanaged_params(self, schedule.units), max_norm, norm_type)
 
     def average_ignored_gradients(self, average: bool = True) -> None:
         """Average gradients of trainable parameters that no unit manages over ranks from now on, or leave them.

@@ -25,7 +25,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_flat.comm import RankGroup, backend_of, begin_all_reduce
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.flat import unguarded
 
 __all__ = ["ShardedGradScaler"]
 
@@ -174,7 +173,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply gradients by ``inv_scale``; return this rank's flag for each device, of at least one device."""
         flags: dict[torch.device, torch.Tensor] = {}
-        with torch.no_grad(), unguarded():
+        with torch.no_grad():
             for device, grads in _gradients_to_unscale(optimizer, allow_fp16):
                 if device not in flags:
                     flags[device] = found_inf.to(device, copy=True)

@@ -3,5 +3,13 @@
 from __future__ import annotations
 
 from fsdp_flat.compat.installation import Installation, install, installed, uninstall
+from fsdp_flat.compat.torch_functions import replace_torch_functions, restore_torch_functions
 
-__all__ = ["Installation", "install", "installed", "uninstall"]
+__all__ = [
+    "Installation",
+    "install",
+    "installed",
+    "replace_torch_functions",
+    "restore_torch_functions",
+    "uninstall",
+]

@@ -119,8 +119,8 @@ def install(fully_shard: bool = False) -> Installation:
         if isinstance(pair.theirs, type) and issubclass(pair.theirs, Enum):
             to_ours.update((id(member), pair.ours[member.name]) for member in pair.theirs)
     bindings = list(table)
-    for namespace in _namespaces():
-        if not is_inside(_name_of(namespace), OURS) and not is_inside(_name_of(namespace), PEER):
+    for namespace in namespaces():
+        if not is_inside(name_of(namespace), OURS) and not is_inside(name_of(namespace), PEER):
             names = list(namespace.items())
             bindings += [_Binding(namespace, name, it, to_ours[id(it)]) for name, it in names if id(it) in to_ours]
     for binding in bindings:
@@ -134,7 +134,7 @@ def install(fully_shard: bool = False) -> Installation:
         _state.guarded = wrapper, wrapper.__init__
         wrapper.__init__ = _guarded_init
     done = Installation(
-        tuple((_name_of(binding.namespace), binding.name) for binding in _state.bindings),
+        tuple((name_of(binding.namespace), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
         _state.fully_shard,
     )
@@ -154,8 +154,8 @@ def uninstall() -> None:
         if binding.namespace.get(binding.name) is binding.ours:
             binding.namespace[binding.name] = binding.theirs
     to_theirs = {id(binding.ours): binding.theirs for binding in _state.bindings}
-    for namespace in _namespaces():
-        if is_inside(_name_of(namespace), "torch"):
+    for namespace in namespaces():
+        if is_inside(name_of(namespace), "torch"):
             for name, value in list(namespace.items()):
                 if id(value) in to_theirs:
                     namespace[name] = to_theirs[id(value)]
@@ -184,7 +184,7 @@ def installed(fully_shard: bool = False) -> Iterator[Installation]:
             uninstall()
 
 
-def _namespaces() -> list[dict[str, Any]]:
+def namespaces() -> list[dict[str, Any]]:
     """Return the globals of every module, and of functions in modules whose globals belong to no module.
 
     ``runpy.run_path`` leaves such functions; a spawned process gets its ``__main__`` by it.
@@ -197,7 +197,7 @@ def _namespaces() -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _name_of(namespace: dict[str, Any]) -> str:
+def name_of(namespace: dict[str, Any]) -> str:
     return str(namespace.get("__name__"))
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
+from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
@@ -175,6 +176,7 @@ def fully_shard(
         _set_resharding(each, reshard_after_forward)
         hook_state_dicts(each)
     assert unit.options.rows is not None
+    replace_at_first_unit()
     for member in members:
         member.__dict__["_unit"] = unit
         member.__class__ = sharded_class(type(member))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,50 +25,91 @@ def _number(name: str, value: Any) -> float:
         raise OptionTypeError(f"{name} must be a number; got {value!r}.") from error
 
 
-def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
+@dataclass(slots=True)
+class _SplitGrads:
+    """Collects gradients that are split over the same groups of ranks.
+
+    Attributes:
+        dtype: dtype of their norm, which depends on the parameters of these groups alone: ranks exchange it.
+        grads: one entry for each parameter; None where this rank has no gradient.
+    """
+
+    dtype: torch.dtype = torch.float32
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+
+    def add(self, param_dtype: torch.dtype, grad: torch.Tensor | None) -> None:
+        """Add the gradient of a parameter."""
+        if param_dtype.is_floating_point or param_dtype.is_complex:
+            self.dtype = torch.promote_types(self.dtype, param_dtype.to_real())
+        self.grads.append(grad)
+
+
+def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
+    """Return the parameters below ``root`` that none of the units manages."""
+    managed = {param for unit in units for handle in unit.handles for param in handle.views.visible_params()}
+    return [
+        param for param in root.parameters() if param not in managed and not getattr(param, "_fsdp_flattened", False)
+    ]
+
+
+def clip_grads(
+    units: Iterable[Unit],
+    unmanaged: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    among: Collection[torch.Tensor] | None = None,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before scaling.
 
     Norms are computed in fp32, or in fp64 if a parameter is fp64. Norms of shards are summed over the shard group, and
     over the groups of tensor parallelism. Unsharded gradients (NO_SHARD units, ignored parameters) are the same on
     every rank and count once. The norm of order 0 is torch's norm of norms: the number of parameters whose gradient has
-    an element that is not zero. Every rank must call this, with all units below the root wrapper.
+    an element that is not zero. Every rank must call this, with the same units.
+
+    Args:
+        units: all units of one or several trees.
+        unmanaged: parameters that no unit manages.
+        among: the parameters of the units whose gradients count; None is all.
+        error_if_nonfinite: raise a RuntimeError, on every rank, if the norm is inf or NaN.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     units = list(units)
-    handles = [handle for unit in units for handle in unit.handles]
-    managed = {param for handle in handles for param in handle.views.visible_params()}
-    device = handles[0].spec.device if handles else torch.device("cpu")
-    # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
-    floating = [param.dtype for param in root.parameters() if param.is_floating_point() or param.is_complex()]
-    dtype = functools.reduce(torch.promote_types, floating, torch.float32).to_real()
-    # Gradients by the groups they are split over. Keys do not depend on gradients: ranks must exchange the same norms.
-    by_groups: dict[tuple[RankGroup, ...], list[torch.Tensor | None]] = {}
+    # Groups do not depend on gradients: ranks must exchange the same norms.
+    by_groups: dict[tuple[RankGroup, ...], _SplitGrads] = {}
 
-    def split_over(rank_group: RankGroup, adapter: TensorAdapter) -> list[torch.Tensor | None]:
-        return by_groups.setdefault((rank_group, *map(RankGroup.of, adapter.groups)), [])
+    def split_over(rank_group: RankGroup, adapter: TensorAdapter) -> _SplitGrads:
+        return by_groups.setdefault((rank_group, *map(RankGroup.of, adapter.groups)), _SplitGrads())
 
+    managed = []
     for unit in units:
         rank_group = unit.options.groups.shard
         split_over(rank_group, PLAIN)
         for handle in unit.handles:
-            for adapter, grad in grads_by_adapter(handle.views, one_by_one=norm_type <= 0):
-                split_over(rank_group, adapter).append(grad)
+            for param, adapter, grad in grads_by_adapter(handle.views, one_by_one=norm_type <= 0):
+                is_meant = among is None or param in among
+                managed += [param] if is_meant else []
+                split_over(rank_group, adapter).add(param.dtype, grad if is_meant else None)
     split_over(ALONE, PLAIN)
-    for param in root.parameters():
-        if param not in managed and not getattr(param, "_fsdp_flattened", False):
-            adapter = adapter_if_dtensor(param)
-            grad = None if param.grad is None else adapter.to_local(param.grad)
-            split_over(ALONE, adapter).append(grad)
-            if grad is not None and adapter is not PLAIN:
-                # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
-                # optimizer reads.
-                param.grad = adapter.from_local(grad)
-    grads = [grad for local in by_groups.values() for grad in local if grad is not None]
-    parts = [
-        _norm_over(rank_groups, local, norm_type, device=device, dtype=dtype)
-        for rank_groups, local in by_groups.items()
-    ]
+    for other in unmanaged:
+        adapter = adapter_if_dtensor(other)
+        grad = None if other.grad is None else adapter.to_local(other.grad)
+        split_over(ALONE, adapter).add(other.dtype, grad)
+        if grad is not None and adapter is not PLAIN:
+            # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
+            # optimizer reads.
+            other.grad = adapter.from_local(grad)
+    device = next((handle.spec.device for unit in units for handle in unit.handles), torch.device("cpu"))
+    dtype = functools.reduce(torch.promote_types, [split.dtype for split in by_groups.values()])
+    parts = [_norm_over(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()]
     total = _joined(torch.stack(parts), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients of all ranks is {float(total)}, so they cannot be "
+            "clipped. Find the first inf or NaN, or scale by it all the same with error_if_nonfinite=False."
+        )
+    grads = [grad for split in by_groups.values() for grad in split.grads if grad is not None]
     dtypes = [grad.dtype for grad in grads]
     if not grads:
         # Of no gradients at all the norm is 0, of any order.
@@ -105,14 +147,10 @@ def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device
 
 
 def _norm_over(
-    rank_groups: tuple[RankGroup, ...],
-    grads: list[torch.Tensor | None],
-    norm_type: float,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    rank_groups: tuple[RankGroup, ...], split: _SplitGrads, norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """Return the norm of gradients that are split over groups, the same on every rank of them."""
+    grads, dtype = split.grads, split.dtype
     connected = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     if norm_type == 0:
         # A parameter that is split counts once.

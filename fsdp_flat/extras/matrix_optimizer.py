@@ -41,7 +41,7 @@ from fsdp_flat.extras.matrix_owners import (
     rounds_of,
 )
 from fsdp_flat.extras.names import whole_shape
-from fsdp_flat.flat import check_module, unguarded
+from fsdp_flat.flat import check_module
 from fsdp_flat.runtime import check_callable
 from fsdp_flat.state import ParamIndex
 
@@ -265,8 +265,7 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with unguarded():
-            with_grad = self._check_step()
+        with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
         channels = P2PChannels()
@@ -275,10 +274,9 @@ class MatrixOptimizer(Optimizer):
         unmanaged = [param for param in every if param not in self.state_owners]
         grads = [param.grad for param in unmanaged]
         for entries in self._rounds or [[]]:
-            with unguarded():
-                for entry in entries:
-                    entry.gather(channels, has_grad=entry in with_grad)
-                channels.wait()
+            for entry in entries:
+                entry.gather(channels, has_grad=entry in with_grad)
+            channels.wait()
             if error is None:
                 # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
@@ -287,12 +285,11 @@ class MatrixOptimizer(Optimizer):
                 except Exception as found:
                     # Other ranks wait for the weights, so send them before raising.
                     error = found
-            with unguarded():
-                for entry in entries:
-                    entry.scatter(channels, has_grad=entry in with_grad)
-                channels.wait()
-                for entry in entries:
-                    entry.release(has_grad=entry in with_grad)
+            for entry in entries:
+                entry.scatter(channels, has_grad=entry in with_grad)
+            channels.wait()
+            for entry in entries:
+                entry.release(has_grad=entry in with_grad)
             for param in unmanaged:
                 param.grad = None
         for param, grad in zip(unmanaged, grads, strict=True):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
-from fsdp_flat.flat.guards import ShardedGrad, UnreducedGrad, set_grad
+from fsdp_flat.flat.guards import set_grad
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
-from fsdp_flat.flat.torch_flat import unguarded
 from fsdp_flat.flat.views import Views
 
 
@@ -51,21 +50,17 @@ def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> 
     if views.visible[0].param is views.flat_param and any(used):
         shard_grad = apply_hooks(views.flat_param._backward_hooks or {}, shard_grad)
     hooked, all_used = [], all(used)
-    with unguarded():
-        for each, grad in zip(views.visible, views.reduced_grads(shard_grad), strict=True):
-            # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
-            if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
-                continue
-            param = each.param
-            if param.grad is not None:
-                grad = param.grad.add_(grad)
-            # A gradient of an earlier step, of the caller, or made by autograd itself is not marked yet.
-            if views.is_split and type(grad) is torch.Tensor:
-                grad = ShardedGrad.of(grad, param)
-            if grad is not param.grad:
-                set_grad(param, grad)
-            if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
-                hooked.append(param)
+    for each, grad in zip(views.visible, views.reduced_grads(shard_grad), strict=True):
+        # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+        if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
+            continue
+        param = each.param
+        if param.grad is None:
+            set_grad(param, grad)
+        else:
+            param.grad.add_(grad)
+        if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
+            hooked.append(param)
     # The user's gradient hooks and in-backward optimizers, which torch skips: the parameter is not in the graph.
     for param in hooked:
         for hook in (param._post_accumulate_grad_hooks or {}).values():
@@ -85,11 +80,10 @@ def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> 
 
 def sharded_grad_of(views: Views) -> torch.Tensor:
     """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
-    with unguarded():
-        whole = torch.zeros_like(views.flat_param.data)
-        for each, grad in zip(views.visible, views.grads(), strict=True):
-            if grad is not None:
-                each.part_of(whole).copy_(grad)
+    whole = torch.zeros_like(views.flat_param.data)
+    for each, grad in zip(views.visible, views.grads(), strict=True):
+        if grad is not None:
+            each.part_of(whole).copy_(grad)
     return whole
 
 
@@ -108,69 +102,59 @@ def show_full_grads(views: Views, whole: torch.Tensor, there: Sequence[bool]) ->
 
 def restore_sharded_grad(views: Views, own: torch.Tensor) -> None:
     """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :func:`show_full_grads`."""
-    with unguarded():
-        for each, grad in zip(views.visible, views.grads(), strict=True):
-            if grad is not None:
-                grad.copy_(each.part_of(own))
+    for each, grad in zip(views.visible, views.grads(), strict=True):
+        if grad is not None:
+            grad.copy_(each.part_of(own))
 
 
-def grads_by_adapter(views: Views, *, one_by_one: bool = False) -> Iterator[tuple[TensorAdapter, torch.Tensor | None]]:
-    """Iterate over this rank's gradients for the optimizer, each with the adapter of its parameter.
+def grads_by_adapter(
+    views: Views, *, one_by_one: bool = False
+) -> Iterator[tuple[nn.Parameter, TensorAdapter, torch.Tensor | None]]:
+    """Iterate over the parameters that an optimizer holds, each with its adapter and this rank's gradient.
 
     With ``one_by_one`` a flat gradient is yielded as those of its parameters, without the padding.
     """
     all_plain = all(entry.adapter is PLAIN for entry in views.params)
     for each, grad in zip(views.visible, views.grads(), strict=True):
         if not one_by_one and (len(each.indices) == 1 or all_plain):
-            yield views.params[each.indices.start].adapter, grad
+            yield each.param, views.params[each.indices.start].adapter, grad
             continue
         for index in each.indices:
             local, part = views.local_shards[index], grad
             if grad is not None and grad.numel() != local.numel:
                 part = grad[local.in_shard.to_slice()]
-            yield views.params[index].adapter, part
+            yield each.param, views.params[index].adapter, part
 
 
-class GradChange(Enum):
-    """Enumerates the changes that a caller makes to an unreduced gradient."""
+class UnreducedGrad:
+    """Shows the gradient that waits inside ``no_sync`` as the ``.grad`` of a parameter, until the next backward.
 
-    NONE = 0
-    DROPPED = 1
-    ZEROED = 2
-    WRITTEN = 3
+    As in FSDP1 it is this rank's own and has the unsharded shape. It shares memory with the waiting gradient, so what a
+    caller does to it is done to that.
 
+    Attributes:
+        indices: the layout's parameters that the gradient is of.
+    """
 
-class UnreducedLocalGrad:
-    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards."""
+    __slots__ = ("_before", "_param", "_shown", "_version", "indices")
 
-    __slots__ = ("_before", "_grad", "_is_split", "_param", "_version", "indices")
-
-    def __init__(self, visible: VisibleParam, local_shard: torch.Tensor, *, is_split: bool) -> None:
-        self.indices, self._param, self._is_split = visible.indices, visible.param, is_split
+    def __init__(self, visible: VisibleParam, waiting: torch.Tensor) -> None:
+        self.indices, self._param = visible.indices, visible.param
         self._before = self._param.grad
-        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
-        shown = local_shard.to(self._param.dtype) if self._before is None else self._before
-        set_grad(self._param, UnreducedGrad.of(shown, self._param))
-        self._grad = self._param.grad
-        assert self._grad is not None
-        self._version = self._grad._version
+        set_grad(self._param, waiting)
+        assert self._param.grad is not None
+        self._shown, self._version = self._param.grad, self._param.grad._version
 
-    def change(self) -> GradChange:
-        """Return the caller's change since the gradient was shown; one that replaces the tensor is none."""
-        grad = self._param.grad
+    def take_back(self) -> bool:
+        """Restore the previous ``.grad``, and return whether the caller has set the gradient to None."""
+        grad, shown, before = self._param.grad, self._shown, self._before
         if grad is None:
-            return GradChange.DROPPED
-        if grad is not self._grad or grad._version == self._version:
-            return GradChange.NONE
-        if not grad.count_nonzero():
-            return GradChange.ZEROED
-        return GradChange.WRITTEN if self._before is None else GradChange.NONE
-
-    def take_back(self) -> None:
-        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
-        param, before = self._param, self._before
-        if param.grad is self._grad:
-            if before is None and param.numel() > 0 and self.change() is GradChange.ZEROED:
-                before = torch.zeros_like(param)
-                before = ShardedGrad.of(before, param) if self._is_split else before
-            set_grad(param, before)
+            return True
+        if grad is not shown:
+            if grad.shape != shown.shape:
+                return False  # the caller's gradient of the local shard, to which the reduced one is added
+            shown.copy_(grad)
+        elif before is not None and shown._version != self._version and not shown.any():
+            before.zero_()  # by ``zero_grad(set_to_none=False)``
+        set_grad(self._param, before)
+        return False

@@ -1,4 +1,4 @@
-"""Guards against one rank's part of a parameter or gradient being taken for the full one, and makes flat parameters."""
+"""Guards against one rank's part of a parameter being taken for the full one, and makes flat parameters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.params import FlattenedBy, ManagedParam
+from fsdp_flat.flat.params import ManagedParam
 from fsdp_flat.flat.torch_flat import unguarded
 from fsdp_flat.user_warnings import warn_user
 
-# ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
-_NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 SHARDED_HINTS = (
     "Call the wrapped model (its forward all-gathers the parameters); for another method use "
     "fsdp_flat.register_forward_method(model, name); for a block of code use fsdp_flat.unshard_for(model), which works "
@@ -168,161 +166,6 @@ def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = 
     return as_flat_parameter(copied)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-class ShardedGrad(torch.Tensor):
-    """Holds this rank's shard of a gradient: the ``.grad`` of a sharded parameter.
-
-    It is used as any tensor, until an optimizer's step makes it a plain one. Operations in place, and conversions with
-    nothing to convert, return it, all others plain tensors. Only the norms that ``torch.nn.utils.clip_grad_norm_`` and
-    ``get_total_norm`` compute are marked: see :class:`LocalNorm`.
-    """
-
-    _owner: FlattenedBy | list[str]
-
-    # Optimizers read it of each gradient; found here, it costs no call of ``__torch_function__``.
-    is_sparse = False
-
-    @classmethod
-    def of(cls, grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``grad``, a gradient of the sharded parameter ``param``."""
-        if type(grad) not in (torch.Tensor, ShardedGrad):
-            return grad  # other classes do their own wrapping: fake tensors
-        alias = grad.as_subclass(cls)
-        # Not the parameter itself: a cycle through its gradient, which autograd's C++ objects hold, is never collected.
-        owner = param._fsdp_flattened  # type: ignore[attr-defined]
-        alias._owner = owner if isinstance(owner, FlattenedBy) else param.__dict__.get("_fqns", [])
-        return alias
-
-    def mark(self, result: torch.Tensor) -> torch.Tensor:
-        """Return ``result``, computed from this gradient, as a gradient of the same kind."""
-        if type(result) is not torch.Tensor:
-            return result
-        marked = result.as_subclass(type(self))
-        marked._owner = self._owner
-        return marked
-
-    def describe(self) -> str:
-        """Return the name of its parameter, for error texts."""
-        owner = self._owner
-        return owner.describe() if isinstance(owner, FlattenedBy) else f"the flat parameter of {owner}"
-
-    def part(self) -> str:
-        """Return a sentence on the part that it is, for error texts."""
-        return f"This rank holds {self.numel()} elements of the gradient of {self.describe()}"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(types) > 1:
-            others = tuple(kind for kind in types if kind is not ShardedGrad)
-            return others[0].__torch_function__(func, others, args, kwargs or {})
-        with unguarded():
-            result = func(*args, **(kwargs or {}))
-            return LocalNorm.mark(func, args, result) if getattr(func, "__name__", "") in _NORMS else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with unguarded():
-            return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with unguarded():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-class UnreducedGrad(ShardedGrad):
-    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
-
-    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
-    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
-    """
-
-    def part(self) -> str:
-        return f"The gradient of {self.describe()} is this rank's own, not reduced yet (no_sync)"
-
-    def refuse(self, operation: str) -> NoReturn:
-        """Raise for an operation that would use this rank's unreduced gradient."""
-        raise UsageError(
-            f"{operation} was called on the gradient of {self.describe()}, which is not reduced: the backwards since "
-            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
-            "an accumulation outside of no_sync, then step."
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        unreduced = first_of(cls, args, kwargs)
-        if name.endswith("_") and not name.startswith("__"):
-            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            if not isinstance(target, cls):
-                unreduced.refuse(name)
-        with unguarded():
-            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
-            results = result if name.startswith("_foreach") and result else [result]
-            # Scalars, such as norms, stay as they are.
-            marked = [
-                unreduced.mark(each) if isinstance(each, torch.Tensor) and each.dim() else each for each in results
-            ]
-        return marked[0] if results is not result else marked
-
-
-class LocalNorm(torch.Tensor):
-    """Holds the norm of one rank's shard of a gradient, or several such norms stacked.
-
-    It can be read like any tensor. The norm of stacked norms raises: it is the last step of
-    ``torch.nn.utils.get_total_norm``, whose result would differ between ranks.
-    """
-
-    _part: str
-
-    @staticmethod
-    def mark(func: Any, args: Any, result: Any) -> Any:
-        """Return ``result`` of ``func(*args)``, with norms of sharded gradients as :class:`LocalNorm`.
-
-        Call it with torch functions disabled. ``args[0]`` is a gradient or a list of gradients.
-        """
-        if getattr(func, "__name__", "") not in _NORMS or not args:
-            return result
-        if not isinstance(result, (list, tuple)):
-            return _marked(result, args[0])
-        return [_marked(norm, grad) for norm, grad in zip(result, args[0], strict=True)]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        others = tuple(kind for kind in types if kind not in (LocalNorm, ShardedGrad))
-        if others:
-            return others[0].__torch_function__(func, others, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        with unguarded():
-            if name in _NORMS and isinstance(args[0], LocalNorm) and args[0].dim() == 1:
-                args[0].refuse()
-            result = func(*args, **(kwargs or {}))
-        return _marked(result, first_of(LocalNorm, args, kwargs)) if name in ("to", "stack") else result
-
-    def refuse(self) -> NoReturn:
-        """Raise for a norm over sharded gradients."""
-        raise UsageError(
-            f"The norm over several gradients was taken on one rank, as torch.nn.utils.clip_grad_norm_ and "
-            f"get_total_norm do. {self._part}, so the result would differ between ranks. Call "
-            "model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel on every rank; it returns the "
-            "norm over all ranks, and with max_norm=inf it changes nothing. For sums of your own, take norms of "
-            "grad.detach() and all-reduce them."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with unguarded():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-def _marked(norm: torch.Tensor, source: object) -> torch.Tensor:
-    """Mark a norm of a sharded gradient, or a tensor computed from such norms; return others unchanged."""
-    if not isinstance(source, (ShardedGrad, LocalNorm)) or type(norm) is not torch.Tensor:
-        return norm
-    marked = norm.as_subclass(LocalNorm)
-    marked._part = source._part if isinstance(source, LocalNorm) else source.part()
-    return marked
-
-
 def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
     """Return the first argument of a class among the arguments of an operation, and in lists; None if there is none."""
     if args and isinstance(args[0], kind):
@@ -332,19 +175,17 @@ def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
     return next((item for item in flat if isinstance(item, kind)), None)
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set ``param.grad``, which may have a different dtype than ``param`` (``keep_low_precision_grads``)."""
-    if grad is None or grad.dtype == param.dtype:
+    """Set ``param.grad``, which may have another shape, dtype or device than ``param``.
+
+    Gradients have another dtype with ``keep_low_precision_grads``, and another shape inside ``no_sync``.
+    """
+    if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
         param.grad = grad
         return
-    # torch rejects a gradient of another dtype unless it is assigned through ``.data``.
-    shown = torch.empty_like(param).as_subclass(type(grad))
-    shown.__dict__.update(grad.__dict__)
-    param.grad = shown
-    with unguarded():
-        shown.data = grad
-
-
-def convert_grad(param: nn.Parameter, grad: torch.Tensor, converted: torch.Tensor) -> None:
-    """Set ``param.grad`` to ``converted``, the result of a conversion of ``grad``."""
-    set_grad(param, grad.mark(converted) if isinstance(grad, ShardedGrad) else converted)
+    # torch rejects such a gradient unless it is assigned through ``.data``.
+    param.grad = torch.empty_like(param)
+    param.grad.data = grad

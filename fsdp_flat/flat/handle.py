@@ -26,11 +26,11 @@ from fsdp_flat.flat.arrangement import (
     views_of,
 )
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import as_flat_parameter, convert_grad, replace_shard
+from fsdp_flat.flat.guards import as_flat_parameter, replace_shard, set_grad
 from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
 from fsdp_flat.flat.storage import FlatBuffer, HandleGradients, MemoryPool
-from fsdp_flat.flat.torch_flat import VERSION_OF, is_alias, set_versions, unguarded
+from fsdp_flat.flat.torch_flat import VERSION_OF, is_alias, set_versions
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
@@ -419,15 +419,9 @@ class FlatParamHandle:
         self.views.hide_unsharded()
         self.grads.drop()
 
-    def expose_unreduced_grads(
-        self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]
-    ) -> None:
-        """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
-
-        ``copy_to`` copies a tensor to a device and dtype, unless it has them already.
-        """
-        device, dtype = self.spec.shard_device, self.orig_dtype
-        self.grads.expose_unreduced(self.pool, lambda own: copy_to(own, device, dtype))
+    def expose_unreduced_grads(self) -> None:
+        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
+        self.grads.expose_unreduced(self.pool)
 
     # -- changes of the whole module -----------------------------------------------------------------------------
 
@@ -454,22 +448,21 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
         was_exposed = self.grads.hide_unreduced()
-        with unguarded():
-            if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
-                self.views.check_convertible()
-            converted = fn(self.flat_param.data)
-            spec = self.spec
-            # Offloaded shards may be on the meta device still.
-            if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
-                converted = converted.pin_memory()
-            grad, self.flat_param.grad = self.flat_param.grad, None
-            replace_shard(self.flat_param, converted)
-            if grad is not None:
-                convert_grad(self.flat_param, grad, fn(grad))
-            if not self._is_current(converted):
-                self._rebuild(converted)
+        if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
+            self.views.check_convertible()
+        converted = fn(self.flat_param.data)
+        spec = self.spec
+        # Offloaded shards may be on the meta device still.
+        if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
+            converted = converted.pin_memory()
+        grad, self.flat_param.grad = self.flat_param.grad, None
+        replace_shard(self.flat_param, converted)
+        if grad is not None:
+            set_grad(self.flat_param, fn(grad))
+        if not self._is_current(converted):
+            self._rebuild(converted)
         if was_exposed:
-            self.expose_unreduced_grads(lambda own, device, dtype: own.to(device=device, dtype=dtype))
+            self.expose_unreduced_grads()
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.storage_epoch += 1

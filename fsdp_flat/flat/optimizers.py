@@ -12,9 +12,9 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.guards import FlatParameter, ShardedGrad, UnreducedGrad, set_grad
+from fsdp_flat.flat.guards import FlatParameter
 from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
-from fsdp_flat.flat.torch_flat import dynamo_disabled_here, unguarded
+from fsdp_flat.flat.torch_flat import dynamo_disabled_here
 from fsdp_flat.flat.views import Views
 from fsdp_flat.user_warnings import warn_user
 
@@ -50,19 +50,8 @@ class _Watch:
             self.checked[optimizer] = ids, found
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
-        if found:
-            for views in found:
-                views.note_step()
-            # The step uses plain gradients: its operations are as fast as on any, torch.compile takes no others, and an
-            # optimizer may keep one in its state. The next backward marks them again.
-            with unguarded():
-                for group in optimizer.param_groups:
-                    for param in group["params"]:
-                        grad = param.grad
-                        if type(grad) is ShardedGrad:
-                            set_grad(param, grad.as_subclass(torch.Tensor))
-                        elif type(grad) is UnreducedGrad:
-                            grad.refuse(type(optimizer).__name__ + ".step")
+        for views in found:
+            views.note_step()
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.checked.pop(optimizer, None)

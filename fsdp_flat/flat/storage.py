@@ -11,7 +11,7 @@ import torch
 
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
-from fsdp_flat.flat.gradients import GradChange, ReduceScatteredGrad, UnreducedLocalGrad, apply_hooks
+from fsdp_flat.flat.gradients import ReduceScatteredGrad, UnreducedGrad, apply_hooks
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import (
     chunk_cat,
@@ -19,7 +19,6 @@ from fsdp_flat.flat.torch_flat import (
     dynamo_disabled_here,
     is_in_a_graph,
     swap_memory,
-    unguarded,
 )
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
@@ -233,7 +232,7 @@ class HandleGradients:
         self.fast_buffer: FlatGradBuffer | None = None
         self._num_accepted = 0  # in this backward
         self._spare_buffer: FlatGradBuffer | None = None
-        self._unreduced: list[UnreducedLocalGrad] = []
+        self._unreduced: list[UnreducedGrad] = []
         self.partial = ReduceScatteredGrad()
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
@@ -373,74 +372,33 @@ class HandleGradients:
 
     # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
 
-    def expose_unreduced(self, pool: MemoryPool, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
-
-        A later missing ``.grad`` means that the caller has cleared it. It costs no memory unless shards are offloaded:
-        ``convert`` converts a tensor to the shard's dtype and device.
-        """
+    def expose_unreduced(self, pool: MemoryPool) -> None:
+        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
         views = self.views
         if self._buffer is None or self._unreduced or not views.exposes_unreduced:
             return
         self._buffer.is_exposed = True
-        shard = convert(self._buffer.close(pool)[self._layout.shard(views.rank).to_slice()])
-        ready = self.ready
-        there = [each for each in views.visible if any(ready[each.indices.start : each.indices.stop])]
-        # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
-        with unguarded():
-            self._unreduced = [
-                UnreducedLocalGrad(each, each.part_of(shard), is_split=views.is_split)
-                for each in [each for each in there if not each.is_elsewhere] or there
-            ]
+        waiting, ready = views.unreduced_grads(self._buffer.close(pool)), self.ready
+        self._unreduced = [
+            UnreducedGrad(each, grad)
+            for each, grad in zip(views.visible, waiting, strict=True)
+            if any(ready[each.indices.start : each.indices.stop])
+        ]
 
     def hide_unreduced(self) -> bool:
-        """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set.
+        """Undo :meth:`expose_unreduced`, and drop the gradients that the caller has set to None.
 
-        Zeros are a gradient: the optimizer of each rank steps a parameter with them, also where another rank had none.
-
-        Raises:
-            UsageError: gradients were changed, or some were cleared and this rank cannot know which.
+        Returns:
+            Whether any was exposed.
         """
         shown, self._unreduced = self._unreduced, []
-        if not shown:
-            return False
-        with unguarded():
-            changes = [(each, each.change()) for each in shown]
-            dropped = [each for each, change in changes if change is GradChange.DROPPED]
-            zeroed = [each for each, change in changes if change is GradChange.ZEROED]
-            hidden = {index for index, is_ready in enumerate(self.ready) if is_ready}
-            hidden.difference_update(*(each.indices for each in shown))
-            self._check_changes([change for _, change in changes], hidden)
-            for each in shown:
-                each.take_back()
-        all_cleared = len(dropped) + len(zeroed) == len(shown)
-        if self._buffer is not None:
-            without = hidden if all_cleared and not zeroed else set()
-            with_zeros = hidden if all_cleared and zeroed else set()
-            self._buffer.clear(without.union(*(each.indices for each in dropped)), set_to_none=True)
-            self._buffer.clear(with_zeros.union(*(each.indices for each in zeroed)), set_to_none=False)
+        dropped = [index for each in shown if each.take_back() for index in each.indices]
+        if dropped and self._buffer is not None:
+            self._buffer.clear(dropped, set_to_none=True)
             if not any(self._buffer.grads_ready):
                 self._buffer = None
                 self.end_backward()
-        return True
-
-    def _check_changes(self, changes: Sequence[GradChange], hidden: set[int]) -> None:
-        views = self.views
-        if GradChange.WRITTEN in changes:
-            raise UsageError(
-                f"Gradients of unit {views.unit_name!r} were changed in place between backwards inside no_sync. There "
-                "they are this rank's own, not yet reduced, and it holds a local shard of them only: scale or clip "
-                "after the first backward outside of no_sync."
-            )
-        num_kept = changes.count(GradChange.NONE)
-        if hidden and 0 < num_kept < len(changes):
-            raise UsageError(
-                f"Gradients of some parameters of unit {views.unit_name!r} were cleared between backwards inside "
-                f"no_sync, and others were kept. Rank {views.rank} of the shard group has no elements of "
-                f"{self._layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of "
-                "them. Clear all gradients of a unit at once, or clear some after the first backward outside of "
-                "no_sync."
-            )
+        return bool(shown)
 
 
 @dynamo_disabled_here

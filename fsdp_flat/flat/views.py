@@ -25,7 +25,6 @@ from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.bindings import Bindings, detached, parameters_of
 from fsdp_flat.flat.guards import (
     ShardedPlaceholder,
-    convert_grad,
     module_guard,
     refuse_replaced,
     renew_shard,
@@ -46,7 +45,6 @@ class Views:
         module: the unit's module, where a visible flat parameter is registered.
         visible: the parameters that an optimizer holds.
         shows_unsharded: the modules point at the unsharded parameters.
-        is_split: other ranks hold other elements of the parameters.
         exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
         shows_names: the modules hold the tensors of :meth:`show_names`.
         is_stepped: an optimizer that holds these parameters has stepped since their all-gather; so it has on all ranks.
@@ -72,7 +70,6 @@ class Views:
         self._sites = [(index, site) for index, entry in enumerate(params) for site in entry.sites]
         self._num_rewrites = 0
         self.shows_unsharded = self.is_stepped = self.shows_names = False
-        self.is_split = layout.world_size > 1 or any(entry.adapter.groups for entry in params)
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
         self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
@@ -275,6 +272,10 @@ class Views:
         """Return the gradient of each visible parameter, as views of a gradient like the shard."""
         return [each.part_of(shard_grad) for each in self.visible]
 
+    def unreduced_grads(self, flat_grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return the unreduced gradient of each visible parameter, as views of an unsharded flat gradient."""
+        return views_of(flat_grad, self.layout)
+
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""
         flags = [each.param.requires_grad for each in self.visible]
@@ -359,7 +360,7 @@ class OrigViews(Views):
             param.data = data
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
-                convert_grad(param, grad, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
+                set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
 
     def changed(self) -> list[int]:
@@ -472,6 +473,9 @@ class FlatViews(Views):
 
     def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         return {}
+
+    def unreduced_grads(self, flat_grad: torch.Tensor) -> list[torch.Tensor]:
+        return [flat_grad[: self.layout.unpadded_numel]]
 
     def changed(self) -> list[int]:
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.

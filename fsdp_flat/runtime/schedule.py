@@ -135,6 +135,15 @@ class Schedule(CommContext):
         partial = any(handle.grads.partial.shard is not None for unit in self.units for handle in unit.handles)
         return self.is_left_open or partial or not self.reductions.is_empty
 
+    def check_gradients_set(self, what: str) -> None:
+        """Raise a UsageError if a backward has left gradients to a later one; ``what`` names the call."""
+        if self.has_unset_gradients:
+            raise UsageError(
+                f"{what} was called on unit {self.root.name!r} after a backward whose gradients are not set yet, so "
+                "its norm would lack them. First run the last backward of the step, with set_is_last_backward and "
+                "set_requires_all_reduce switched on again, or call finalize_backward."
+            )
+
     def begin_forward(self, unit: Unit) -> ForwardRecord:
         """Record the begin of a unit's forward outside of a backward of this tree."""
         if self.iteration is None:
@@ -433,9 +442,7 @@ class Schedule(CommContext):
         self.rank_checks.after_backward()
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         for handle in [handle for unit in waiting for handle in unit.handles]:
-            handle.expose_unreduced_grads(self.streams.copy_to)
-        if waiting:
-            self.streams.wait_for_host_copies()
+            handle.expose_unreduced_grads()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         params = cache(self._unmanaged.params)
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.

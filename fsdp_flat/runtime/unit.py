@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, ShardState, graph_task_id, joined, modules_of
+from fsdp_flat.flat import FlatParamHandle, ShardState, graph_task_id, is_managed, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions, WeightsVersion
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
@@ -90,6 +91,7 @@ class Unit:
         self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
+        _UNITS.add(self)
 
     def rename(self, path: str) -> None:
         """Set the name to the unit's path in its tree, if it has one, and its mesh if that is not its modules'."""
@@ -471,6 +473,22 @@ class Unit:
             handle.reset(frees=not self.control.keeps_unsharded_storage)
         self.phase = Phase.IDLE
         self.context.streams.buffers_freed()
+
+
+# All units of the process, for functions that are given parameters and not the model.
+_UNITS: WeakSet[Unit] = WeakSet()
+
+
+def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
+    """Return the units that manage any of the parameters, which an optimizer holds; in no particular order."""
+    held = {param for param in params if is_managed(param)}
+    if not held:
+        return []
+    return [
+        unit
+        for unit in list(_UNITS)
+        if any(not held.isdisjoint(handle.views.visible_params()) for handle in unit.handles)
+    ]
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.flat.guards import ShardedGrad
-
 
 def assert_close(actual: Any, expected: Any, *, rtol: float, atol: float, what: str = "value") -> None:
     """Assert ``|actual - expected| <= atol + rtol * |expected|`` everywhere; NaN equals NaN.
@@ -105,7 +103,7 @@ def _compare_floats(actual: float, expected: float, path: str, rtol: float | Non
 
 def _kind(value: Any) -> type:
     """Return the type to compare: a parameter or sharded gradient is a tensor, an ordered dict a dict."""
-    if type(value) in (torch.nn.Parameter, ShardedGrad):
+    if type(value) is torch.nn.Parameter:
         return torch.Tensor
     return dict if isinstance(value, dict) else type(value)
 
