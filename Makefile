@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-all test-clients test-versions test-newest gpu fuzz check fix bench bench-scale clean
+.PHONY: demo test test-all test-clients test-versions test-newest gpu fuzz trace check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -44,6 +44,12 @@ FAILURES ?= fuzz-failures.txt
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds $(SEEDS) --ranks $(RANKS) --failures $(FAILURES) $(FUZZ)
+
+# What a fixed set of programs does (events, collectives, bytes, weights), here and at another revision.
+AGAINST ?= HEAD
+
+trace: $(INSTALLED)
+	$(BIN)/python -m tests.trace --against $(AGAINST)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -213,10 +213,6 @@ def repeated(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return {name: paths for name, paths in files.items() if len(paths) > 1}
 
 
-def test_no_file_has_more_than_500_lines() -> None:
-    assert not {path for path, source in package_sources().items() if len(source.splitlines()) > 500}
-
-
 def test_no_two_modules_have_one_basename() -> None:
     names = [(Path(path).stem, path) for path in package_sources()]
     assert repeated((name, path) for name, path in names if name not in SAME_BASENAMES) == {}
