@@ -439,7 +439,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.copy_(copy)
         for handle in handles:
-            handle.views.bump_version()
+            handle.views.raise_weights_epoch()
 
     return restore
 

@@ -384,7 +384,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
                     unit.module._parameters.pop(flat_param_name(position), None)
                     handle.views.use_sharded_views()
                     # The caller may have set ``.data``, or changed it in place past its version counter.
-                    handle.views.bump_version()
+                    handle.views.raise_weights_epoch()
                     handle.adopt_changes()
 
     # -- older forms of the methods for optimizer state -----------------------------------------------------------

@@ -158,7 +158,7 @@ class DTensorViews(Views):
     def note_step(self) -> None:
         super().note_step()
         # Foreach operations change DTensors without raising a version counter.
-        self.bump_version()
+        self.raise_weights_epoch()
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return a DTensor of a full tensor like parameter ``index``, without communication.
@@ -229,7 +229,7 @@ class DTensorViews(Views):
             for entry, value in zip(self.params, values, strict=True):
                 local_of(entry.param).copy_(value)
         clear_padding(self.flat_param.data, self.layout, self.rank)
-        self.bump_version()
+        self.raise_weights_epoch()
 
     def held_by(self, module: nn.Module) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
         """Return the name, the parameter and its local tensor for each parameter of ``module``.
@@ -268,7 +268,7 @@ class DTensorViews(Views):
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
         self._check_assigned(index, current)
-        self.bump_version()
+        self.raise_weights_epoch()
         (local,) = split_alone(self.flat_param.data, [self._local_parts[index]])
         with torch.no_grad():
             local.copy_(local_of(current))

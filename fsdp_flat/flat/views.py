@@ -68,7 +68,8 @@ class Views:
         self.unit_name, self.module = unit_name, module
         self.params, self.layout, self.rank, self.flat_param = tuple(params), layout, rank, flat_param
         self._sites = [(index, site) for index, entry in enumerate(params) for site in entry.sites]
-        self._num_rewrites = 0
+        self._weights_epoch = 0
+        self._versions: tuple[int, ...] = ()
         self.shows_unsharded = self.is_stepped = self.shows_names = False
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
@@ -281,17 +282,21 @@ class Views:
         flags = [each.param.requires_grad for each in self.visible]
         return flags if len(flags) > 1 else flags * len(self.params)
 
-    def bump_version(self) -> None:
-        """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
-        self._num_rewrites += 1
+    def raise_weights_epoch(self) -> None:
+        """Record a change of shard values that raises no version counter: a load, a write-back, ``.data =``."""
+        self._weights_epoch += 1
 
     def note_step(self) -> None:
         """Record a step of an optimizer that holds parameters of these views."""
         self.is_stepped = True
 
-    def version(self) -> int:
-        """Return a number that changes when sharded values change."""
-        return self._num_rewrites + sum(map(VERSION_OF, self._versioned))
+    def weights_epoch(self) -> int:
+        """Return a number that increases when sharded values change, and never falls."""
+        versions = tuple(map(VERSION_OF, self._versioned))
+        if versions != self._versions:
+            self._versions = versions
+            self._weights_epoch += 1
+        return self._weights_epoch
 
     # -- error texts ---------------------------------------------------------------------------------------------
 
@@ -396,7 +401,7 @@ class OrigViews(Views):
         return True
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
-        self.bump_version()
+        self.raise_weights_epoch()
         param_info, local_shard = self.layout.param_infos[index], self.local_shards[index]
         target = self.local(index)
         if data.shape == target.shape:

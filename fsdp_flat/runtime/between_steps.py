@@ -189,7 +189,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
             for handle, tensor in whole.items():
                 if tensor._version != versions[handle]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
-                    handle.views.bump_version()
+                    handle.views.raise_weights_epoch()
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.views.local(index)
                     source = local_part(handle.layout, index, rank, handle.views.full_local(index).detach())

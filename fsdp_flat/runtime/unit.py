@@ -218,8 +218,8 @@ class Unit:
             return False  # the all-gather in this backward begins with them
         for handle in self.handles:
             handle.undo_reshard()
-        # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
-        # they changed must not all-gather, because the others do not.
+        # If weights have changed since the forward, pre_backward raises by this version. A rank on which they changed
+        # must not all-gather, because the others do not.
         self.unsharded_version = self._version()
         return True
 
@@ -241,7 +241,7 @@ class Unit:
     def _version(self) -> int:
         version = 0
         for handle in self.handles:
-            version += handle.views.version()
+            version += handle.views.weights_epoch()
         return version
 
     def unshard(self) -> None:

@@ -382,7 +382,7 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
     unit.adopt_changes()
     for handle in unit.handles:
-        load.plan.call(handle.views.bump_version)
+        load.plan.call(handle.views.raise_weights_epoch)
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):

@@ -152,11 +152,11 @@ def test_with_original_parameters_shards_share_memory_with_the_flat_shard() -> N
 def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bool) -> None:
     module = Small()
     handle = handle_of(module, use_orig_params=use_orig_params)
-    before = handle.views.version()
+    before = handle.views.weights_epoch()
     with torch.no_grad():
         for param in handle.views.visible_params():
             param.mul_(2.0)
-    assert handle.views.version() != before
+    assert handle.views.weights_epoch() != before
     own = handle.layout.shard(0).to_slice()
     assert_equal(handle.begin_unshard()[0][own], 2 * whole_flat(handle)[own])
 
