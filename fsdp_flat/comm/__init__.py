@@ -34,6 +34,7 @@ from fsdp_flat.comm.rank_groups import (
     control_device,
     global_ranks,
     host_group,
+    is_simulated,
     outliving_group,
     resolve_groups,
     second_group,

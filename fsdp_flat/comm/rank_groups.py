@@ -45,6 +45,8 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
+        if is_simulated(group):
+            return cls(group, group.rank(), group.size())
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
@@ -55,11 +57,22 @@ class RankGroup:
 ALONE = RankGroup(None, 0, 1)
 
 
+def is_simulated(group: object) -> bool:
+    """Return whether a caller's object stands for a group, with ``rank()`` and ``size()`` alone: nothing communicates.
+
+    Tests of wrapping pass one where no process group is initialised.
+    """
+    has_both = all(callable(getattr(group, name, None)) for name in ("rank", "size"))
+    return has_both and not isinstance(group, dist.ProcessGroup)
+
+
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` has torch's "fake" backend, which does not communicate, so ranks cannot compare values.
+    """Return whether ``group`` is simulated or has torch's "fake" backend, so that ranks cannot compare values.
 
     A UsageError says that the group was destroyed.
     """
+    if is_simulated(group):
+        return True
     try:
         return dist.get_backend(group) == "fake"
     except ValueError as error:
@@ -250,7 +263,9 @@ def resolve_groups(
         OptionTypeError: if one of the two has another type.
         UsageError: if there is no default process group.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    given = process_group if isinstance(process_group, tuple) else (process_group,)
+    is_alone = all(map(is_simulated, given)) and device_mesh is None
+    if not is_alone and not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             "FullyShardedDataParallel needs a process group: call torch.distributed.init_process_group(...) first, "
             "and start the script with torchrun."
@@ -269,19 +284,23 @@ def resolve_groups(
         return _node_groups(device)
     if strategy.is_hybrid:
         is_pair = isinstance(process_group, tuple) and len(process_group) == 2
-        if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in process_group):
+        if not is_pair or not all(map(_is_group, process_group)):
             raise OptionError(
                 f"ShardingStrategy.{name} takes process_group=None or a tuple (shard_group, replicate_group) of two "
                 f"process groups; got {process_group!r}."
             )
         return ShardingGroups(*map(RankGroup.of, process_group))
     process_group = dist.group.WORLD if process_group is None else process_group
-    if not isinstance(process_group, dist.ProcessGroup):
+    if not _is_group(process_group):
         raise OptionTypeError(
             f"process_group must be a torch.distributed.ProcessGroup for ShardingStrategy.{name}; got "
             f"{type(process_group).__name__}. A tuple of two groups belongs to the hybrid strategies."
         )
     return _single_group(strategy, process_group)
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, dist.ProcessGroup) or is_simulated(value)
 
 
 def _single_group(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> ShardingGroups:

@@ -88,14 +88,8 @@ class GroupMember:
 
     process_group = derived("_unit.options.groups.process_group")
     _use_orig_params = derived("_unit.options.use_orig_params")
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.process_group)
-
-    @property
-    def world_size(self) -> int:
-        return dist.get_world_size(self.process_group)
+    rank = derived("_unit.options.groups.primary.rank")
+    world_size = derived("_unit.options.groups.primary.size")
 
 
 class _ShardParamInfo(NamedTuple):

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 
-from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement
+from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement, is_simulated
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
@@ -41,7 +41,14 @@ _SHARED_OPTIONS = {
 
 
 def check_units(units: Sequence[Unit]) -> None:
-    """Raise if ``units``, the root first, cannot be of one tree."""
+    """Raise if ``units``, the root first, cannot be of one tree, or cannot communicate."""
+    group = units[0].options.groups.process_group
+    if is_simulated(group):
+        raise UsageError(
+            f"process_group of unit {units[0].name!r} is a {type(group).__name__}, which has rank() and size() but "
+            "cannot communicate: a model can be wrapped with it, and not run. Pass a process group of "
+            "torch.distributed, or None for the default one."
+        )
     for unit in units[1:]:
         if unit.control.finalizes_by_hand:
             raise UsageError(
