@@ -87,7 +87,7 @@ def test_the_program_trains_on_two_ranks_with_either_front(front: str, tmp_path:
 
 
 def test_the_commands_of_the_first_page_are_there() -> None:
-    modules = re.findall(r"python -m (fsdp_flat\.\w+)", README)
+    modules = re.findall(r"-m (fsdp_flat\.\w+)", README)
     assert modules == ["fsdp_flat.run", "fsdp_flat.migrate"]
     targets = re.findall(r"make ([\w-]+)", README + (ROOT / "CONTRIBUTING.md").read_text())
     rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
