@@ -21,7 +21,7 @@ test-all: $(INSTALLED)
 test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
 
-# A selection of the tests (tests/versions/selection.py) on each torch that README names, in .venv-versions.
+# A selection of the tests (tests/versions/selection.py) on each torch of docs/versions.md, in .venv-versions.
 # Downloads up to 5 GB per version. To select versions and the Python: make test-versions VERSIONS=2.8 PYTHON=python3.12.
 VERSIONS ?= 2.8,2.11,2.13,newest
 

@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> Path:
         against=(args.against or Path()).resolve(),
     )
     results = {"setting": asdict(setting), "where": where(), **results}
-    name = args.name or "-".join([args.preset, *(f"{key}{value:d}" for key, value in changed.items())])
+    name = args.name or "-".join(
+        [args.preset, *["states"] * args.states, *(f"{key}{value:d}" for key, value in changed.items())]
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1))

@@ -1,21 +1,30 @@
-"""Writes docs/performance.md from the results: ``python -m benchmarks.report``; ``--measure`` measures first."""
+"""Writes docs/performance.md and its pictures: ``python -m benchmarks.report``; ``--measure`` measures first.
+
+Sections with results in ``benchmarks/results`` are replaced, others stay. A picture is drawn from the table above it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from benchmarks import before_after, micro, plans, projection, scale
+from benchmarks import micro, plans, projection, scale
 from benchmarks.__main__ import main as bench
+from benchmarks.pictures import digest_in, digest_of, draw
 from benchmarks.runner import ROOT
-from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table, write_picture
+from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table
 
 # Name of the result file: flags of ``python -m benchmarks``, and the heading.
 RUNS = {
     "compute": (["--preset", "compute"], "Compute-heavy, fp32"),
-    "states": (["--preset", "compute", "--states", "--only", *STATE_PEERS.values(), *STATE_PEERS], "State dicts"),
+    "compute-states": (
+        ["--preset", "compute", "--states", "--only", *STATE_PEERS.values(), *STATE_PEERS],
+        "State dicts",
+    ),
     "compute-bf16": (["--preset", "compute", "--bf16"], "Compute-heavy, bf16"),
     "communication": (["--preset", "communication"], "Communication-heavy, fp32"),
     "communication-bf16": (["--preset", "communication", "--bf16"], "Communication-heavy, bf16"),
@@ -23,6 +32,14 @@ RUNS = {
     "checkpointing": (["--preset", "compute", "--checkpoint"], "Activations recomputed"),
     "ranks4": (["--preset", "communication", "--ranks", "4"], "4 ranks on the same cores"),
 }
+
+SCALE = "Host time and memory by units and ranks"
+PLANS = "Plans of a checkpoint"
+MICRO = "Collectives alone"
+GPU = "GPU"
+PROJECTION = "8, 64 and 1024 GPUs, by arithmetic"
+HEADINGS = (SCALE, PLANS, MICRO, GPU, PROJECTION)
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*\.png)\)")
 
 INTRO = """# Performance
 
@@ -40,14 +57,15 @@ implementations in each round. Columns:
 - "MB RSS" is the peak resident memory of the process, which includes all of these.
 
 ```
-make bench                                   # the first two tables
+make bench                                   # the tables of the compute-heavy model: steps and state dicts
 make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
 make bench-scale                             # host time and memory by units and ranks
 make gpu                                     # one GPU: tests, the stream sanitizer, and python -m benchmarks.gpu
-python -m benchmarks.before_after --against CHECKOUT   # two versions in the same rounds
 python -m benchmarks.plans                   # the exchanges of ranks that save a checkpoint
 python -m benchmarks.micro                   # collectives alone
-python -m benchmarks.report --measure        # everything, and this page
+python -m benchmarks.report                  # this page, with what the commands above have measured, and its pictures
+python -m benchmarks.report --measure        # everything first
+python -m benchmarks.before_after --against CHECKOUT   # two versions in the same rounds
 ```
 """
 
@@ -68,43 +86,94 @@ step. Results are written to `$OUT`, or to `benchmarks/results`. `make gpu BENCH
 NO_GPU_NOTE = "Nothing has been measured on a GPU yet.\n"
 
 
-def page(results: Path, pictures: Path, *, note: str = "") -> str:
-    """Return the page in Markdown, from the JSON files in ``results``; write pictures to ``pictures``."""
-    parts = [INTRO, f"{note}\n"] if note else [INTRO]
+def page(results: Path, *, old: str = "", note: str = "") -> str:
+    """Return the page in Markdown: sections of the ``old`` one, replaced where there are results.
+
+    Args:
+        results: the folder with the JSON files of the benchmarks.
+        old: the page as it is.
+        note: a sentence about the conditions, for the top of the page; by default the old one.
+    """
+    head, _, _ = old.partition("\n## ")
+    note = note or head.rpartition("```\n")[2].strip()
+    made = {**sections_of(old), **_measured(results, sections_of(old))}
+    known = [*(heading for _, heading in RUNS.values()), *HEADINGS]
+    # A section that only the old page has stays where it was, behind the one before it.
+    order = sorted(made, key=lambda heading: _place(heading, list(made), known))
+    return "\n".join([INTRO, *([f"{note}\n"] if note else []), *(f"## {each}\n\n{made[each]}" for each in order)])
+
+
+def sections_of(text: str) -> dict[str, str]:
+    """Return the sections of a page by their headings."""
+    parts = (part.partition("\n\n") for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
+    return {heading: f"{body.strip()}\n" for heading, _, body in parts}
+
+
+def draw_pictures(text: str, folder: Path) -> None:
+    """Draw each picture of a page from the table of its section, unless the file was drawn from it already."""
+    for heading, body in sections_of(text).items():
+        picture = PICTURE.search(body)
+        if picture is not None:
+            path = folder / picture[1]
+            if not path.exists() or digest_in(path) != digest_of(body):
+                draw(body, path, title=f"One training step: {heading}", note=body.partition("\n\n")[0])
+
+
+def _place(heading: str, headings: list[str], known: list[str]) -> int:
+    while heading not in known and headings.index(heading):
+        heading = headings[headings.index(heading) - 1]
+    return known.index(heading) if heading in known else -1
+
+
+def _measured(results: Path, old: Container[str]) -> dict[str, str]:
+    """Return the sections that there are results of, and those that need none and are not on the ``old`` page."""
+    made: dict[str, list[str]] = {}
     for name, (_, heading) in RUNS.items():
         found = _read(results / f"{name}.json")
-        if found is not None:
-            parts += [f"## {heading}\n", describe(found)]
-            if found["states"]:
-                parts += [states_table(found), STATES_NOTE]
-                continue
-            write_picture(found, pictures / f"performance-{name}.png")
-            parts += [step_table(found), f"![step time and memory](performance-{name}.png)\n"]
-    compared = before_after.comparison_table(results)
-    parts += ["## Before and after\n", before_after.NOTE, compared] if compared else []
+        if found is None:
+            continue
+        made[heading] = [describe(found)]
+        if found["states"]:
+            made[heading] += [states_table(found), STATES_NOTE]
+        else:
+            made[heading] += [step_table(found), f"![time and memory of a step](performance-{name}.png)\n"]
     found = _read(results / "scale.json")
     if found is not None:
-        parts += ["## Host time and memory by units and ranks\n", scale.NOTE, scale.scale_table(found)]
+        made[SCALE] = [scale.NOTE, scale.scale_table(found)]
         found = _read(results / "scale-no-gc.json")
-        parts += [scale.NO_GC_NOTE, scale.scale_table(found)] if found is not None else []
+        made[SCALE] += [scale.NO_GC_NOTE, scale.scale_table(found)] if found is not None else []
     found = _read(results / "plans.json")
     if found is not None:
-        parts += ["## Plans of a checkpoint\n", plans.NOTE, plans.plans_table(found)]
+        made[PLANS] = [plans.NOTE, plans.plans_table(found)]
     if (results / "micro.md").exists():
-        parts += ["## Collectives alone\n", micro.NOTE, (results / "micro.md").read_text()]
+        made[MICRO] = [micro.NOTE, (results / "micro.md").read_text()]
     measured = results / "gpu.md"
-    parts += ["## GPU\n", GPU_NOTE, measured.read_text() if measured.exists() else NO_GPU_NOTE]
-    return "\n".join([*parts, *_projection(results)])
+    if measured.exists() or GPU not in old:
+        made[GPU] = [GPU_NOTE, measured.read_text() if measured.exists() else NO_GPU_NOTE]
+    checked = _checked(results)
+    if checked or PROJECTION not in old:
+        made[PROJECTION] = _projection(checked)
+    return {heading: "\n".join(parts) for heading, parts in made.items()}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _projection(results: Path) -> list[str]:
+def _checked(results: Path) -> list[list[str]]:
+    """Return a row of the table of bytes by the formula and as counted for each run that was counted."""
+    rows = []
+    for name in ("compute", "communication", "ranks4"):
+        found = _read(results / f"{name}.json")
+        counted = found and found["counts"].get("flat-full-orig")
+        if found and counted:
+            rows.append([name, f"{_lower_bound(found['setting']) / 1e6:.1f}", f"{counted['sent'] / 1e6:.1f}"])
+    return rows
+
+
+def _projection(checked: list[list[str]]) -> list[str]:
     m = projection.MACHINE
     parts = [
-        "## 8, 64 and 1024 GPUs, by arithmetic\n",
         "These figures are computed, not measured. Assumptions: "
         f"{m.flops / 1e12:.0f} TFLOP/s sustained in bf16, {m.inside / 1e9:.0f} GB/s a GPU for large\n"
         f"collectives within a node of {m.node} and {m.across / 1e9:.0f} GB/s across nodes, "
@@ -116,12 +185,6 @@ def _projection(results: Path) -> list[str]:
             projection.projection_rows(),
         ),
     ]
-    checked = []
-    for name in ("compute", "communication", "ranks4"):
-        found = _read(results / f"{name}.json")
-        counted = found and found["counts"].get("flat-full-orig")
-        if found and counted:
-            checked.append([name, f"{_lower_bound(found['setting']) / 1e6:.1f}", f"{counted['sent'] / 1e6:.1f}"])
     if checked:
         parts += [
             "Bytes by the formula and as counted (the outermost unit and the last unit of the forward are not "
@@ -159,7 +222,10 @@ def main(argv: list[str] | None = None) -> None:
         plans.main(["--out", str(args.results)])
         micro.main(["--out", str(args.results)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page(args.results, args.out.parent, note=args.note))
+    old = args.out.read_text() if args.out.exists() else ""
+    text = page(args.results, old=old, note=args.note)
+    args.out.write_text(text)
+    draw_pictures(text, args.out.parent)
     print(f"{args.out} written")
 
 

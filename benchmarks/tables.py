@@ -1,4 +1,4 @@
-"""Makes tables and a picture from measured numbers."""
+"""Makes tables from measured numbers, and a picture from a table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pictures import draw
 from benchmarks.spec import title_of
 
 # For each fsdp_flat variant, the torch implementations; it is compared with the fastest of them in each round.
@@ -148,29 +149,5 @@ def write_table(results: Mapping[str, Any], path: Path) -> str:
 
 
 def write_picture(results: Mapping[str, Any], path: Path) -> None:
-    """Draw step times by phase and peak memory as bars into a PNG."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    rows = medians(results)
-    names = list(rows)[::-1]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.45 * len(names) + 1.6), sharey=True)
-    start = [0.0] * len(names)
-    for key, colour in (("forward", "#4878a8"), ("backward", "#88b0d0"), ("optimizer", "#d0a060")):
-        widths = [1e3 * rows[name][key] for name in names]
-        left.barh(names, widths, left=start, color=colour, label=key)
-        start = [a + b for a, b in zip(start, widths)]
-    left.set_xlabel("ms a step (median)")
-    left.legend(frameon=False, fontsize=8)
-    right.barh(names, [rows[name]["rss"] / 1e6 for name in names], color="#b8b8b8", label="peak resident")
-    counted = [results["counts"].get(name, {}).get("alive", 0.0) / 1e6 for name in names]
-    right.barh(names, counted, height=0.4, color="#4878a8", label="parameters, gradients, buffers")
-    right.set_xlabel("MB a rank (peak)")
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    """Draw the step table of ``results`` into a PNG."""
+    draw(step_table(results), path, title="One training step", note=describe(results))

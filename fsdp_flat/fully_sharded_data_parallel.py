@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_flat import api, runtime, state
 from fsdp_flat.api import *  # noqa: F403
@@ -91,13 +92,13 @@ class FullyShardedDataParallel(UndocumentedMembers):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
-        sync_module_states: bool = False,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool | Literal["auto", "raise"] = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         arguments = Arguments(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
-from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class, state_of
+from fsdp_flat.composable.fsdp_module import FSDPModule, hook_state_dicts, sharded_class, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
@@ -37,7 +37,6 @@ from fsdp_flat.runtime import (
 from fsdp_flat.user_warnings import warn_user
 
 ShardPlacementFn = Callable[[nn.Parameter], Any]
-_Module = TypeVar("_Module", bound="nn.Module | list[nn.Module]")
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,36 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+@overload
 def fully_shard(
-    module: _Module,
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -112,8 +139,8 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
-) -> _Module:
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place.
 
     The module's class becomes a subclass of its class and :class:`FSDPModule`. Its parameters become DTensors under

@@ -85,7 +85,8 @@ class HandleSpec:
         )
 
 
-# Added to version counters while parameters are freed, so that autograd refuses what it saved. README names the number.
+# Added to version counters while parameters are freed, so that autograd refuses what it saved.
+# docs/limitations.md names the number.
 _EXPIRED = 10**9
 
 

@@ -1,6 +1,6 @@
 """Finds code in a migrated module that behaves differently, or that only its author can judge.
 
-README's "Differences from FSDP1" has the full list.
+docs/differences.md has the full list.
 """
 
 from __future__ import annotations

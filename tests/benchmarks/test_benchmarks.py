@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import __main__ as bench
-from benchmarks import before_after, gpu, micro, plans, projection, report, scale, tables
+from benchmarks import gpu, micro, plans, projection, report, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.model import GPT
 from benchmarks.runner import where
@@ -137,7 +137,7 @@ def test_plans_and_texts_of_every_rank_are_measured_and_are_on_the_page(tmp_path
     results = json.loads((tmp_path / "plans.json").read_text())
     assert [count for _, _, count, _ in results["rows"]] == [3, 3, 3, 1, 3]
     assert all(nbytes > 100 * count for _, nbytes, count, _ in results["rows"])
-    assert plans.plans_table(results) in report.page(tmp_path, tmp_path)
+    assert plans.plans_table(results) in report.page(tmp_path)
 
 
 def test_plans_and_texts_lead_to_the_same_metadata(tmp_path: Path) -> None:
@@ -160,9 +160,9 @@ def test_the_page_names_the_command_of_host_times_and_the_machine(tmp_path: Path
         return json.dumps({"rows": rows, "command": command, "where": where()})
 
     (tmp_path / "scale.json").write_text(results("python -m benchmarks.scale"))
-    assert scale.NO_GC_NOTE not in report.page(tmp_path, tmp_path)
+    assert scale.NO_GC_NOTE not in report.page(tmp_path)
     (tmp_path / "scale-no-gc.json").write_text(results("python -m benchmarks.scale --no-gc"))
-    page = report.page(tmp_path, tmp_path)
+    page = report.page(tmp_path)
     for command in ("python -m benchmarks.scale", "python -m benchmarks.scale --no-gc"):
         assert f"`{command}`.\n{tables.machine({'where': where()})}" in page
     assert page.count(f"| {IMPLEMENTATIONS['fsdp2']} | 10 | 8 | 50.00 | 200.000 | 1.0 |") == 2
@@ -173,7 +173,6 @@ def test_the_page_has_the_notes_of_the_benchmarks() -> None:
     for note in (
         report.INTRO,
         report.STATES_NOTE,
-        before_after.NOTE,
         scale.NOTE,
         plans.NOTE,
         micro.NOTE,
@@ -221,11 +220,11 @@ def test_the_benchmark_for_a_gpu_says_that_there_is_none(capsys: pytest.CaptureF
 
 def test_the_page_has_figures_of_a_gpu_only_if_they_were_taken_on_one(tmp_path: Path) -> None:
     (tmp_path / "gpu-trial.md").write_text("a trial")
-    assert report.NO_GPU_NOTE in report.page(tmp_path, tmp_path)
-    assert "a trial" not in report.page(tmp_path, tmp_path)
+    assert report.NO_GPU_NOTE in report.page(tmp_path)
+    assert "a trial" not in report.page(tmp_path)
     (tmp_path / "gpu.md").write_text("a figure")
-    assert "a figure" in report.page(tmp_path, tmp_path)
-    assert report.NO_GPU_NOTE not in report.page(tmp_path, tmp_path)
+    assert "a figure" in report.page(tmp_path)
+    assert report.NO_GPU_NOTE not in report.page(tmp_path)
 
 
 def test_the_large_setting_has_a_billion_parameters() -> None:

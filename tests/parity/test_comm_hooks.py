@@ -5,7 +5,7 @@ Covered: hooks that do the same as the default, hooks that change the gradient, 
 hooks, and all registrations that are refused.
 
 Not covered: names of internal attributes; the hybrid strategies, for which torch refuses a hook and ours allows it
-(README's differences).
+(docs/differences.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ follow; refused arguments; training beside FULL_SHARD and a replicated model; st
 starts; state dicts of model and optimizer, saved and loaded; ``no_sync``; clipping. All on 4 ranks as 2x2.
 
 Not covered: the number of collectives on each internal group. A policy alone shards over the accelerators of a host in
-torch, none on a CPU, and over the launcher's ranks of a host here (README).
+torch, none on a CPU, and over the launcher's ranks of a host here (docs/differences.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ forward and backward, from forward and from backward; arguments that exclude eac
 
 Not covered: gradients of flat parameters and offloading with NO_SHARD, which torch refuses and ours gives;
 the shape of the padded internal tensor and of ``FlatParamHandle``'s storage; prefetch of the internal
-gather. Names inside as seen from a plain parent (README's differences).
+gather. Names inside as seen from a plain parent (docs/differences.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ do not fit, ``no_sync`` with and without mixed precision, units of unlike ``requ
 optimizers, and that both kinds of parameters train alike.
 
 Not covered: compiled models (tests/runtime); parameters read between a forward and its backward, which torch leaves
-whole there with SHARD_GRAD_OP and which are always slices here (README); internal state of ``FlatParamHandle``.
+whole there with SHARD_GRAD_OP and which are always slices here (differences.md); internal state of ``FlatParamHandle``.
 """
 
 from __future__ import annotations

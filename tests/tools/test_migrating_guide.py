@@ -100,6 +100,7 @@ def test_the_guide_has_the_blocks_that_are_run() -> None:
         "Checkpoints of FSDP1": 3,
         "From fairscale": 0,
         "From torch's FSDP2": 1,
+        "Wrapper or fully_shard": 0,
         "From the wrapper to fully_shard": 2,
         "On to FSDP2": 2,
     }

@@ -1,1 +1,1 @@
-"""``make test-versions``: a selection of the tests on each torch that README names."""
+"""``make test-versions``: a selection of the tests on each torch that docs/versions.md names."""

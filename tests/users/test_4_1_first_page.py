@@ -1,0 +1,138 @@
+"""README's programs run as written, its links lead somewhere, and the pages behind it name what there is."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import errors
+from tests.support import on_ranks
+from tests.support.kit import train_on
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DIFFERENCES = (ROOT / "docs" / "differences.md").read_text()
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings, as hosts of Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: str, text: str) -> list[str]:
+    """The links of a page, relative to its folder, that lead nowhere."""
+    broken = []
+    for link in LINK.findall(text):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / path).parent / name if name else ROOT / path
+        is_there = target.exists() and (not anchor or anchor in anchors_of(target.read_text()))
+        if not link.startswith(("http://", "https://")) and not is_there:
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_link_leads_to_a_file_and_a_heading(path: str) -> None:
+    assert broken_links(path, (ROOT / path).read_text()) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](docs/nothing.md) [b](docs/migrating.md#nowhere) [c](docs/migrating.md#migrating)"
+    assert broken_links("README.md", text) == ["docs/nothing.md", "docs/migrating.md#nowhere"]
+
+
+def test_the_first_paragraph_says_what_it_is_and_how_far_each_device_is() -> None:
+    first = " ".join(README.split("\n\n")[1].split())
+    for words in ("FSDP1", "fully_shard", "CPU (gloo): tested", "Accelerators", "not run on a real one yet"):
+        assert words in first
+
+
+def with_fully_shard(program: str, block: str) -> str:
+    """The program with the line that wraps the model replaced, as README says."""
+    start = program.index("model = FSDP(")
+    lines = program[start:].partition("\n")[2]
+    return program[:start] + block + lines
+
+
+@pytest.mark.parametrize("front", ["FSDP", "fully_shard"])
+def test_the_program_trains_on_two_ranks_with_either_front(front: str, tmp_path: Path) -> None:
+    program, block = python_blocks(README)
+    (tmp_path / "program.py").write_text(program if front == "FSDP" else with_fully_shard(program, block))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", result.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_commands_of_the_first_page_are_there() -> None:
+    modules = re.findall(r"-m (fsdp_flat\.\w+)", README)
+    assert modules == ["fsdp_flat.run", "fsdp_flat.migrate"]
+    targets = re.findall(r"make ([\w-]+)", README + (ROOT / "CONTRIBUTING.md").read_text())
+    rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {"demo", "check", "test"} <= set(targets) <= rules
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/differences.md", "docs/limitations.md", "docs/checkpoints.md"])
+def test_functions_that_a_page_names_are_there(path: str) -> None:
+    text = (ROOT / path).read_text()
+    for name in re.findall(r"`(?:with )?fsdp_flat\.([\w.]+)\(", text):
+        found: object = fsdp_flat
+        for part in name.split("."):
+            found = getattr(found, part)
+    for name in re.findall(r"`(\w+Error)`", text):
+        assert hasattr(errors, name) or hasattr(builtins, name), name
+
+
+def test_differences_are_in_four_groups_with_both_sides_of_each() -> None:
+    groups = re.split(r"^## ", DIFFERENCES, flags=re.MULTILINE)[1:]
+    assert [group.partition(".")[0] for group in groups] == ["1", "2", "3", "4"]
+    for group in groups:
+        rows = [line.strip("|").split(" | ") for line in group.splitlines() if line.startswith("| ")]
+        assert len(rows) > 3
+        assert [row for row in rows if len(row) != 3 or not all(cell.strip() for cell in row)] == []
+
+
+@on_ranks(2)
+def test_the_page_of_checkpoints_runs_from_the_first_run_to_the_next(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained: list[int] = []
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        trained.append(step)
+        train_on(model, optimizer, [torch.ones(2, 6)])
+
+    blocks = python_blocks((ROOT / "docs" / "checkpoints.md").read_text())
+    assert len(blocks) == 3
+    model = FSDP(nn.Linear(6, 4), use_orig_params=True)
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "train": train}
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        for block in (*blocks[:1], *blocks):
+            exec(compile(block, "docs/checkpoints.md", "exec"), names)
+    finally:
+        os.chdir(here)
+    assert trained == [0, 1, 2, 3, 4, 5]
+    assert names["start"] == 3
