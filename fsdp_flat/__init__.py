@@ -52,7 +52,7 @@ from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
 from fsdp_flat.state import register_optim_state_handler
-from fsdp_flat.version import __version__
+from fsdp_flat.version import __version__ as __version__
 
 __all__ = [
     "BackwardPrefetch",
