@@ -28,7 +28,7 @@ from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, outermost_of, reset_schedule, units_of
-from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
+from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded, warn_of_optim_input
 from fsdp_flat.user_warnings import warn_user
 
 # The names that ``fsdp_flat.fully_sharded_data_parallel`` has too, as FSDP1's module of that name.
@@ -36,6 +36,8 @@ __all__ = [
     "HYBRID_SHARDING_STRATEGIES",
     "FlatParamHandle",
     "HandleTrainingState",
+    "HybridShardProcessGroupType",
+    "ProcessGroupType",
     "TrainingState",
     "_get_fqn_to_param",
     "_get_grad_norm",
@@ -43,6 +45,10 @@ __all__ = [
     "_optim_state_dict_type_to_config",
     "_state_dict_type_to_config",
 ]
+
+# Types of the constructor's ``process_group``.
+HybridShardProcessGroupType = tuple[dist.ProcessGroup, dist.ProcessGroup]
+ProcessGroupType = dist.ProcessGroup | HybridShardProcessGroupType | None
 
 HYBRID_SHARDING_STRATEGIES = [row.member for row in STRATEGIES.values() if row.is_hybrid]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = tuple(
@@ -385,6 +391,31 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
     _optim_state_dict_impl = staticmethod(save_full_or_sharded)
     _optim_state_dict_to_load_impl = staticmethod(load_full_or_sharded)
+
+    @contextmanager
+    def _use_training_state(
+        self, training_state: TrainingState, handle_training_state: HandleTrainingState
+    ) -> Generator[None, None, None]:
+        """Set the state of the step inside the block, and restore it. BACKWARD_POST is BACKWARD_PRE here."""
+        wanted = training_state, handle_training_state
+        if wanted[1] is HandleTrainingState.BACKWARD_POST:
+            wanted = training_state, HandleTrainingState.BACKWARD_PRE
+        phase = next((phase for phase, states in TRAINING_STATES.items() if states == wanted), None)
+        if phase is None:
+            raise OptionError(f"{training_state} and {handle_training_state} do not occur together; got both.")
+        before, self._unit.phase = self._unit.phase, phase
+        try:
+            yield
+        finally:
+            self._unit.phase = before
+
+    @staticmethod
+    def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int = 1) -> None:
+        warn_of_optim_input(optim_input)
+
+    @staticmethod
+    def _warn_legacy_optim_state_dict(curr: str, new: str, *, stacklevel: int = 1) -> None:
+        _warn_legacy(curr, new)
 
     @staticmethod
     def _is_using_optim_input(optim_input: OptimInput, optim: torch.optim.Optimizer | None) -> bool:

@@ -24,7 +24,10 @@ PRIVATE_MODULES = (
 HOMES = {
     **dict.fromkeys(("FlatParameter", "clean_tensor_name"), OURS),
     **dict.fromkeys(
-        ("FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "HYBRID_SHARDING_STRATEGIES", "HandleTrainingState", "TrainingState"),
+        (
+            *("FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "HYBRID_SHARDING_STRATEGIES", "HandleTrainingState"),
+            *("HybridShardProcessGroupType", "ProcessGroupType", "TrainingState"),
+        ),
         f"{OURS}.fully_sharded_data_parallel",
     ),
     "NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.compat.semi_private",

@@ -17,6 +17,7 @@ from fsdp_flat.state.optim_dicts import (
     register_optim_state_handler,
     rekey_optim_state_dict,
     save_full_or_sharded,
+    warn_of_optim_input,
 )
 from fsdp_flat.state.optim_load import load_optim_state, template_states
 from fsdp_flat.state.optim_save import save_optim_state

@@ -258,6 +258,11 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
 def _check_form(optim_input: OptimInput, *, rank0_only: bool = False, full: bool = True) -> None:
     if not full and (optim_input is not None or rank0_only):
         raise PhaseError("optim_input and rank0_only need full tensors (full_state_dict=True).")
+    warn_of_optim_input(optim_input)
+
+
+def warn_of_optim_input(optim_input: OptimInput) -> None:
+    """Warn that ``optim_input`` is an older argument, if it was given."""
     if optim_input is not None:
         text = "optim_input is an older way to say the order of parameters; pass the optimizer as optim."
         warn_user(text, FutureWarning)
