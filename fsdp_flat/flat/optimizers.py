@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import weakref
 from typing import Any
 
@@ -21,7 +22,12 @@ from fsdp_flat.user_warnings import warn_user
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
 _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
-# The same of optimizers whose update of an element depends on all parameters.
+# Class names of optimizers whose update of an element depends on the norm of the parameter or of its gradient.
+_PARAMETER_NORMS = re.compile(
+    r"(fused|mixedprecision|cpu|nv|onebit|zeroone|paged|pytorch|torch)*"
+    r"(lamb|lars|novograd)(w|sgd|v\d|8bit|32bit|optimizer)*"
+)
+# Like _WHOLE_PARAMETERS, of optimizers whose update of an element depends on all parameters.
 _ALL_PARAMETERS = ("lbfgs",)
 
 
@@ -74,14 +80,17 @@ def watch_steps_on(views: Views) -> None:
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UsageError if an optimizer holds replaced parameters, needs unsharded ones, or has states of those.
 
-    An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``. One that keeps the full
-    states of each parameter on one rank names these ranks in ``state_owners``.
+    An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``, or is a class with
+    "Distributed" in its name. One that keeps the full states of each parameter on one rank names these ranks in
+    ``state_owners``.
     """
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     needs_whole, needs_all = (
         any(part in kind for kind in kinds for part in parts) for parts in (_WHOLE_PARAMETERS, _ALL_PARAMETERS)
     )
-    works_on_slices = getattr(optimizer, "works_on_slices", False)
+    needs_norms = any(_PARAMETER_NORMS.fullmatch(kind.replace("_", "")) for kind in kinds)
+    # One that says so in its name knows shards of its own: its class cannot show whether these.
+    works_on_slices = getattr(optimizer, "works_on_slices", any("distributed" in kind for kind in kinds))
     owners = getattr(optimizer, "state_owners", {})
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -101,7 +110,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "fully_shard, from model.parameters(); parameters that are plain tensors stay the same objects "
                     "with use_orig_params=True."
                 )
-            if needs_whole and not works_on_slices:
+            if not works_on_slices and (needs_whole or (needs_norms and not _has_all_elements(param))):
                 _check_whole(optimizer, param)
             if needs_all and not works_on_slices:
                 _check_all_here(optimizer, param)
@@ -143,6 +152,12 @@ def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
         "(ignored_states, or NO_SHARD with use_orig_params=True), use an optimizer that works element by element, or "
         "set optimizer.works_on_slices = True if this one takes local shards into account."
     )
+
+
+def _has_all_elements(param: torch.Tensor) -> bool:
+    """Return whether a parameter holds the elements of one unsharded parameter, whatever its shape."""
+    shapes = param._shapes if isinstance(param, FlatParameter) else [unsharded_shape(param)]  # type: ignore[attr-defined]
+    return len(shapes) == 1 and shapes[0] is not None and param.numel() >= math.prod(shapes[0])
 
 
 def _check_all_here(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
