@@ -226,7 +226,7 @@ def _fsdp1_bindings() -> tuple[_Binding, ...]:
             is_of_peer = str(getattr(theirs, "__module__", "")).startswith(PEER) or name.endswith("_STRATEGIES")
             home = home_of(suffix, name) if is_of_peer else None
             if home is not None:
-                ours = vars(importlib.import_module(home))[name]
+                ours = getattr(importlib.import_module(home), name)
                 if home == SUBSTITUTES and isinstance(ours, FunctionType):
                     ours = either.setdefault(theirs, _either(ours, theirs))
                 found.append(_Binding(namespace, name, theirs, ours))
@@ -236,10 +236,10 @@ def _fsdp1_bindings() -> tuple[_Binding, ...]:
 @functools.cache
 def _fsdp2_bindings() -> tuple[_Binding, ...]:
     """Pair all names of FSDP2, once, before anything is replaced."""
-    ours = vars(importlib.import_module(OURS))
+    ours = importlib.import_module(OURS)
     namespaces = [vars(importlib.import_module(module)) for module in FSDP2_MODULES]
     return tuple(
-        _Binding(namespace, name, namespace[name], ours[name])
+        _Binding(namespace, name, namespace[name], getattr(ours, name))
         for namespace in namespaces
         for name in FSDP2_NAMES
         if name in namespace
