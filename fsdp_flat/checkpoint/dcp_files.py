@@ -258,7 +258,7 @@ def load_files(
             for fqn, row in (item for part in parts for item in part.items()):
                 rows.setdefault(fqn, {}).update(row)
             state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
-            loaded = load_optim_state(model, contents, state)
+            loaded = load_optim_state(model, contents, state, is_final=True)
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():
@@ -337,8 +337,7 @@ def check_optim(contents: OptimContents, index: ParamIndex) -> None:
     states: dict[Any, dict[str, Any]] = {}
     for position, (param, row) in enumerate(contents.state.items()):
         # An optimizer may keep states that are of no parameter of the model.
-        is_known = param in index.managed or param in index.others
-        name = index.fqns_of(param)[0] if is_known else position
+        name = index.fqns_of(param)[0] if index.has(param) else position
         states[name] = {key: value for key, value in row.items() if not isinstance(value, torch.Tensor)}
     packed({"param_groups": groups, "state": states}, "The optimizer")
 

@@ -111,7 +111,7 @@ def optim_state_dict_to_load(
         Input of ``optim.load_state_dict`` on this rank.
 
     Raises:
-        OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
+        OptionError: (a ValueError) not an optimizer state dict, or one that has parameters in other groups.
         LoadError: (a RuntimeError) a value does not fit its parameter.
     """
     if isinstance(model, Mapping):
@@ -130,6 +130,7 @@ def optim_state_dict_to_load(
         named=is_named_optimizer,
         from_rank_zero=config.rank0_only,
         expects_chunks=codec.exchanges,
+        is_final=load_directly,
     )
     if load_directly:
         if "param_groups" not in loaded:

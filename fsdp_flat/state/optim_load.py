@@ -51,6 +51,7 @@ def load_optim_state(
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
+    is_final: bool = False,
 ) -> dict[str, Any]:
     """Convert ``given``, which is keyed by names, to the state dict that an optimizer loads.
 
@@ -59,11 +60,12 @@ def load_optim_state(
 
     Args:
         model: the model that the optimizer was built from.
-        contents: the optimizer's parameters; its groups, if they are known, must be those of ``given``.
+        contents: the optimizer's parameters; no parameter may be in another group of ``given`` than in its own.
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` holds no tensors, other ranks were given chunks.
+        is_final: the result is loaded as it is; else a caller may add parameters that its groups lack.
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
@@ -74,7 +76,7 @@ def load_optim_state(
     result: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        result = loading.planned(given, named=named)
+        result = loading.planned(given, named=named, is_final=is_final)
     except Exception as found:
         error = found
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
@@ -104,17 +106,23 @@ class _OptimLoad:
         self._contents = contents
         self._elementwise: set[str] = set()
 
-    def planned(self, given: Mapping[str, Any] | None, *, named: bool) -> dict[str, Any]:
+    def planned(self, given: Mapping[str, Any] | None, *, named: bool, is_final: bool) -> dict[str, Any]:
         """Return the state dict that the optimizer loads.
 
         If it is ``named`` every parameter needs a state; others have none for an empty shard.
         """
         index, params = self._index, self._contents.params
-        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
         given = _keyed_by_names(given, index.aliases)
         by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
-        positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
+        positions = {fqn: at for at, param in enumerate(params) if index.has(param) for fqn in index.fqns_of(param)}
+        lacking = [param.fqn for param in index.params if param.local_shard.numel] + list(index.others.values())
+        if named or any(fqn in by_name and fqn not in positions for fqn in lacking):
+            # Parameters outside of the model are the caller's; but if some of the model are missing, they are of
+            # another model, or from before wrapping.
+            for param in params:
+                index.fqns_of(param)
+        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
         # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
         held = {param.handle for param in index.params if param.fqn in positions}
         state: dict[Any, dict[str, Any]] = {}
@@ -136,7 +144,7 @@ class _OptimLoad:
         if groups is None:
             return {"state": state}
         if groups and self._contents.groups and not named:
-            _check_groups(self._contents.groups, index, groups)
+            _check_groups(self._contents.groups, index, groups, is_final=is_final)
         return {"state": state, "param_groups": _groups(positions, keys, groups)}
 
     def _managed_row(
@@ -331,33 +339,44 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
     return groups
 
 
-def _check_groups(own: Sequence[Mapping[str, Any]], index: ParamIndex, given: Sequence[Mapping[str, Any]]) -> None:
-    """Check that every parameter is in the group of a state dict that belongs to its own group.
+def _check_groups(
+    own: Sequence[Mapping[str, Any]], index: ParamIndex, given: Sequence[Mapping[str, Any]], *, is_final: bool
+) -> None:
+    """Raise if a parameter is in another group of a state dict than in its own, and tell of those that are in none.
 
     ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
-    parameters that have changed groups would go to other parameters.
+    parameters that have changed groups would go to other parameters. It refuses groups that lack parameters; a caller
+    may add these before, and is expected to add those that no unit manages.
     """
     places: dict[str, int] = {}
     for at, group in enumerate(given):
         places.update(dict.fromkeys(group.get("params", ()), at))
+    unmanaged = index.others.keys() - index.dtensors.keys()
     lacking, moved = [], []
     for at, group in enumerate(own):
         for param in group["params"]:
+            if not index.has(param):
+                lacking += [f"a parameter outside of the model (group {at})"] * is_final
+                continue
             fqns = index.fqns_of(param)
             saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
-            if not saved:
+            if not saved and (is_final or param not in unmanaged):
                 lacking.append(f"{fqns[0]!r} (group {at})")
             moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
-    if lacking or moved or len(own) != len(given):
-        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
-        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
-        raise OptionError(
-            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
-            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
-            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
-            "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
-        )
+    if not (lacking or moved or len(own) != len(given)):
+        return
+    found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
+    found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+    found += [f"other groups for {some_of(moved, 6)}"] if moved else []
+    text = (
+        f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
+        f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+        "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
+        "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
+    )
+    if moved or is_final:
+        raise OptionError(text)
+    warn_user(text + " As it is, optim.load_state_dict will raise a ValueError.")
 
 
 def _check_uniform(params: Sequence[IndexedParam], rows: Mapping[str, Mapping[str, Any]]) -> None:

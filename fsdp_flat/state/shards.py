@@ -246,6 +246,10 @@ class ParamIndex:
         """Groups over which the units' ranks must agree."""
         return rank_groups_of(self.units)
 
+    def has(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter of an optimizer is the model's."""
+        return param in self.managed or param in self.others
+
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the first names of the parameters that a parameter of an optimizer holds."""
         if param in self.managed:
