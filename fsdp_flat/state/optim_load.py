@@ -136,7 +136,7 @@ class _OptimLoad:
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) if index.has(param) for fqn in index.fqns_of(param)}
         lacking = [param.fqn for param in index.params if param.local_shard.numel] + list(index.others.values())
-        if named or any(fqn in by_name and fqn not in positions for fqn in lacking):
+        if named or not positions or any(fqn in by_name and fqn not in positions for fqn in lacking):
             # Parameters outside of the model are the caller's; but if some of the model are missing, they are of
             # another model, or from before wrapping.
             for param in params:
