@@ -6,16 +6,18 @@
     |-- OptionError            (ValueError)           an argument or a model that cannot be used as given
     |   |-- RankMismatchError                         ranks were given different models, orders or weights
     |   |-- TiedParameterError                        one parameter shared by units that were made separately
+    |   |-- ShardingError      (AssertionError too)   a module or dim that fully_shard cannot shard
+    |   |-- UnevenDimError     (NotImplementedError too)  a dim other than 0 that the ranks do not divide evenly
     |   `-- MaterializeError   (AttributeError too)   a meta-device module that cannot initialise itself
     |-- OptionTypeError        (TypeError)            an argument of the wrong type
     |-- UsageError             (RuntimeError)         a call in the wrong order or on the wrong object
-    |   |-- PhaseError         (AssertionError too)   the same, where FSDP1 raises AssertionError
+    |   |-- PhaseError         (AssertionError too)   the same, where torch raises AssertionError
     |   `-- PeerFailureError                          another rank failed; its message is in the text
     |-- UnsupportedError       (NotImplementedError)  a combination that does not exist
     `-- LoadError              (RuntimeError)         a state dict that does not fit the model
 
-Each class is also the built-in type in brackets, which FSDP1 raises for the same condition, so ``except ValueError``
-written for FSDP1 still works.
+Each class is also the built-in type in brackets, which FSDP1 or FSDP2 raises for the same condition, so
+``except ValueError`` written for either still works.
 """
 
 from __future__ import annotations
@@ -37,6 +39,14 @@ class TiedParameterError(OptionError):
     """Raised if one parameter is shared by units that were wrapped separately."""
 
 
+class ShardingError(OptionError, AssertionError):
+    """Raised if ``fully_shard`` gets a module that is sharded already, or a dim that its parameter does not have."""
+
+
+class UnevenDimError(OptionError, NotImplementedError):
+    """Raised if a parameter is to be sharded on a dim other than 0 that the number of ranks does not divide."""
+
+
 class MaterializeError(OptionError, AttributeError):
     """Raised if a module on the meta device has no way to initialise its parameters."""
 
@@ -50,7 +60,7 @@ class UsageError(FsdpFlatError, RuntimeError):
 
 
 class PhaseError(UsageError, AssertionError):
-    """Raised for a :class:`UsageError` for which FSDP1 raises ``AssertionError``."""
+    """Raised for a :class:`UsageError` for which FSDP1 or FSDP2 raises ``AssertionError``."""
 
 
 class PeerFailureError(UsageError):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
-from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
 from fsdp_flat.runtime import Phase, ShardedModule, Unit, schedule_of, unit_of
 from fsdp_flat.user_warnings import warn_user
@@ -103,8 +103,8 @@ class FSDPModule(ShardedModule):
         return runtime.run_module(self, args, kwargs, super().__call__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse to be copied, as FSDP2's modules do: raise an OptionTypeError."""
-        raise OptionTypeError(
+        """Refuse to be copied, as FSDP2's modules do: raise a PhaseError."""
+        raise PhaseError(
             f"A module that fully_shard was called on cannot be copied ({type(self).__name__}). Copy it before, or "
             "build a second one and load the first one's state dict."
         )

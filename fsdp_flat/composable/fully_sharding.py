@@ -18,7 +18,7 @@ from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.composable.fsdp_module import FSDPModule, hook_state_dicts, sharded_class, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
-from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (
     Ignored,
@@ -169,7 +169,9 @@ def fully_shard(
         ``module``.
 
     Raises:
-        OptionError: (a ValueError) arguments or a model that cannot be used.
+        OptionError: (a ValueError) arguments or a model that cannot be used; as torch's errors are, also an
+            AssertionError for a module that is sharded already and for a dim that is not there (ShardingError), and a
+            NotImplementedError for an uneven dim other than 0 (UnevenDimError).
         OptionTypeError: (a TypeError) an argument of the wrong type.
         UsageError: (a RuntimeError) no process group.
     """
@@ -235,7 +237,7 @@ def _members(module: Any) -> Sequence[nn.Module]:
                 "inside, or on the module that runs them."
             )
         if unit_of(member) is not None:
-            raise OptionError(
+            raise ShardingError(
                 f"{type(member).__name__} is sharded already, by fully_shard or FullyShardedDataParallel. Call it once "
                 "per module, inner modules first."
             )

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.errors import OptionError, UsageError, some_of
+from fsdp_flat.errors import ShardingError, UsageError, some_of
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import PLAIN, DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
@@ -59,12 +59,12 @@ class RowSharding:
         return entry
 
     def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
-        """Return the sharded dim of each parameter, non-negative; raise an OptionError if one has no such dim."""
+        """Return the sharded dim of each parameter, non-negative; raise a ShardingError if one has no such dim."""
         dims = []
         for entry in params:
             dims.append(entry.dim + entry.param.dim() if entry.dim < 0 else entry.dim)
             if not 0 <= dims[-1] < max(1, entry.param.dim()):
-                raise OptionError(
+                raise ShardingError(
                     f"Parameter {entry.fqn!r} of shape {tuple(entry.shape)} has no dim {entry.dim} to shard; "
                     "shard_placement_fn returned it."
                 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, UnevenDimError
 from fsdp_flat.layout.intervals import EvenPartition, Interval, chunk_rows
 
 _ALIGNMENT_NBYTES = 16
@@ -236,7 +236,7 @@ class RowLayout(FlatLayout):
                     "or pass it in ignored_params."
                 )
             if dim > 0 and shape[dim] % world_size:
-                raise OptionError(
+                raise UnevenDimError(
                     f"Parameter {fqn!r} of shape {shape} cannot be sharded on dim {dim} over {world_size} ranks: a dim "
                     "other than 0 must be divisible by the number of ranks. Shard it on dim 0."
                 )

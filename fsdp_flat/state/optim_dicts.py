@@ -20,6 +20,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
 from fsdp_flat.flat import check_module
+from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
@@ -163,7 +164,8 @@ def rekey_optim_state_dict(
         optim_state_key_type: the type of the new keys.
         model: the model that has the names.
         optim_input: input of the optimizer's constructor, if there is no ``optim``.
-        optim: gives the order of parameters; without both it is ``model.parameters()``.
+        optim: gives the order of parameters; without both it is ``model.parameters()``, as in FSDP1. A state dict of
+            an optimizer that was built from named parameters has its own order, by which it is converted to names.
 
     Returns:
         A state dict of the same values under the other keys.
@@ -183,9 +185,23 @@ def rekey_optim_state_dict(
             f"An optimizer state dict must be keyed by names or by positions, not both; got {list(given)}."
         )
     index = ParamIndex(model)
-    order = [index.fqns_of(param)[0] for param in contents.params]
     to_names = wanted is OptimStateKeyType.PARAM_NAME
+    groups = optim_state_dict.get("param_groups") or ()
+    of = {fqn: param for param in (*index.managed, *index.others) for fqn in index.fqns_of(param)}
+    names = _saved_order(groups, of, index.aliases)
+    if names:
+        contents = OptimContents(tuple(of[name] for name in names), owners=contents.owners)
+    order = names or [index.fqns_of(param)[0] for param in contents.params]
     _check_shapes(given, index, contents, order)
+    if kinds == {int} and to_names and groups and not names and optim is None and optim_input is None:
+        num_saved = sum(len(group["params"]) for group in groups)
+        if len(groups) > 1 or num_saved < len(order):
+            warn_user(
+                f"The optimizer state dict has {num_saved} positions in {len(groups)} parameter group(s) and no names "
+                f"for them, and the model has {len(order)} parameters; as in FSDP1 they are taken to be in the order "
+                "of model.parameters(). If the optimizer had its parameters in another order, pass it as optim=. "
+                "States of an optimizer that is built from model.named_parameters() have names."
+            )
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
     positions = {name: at for at, name in enumerate(order)}
@@ -194,9 +210,11 @@ def rekey_optim_state_dict(
     rekeyed: dict[str, Any] = {}
     try:
         rekeyed["state"] = {table[key]: value for key, value in given.items()}
-        for group in optim_state_dict.get("param_groups") or ():
+        for group in groups:
             params = sorted(table[key] for key in group["params"])
             rekeyed.setdefault("param_groups", []).append({**group, "params": params})
+            if "param_names" in group:
+                rekeyed["param_groups"][-1]["param_names"] = params if to_names else [order[at] for at in params]
     except KeyError as error:
         raise OptionError(f"Key {error} of the optimizer state dict belongs to no parameter of this model.") from None
     return rekeyed
@@ -286,6 +304,20 @@ def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
     if all(isinstance(entry, torch.Tensor) for entry in entries):
         return OptimContents(tuple(entries))
     raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
+
+
+def _saved_order(
+    groups: Sequence[Mapping[str, Any]], of: Mapping[str, nn.Parameter], aliases: Mapping[str, str]
+) -> list[str]:
+    """Return the names by position in a state dict of named parameters; empty if they are not all in ``of``."""
+    order: dict[Any, str] = {}
+    for group in groups:
+        names = [clean_fqn(name) for name in group.get("param_names", ())]
+        if len(names) != len(group["params"]):
+            return []
+        order.update(zip(group["params"], (aliases.get(name, name) for name in names), strict=True))
+    is_known = order.keys() == set(range(len(order))) and of.keys() >= {*order.values()}
+    return [order[at] for at in range(len(order))] if is_known else []
 
 
 def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimContents, order: Sequence[str]) -> None:

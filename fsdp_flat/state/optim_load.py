@@ -40,6 +40,25 @@ from fsdp_flat.state.shards import (
 from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from, placed_like
 from fsdp_flat.user_warnings import warn_user
 
+# By class of torch's optimizers, the states of a parameter that it keeps with any settings; SGD only with momentum.
+_STATES = {
+    name: set(states.split())
+    for name, states in {
+        "Adadelta": "step square_avg acc_delta",
+        "Adagrad": "step sum",
+        "Adam": "step exp_avg exp_avg_sq",
+        "AdamW": "step exp_avg exp_avg_sq",
+        "Adamax": "step exp_avg exp_inf",
+        "ASGD": "step eta mu ax",
+        "Muon": "momentum_buffer",
+        "NAdam": "step exp_avg exp_avg_sq mu_product",
+        "RAdam": "step exp_avg exp_avg_sq",
+        "RMSprop": "step square_avg",
+        "Rprop": "step prev step_size",
+        "SGD": "momentum_buffer",
+        "SparseAdam": "step exp_avg exp_avg_sq",
+    }.items()
+}
 _LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 
 
@@ -117,11 +136,12 @@ class _OptimLoad:
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) if index.has(param) for fqn in index.fqns_of(param)}
         lacking = [param.fqn for param in index.params if param.local_shard.numel] + list(index.others.values())
-        if named or any(fqn in by_name and fqn not in positions for fqn in lacking):
+        if named or not positions or any(fqn in by_name and fqn not in positions for fqn in lacking):
             # Parameters outside of the model are the caller's; but if some of the model are missing, they are of
             # another model, or from before wrapping.
             for param in params:
                 index.fqns_of(param)
+        _check_class(self._contents, index, by_name)
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
         # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
         held = {param.handle for param in index.params if param.fqn in positions}
@@ -337,6 +357,27 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
         known = {positions[fqn] for fqn in group.get("params", []) if fqn in positions}
         groups.append({**settings, "params": [keys[position] for position in sorted(known)]})
     return groups
+
+
+def _check_class(contents: OptimContents, index: ParamIndex, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise if states are of another class of torch's optimizers than this one, which would fail or begin anew."""
+    name = "" if contents.kind is None else contents.kind.__name__
+    kept = _STATES.get(name)
+    if kept is None or contents.kind is not getattr(torch.optim, name, None):
+        return
+    for group in contents.groups or ():
+        if name == "SGD" and not group["momentum"]:
+            continue
+        for fqn in (fqn for param in group["params"] if index.has(param) for fqn in index.fqns_of(param)):
+            row = by_name.get(fqn, {})
+            others = [other for other, states in _STATES.items() if states <= row.keys()]
+            if not kept <= row.keys() and others:
+                raise OptionError(
+                    f"The optimizer state dict has states of another class of optimizer: those of {fqn!r} are "
+                    f"{sorted(row)}, which {' or '.join(others)} keeps, and this optimizer is {name}, which needs "
+                    f"{sorted(kept)}. Load them into an optimizer of the class that they were saved of, or load the "
+                    "model alone and let this one begin anew."
+                )
 
 
 def _check_groups(

@@ -278,12 +278,14 @@ class OptimContents:
     """Holds the parameters, states and parameter groups of an optimizer, or None for groups that are not known.
 
     ``owners`` has the rank of the shard group that has the full states of a parameter, if one rank has them all.
+    ``kind`` is the optimizer's class, of the inner one if a client's optimizer shows the groups of another one.
     """
 
     params: tuple[nn.Parameter, ...]
     state: Mapping[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
     groups: tuple[dict[str, Any], ...] | None = None
     owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
+    kind: type | None = None
 
 
 def held_by(optim: Any) -> OptimContents:
@@ -293,7 +295,9 @@ def held_by(optim: Any) -> OptimContents:
     params = tuple(param for group in optim.param_groups for param in group["params"])
     state = getattr(optim, "state", None)
     state = state if isinstance(state, Mapping) else {}
-    return OptimContents(params, state, tuple(optim.param_groups), getattr(optim, "state_owners", {}))
+    inner = getattr(optim, "optimizer", None)
+    kind = type(inner if getattr(inner, "param_groups", None) is optim.param_groups else optim)
+    return OptimContents(params, state, tuple(optim.param_groups), getattr(optim, "state_owners", {}), kind)
 
 
 def check_states(given: Any) -> Mapping[str, Any]:
