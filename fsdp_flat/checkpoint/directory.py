@@ -175,9 +175,9 @@ class Consensus:
         self.ranks = global_ranks(group)
         self.group = group
         self._words = words
-        self._device = device
-        self._rank_group = RankGroup.of(group)
-        self.rank, self.size = self._rank_group.rank, self._rank_group.size
+        self.device = device
+        self.rank_group = RankGroup.of(group)
+        self.rank, self.size = self.rank_group.rank, self.rank_group.size
 
     @classmethod
     def of(cls, model: nn.Module, words: ErrorTexts) -> Consensus:
@@ -186,7 +186,7 @@ class Consensus:
 
     def barrier(self, what: str) -> None:
         """Wait for the other ranks; raises within seconds if a rank does not call this."""
-        barrier(what, self._rank_group)
+        barrier(what, self.rank_group)
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
@@ -210,16 +210,16 @@ class Consensus:
         if error is not None and self.size == 1:
             raise error
         own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
-        rows = exchange_ints(own, self.group, self._device)
+        rows = exchange_ints(own, self.group, self.device)
         differ = len({digest for _, digest, *_ in rows}) > 1
         if differ or not all(ok for ok, *_ in rows):
             # A difference may be the cause of an error.
-            agree(same, None if differ else error, [self._rank_group], self._device, self._words)
+            agree(same, None if differ else error, [self.rank_group], self.device, self._words)
         return [row[2:] for row in rows]
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
-        payloads = exchange_bytes(encoded(text), self.group, self._device, only_on_rank0=only_on_rank0)
+        payloads = exchange_bytes(encoded(text), self.group, self.device, only_on_rank0=only_on_rank0)
         return list(map(decoded, payloads))
 
 

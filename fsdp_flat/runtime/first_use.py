@@ -239,15 +239,6 @@ class RankChecks:
 
 
 def log_units(units: Sequence[Unit]) -> None:
-    """Log parameters, bytes, strategy and group sizes of each unit, one line per unit."""
+    """Log strategy, ranks, parameters and bytes of each unit, one line per unit."""
     for unit in units if _logger.isEnabledFor(logging.INFO) else ():
-        groups = unit.options.groups
-        _logger.info(
-            "unit %r: %d parameters in %d bytes a rank, %s over %d x %d ranks (shard x replicate)",
-            unit.name,
-            sum(len(handle.layout.param_infos) for handle in unit.handles),
-            sum(handle.flat_param.nbytes for handle in unit.handles),
-            unit.options.strategy.member.name,
-            groups.shard.size,
-            groups.replicate.size,
-        )
+        _logger.info("unit %r: %s", unit.name, unit.summary())

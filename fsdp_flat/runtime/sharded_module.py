@@ -30,6 +30,12 @@ class ShardedModule(UnitSettings):
     units below the module too.
     """
 
+    def extra_repr(self) -> str:
+        """Return the module's own line of ``repr``, and one with the unit's strategy, ranks, dtypes and bytes."""
+        unit = unit_of(self)
+        own = [] if unit is None else [each.summary() for each in unit.with_inner]
+        return ", ".join(filter(None, [super().extra_repr(), "; ".join(own)]))
+
     # -- sharded and unsharded state -------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

@@ -124,6 +124,18 @@ class Unit:
         """This unit, and those inside it."""
         return (self, *self.inner)
 
+    def summary(self) -> str:
+        """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""
+        shard, replicate = self.options.groups.shard.size, self.options.groups.replicate.size
+        ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else f"{shard} ranks"
+        kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in self.handles}
+        dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
+        of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
+        num_params = sum(len(handle.layout.param_infos) for handle in self.handles)
+        nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in self.handles)
+        name = self.options.strategy.member.name
+        return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"
+
     @property
     def shows_dtensors(self) -> bool:
         """True for a unit of ``fully_shard``, whose parameters are DTensors."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import compress
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_flat.comm import (
     ErrorTexts,
+    RankGroup,
     ShardingGroups,
     agree,
     begin_all_reduce,
@@ -137,7 +139,7 @@ class UnmanagedTensors:
         for each in groups:
             is_first = begins and each not in self._compared
             self._compared.add(each)
-            differing = _differing(prints, each, self._units[0].options.device) - self._passed_over
+            differing = _differing(prints, each.rank_groups, self._units[0].options.device) - self._passed_over
             self._passed_over |= differing
             if all(rank_group.rank == 0 for rank_group in each.rank_groups):
                 # Ignored parameters that differ at the start do so on purpose, as experts do.
@@ -194,10 +196,10 @@ def _print(tensor: torch.Tensor) -> int:
     return fingerprint(tensor.detach().to_dense() if tensor.is_sparse else tensor)
 
 
-def _differing(prints: Mapping[str, int], groups: ShardingGroups, device: torch.device) -> set[str]:
-    """Return names whose fingerprints differ between ranks that have them. Every rank of ``groups`` must call this."""
+def _differing(prints: Mapping[str, int], rank_groups: Iterable[RankGroup], device: torch.device) -> set[str]:
+    """Return names whose fingerprints differ between ranks that have them. Every rank of the groups must call this."""
     found = {name: [prints[name]] for name in sorted(prints)}
-    for rank_group in groups.rank_groups:
+    for rank_group in rank_groups:
         # Fingerprints found over one group are exchanged over the next.
         for payload in exchange_if_different(json.dumps(found, sort_keys=True).encode(), rank_group, device) or ():
             for name, values in json.loads(payload).items():
@@ -218,11 +220,41 @@ def _warn(kinds: Mapping[str, str]) -> None:
         )
     if buffers:
         warn_user(
-            f"Buffers differ between ranks after a step, and a state dict holds rank 0's: {', '.join(buffers)}. "
+            f"Buffers differ between ranks, and a state dict holds rank 0's: {', '.join(buffers)}. "
             "Statistics of batches are each rank's own: convert the model by "
             "nn.SyncBatchNorm.convert_sync_batchnorm before wrapping, or call model.average_buffers() before a state "
             "dict is taken or the model is evaluated."
         )
+
+
+# By module that is saved, the buffers that a warning at a save has named.
+_named_at_saves: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+class SavedBuffers:
+    """Compares the buffers that a state dict of ``module`` holds between the ranks that save it together.
+
+    Attributes:
+        prints: a hash of each buffer on this rank, by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.prints = {name: _print(buffer) for name, buffer in _persistent_buffers(module).items()}
+        self._named: list[str] = []
+
+    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device) -> None:
+        """Find the buffers that differ. Every rank of the groups must call this."""
+        differing = _differing(self.prints, rank_groups, device)
+        if all(rank_group.rank == 0 for rank_group in rank_groups):
+            self._named = sorted(differing)
+
+    def warn(self) -> None:
+        """Warn on the first rank, once for each buffer. A warning may raise: no rank may wait for this one after it."""
+        known = _named_at_saves.setdefault(self._module, set())
+        new = [name for name in self._named if name not in known]
+        known.update(new)
+        _warn(dict.fromkeys(new, _BUFFER))
 
 
 def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:

@@ -86,7 +86,9 @@ def plan_units(
     mixed_precision = root_kwargs.get("mixed_precision")
     exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
     full_precision = tuple(module for module in root.modules() if isinstance(module, exempt))
-    chosen = _ask_policy(policy, root, ignored_modules, ignored_params, root_kwargs=root_kwargs, exempt=exempt)
+    chosen, declined = _ask_policy(
+        policy, root, ignored_modules, ignored_params, root_kwargs=root_kwargs, exempt=exempt
+    )
     # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
     compiled = {module._modules[COMPILED_MODULE]: module for _, module in ordered if COMPILED_MODULE in module._modules}
     targets = {
@@ -108,9 +110,11 @@ def plan_units(
             f"stay in full precision: {_counted(counts)}. Each becomes a unit of its own with mixed_precision=None. "
             "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=())."
         )
+    has_units = not all(isinstance(unit.module, exempt) for unit in units)
     if classes is not None:
-        has_units = not all(isinstance(unit.module, exempt) for unit in units)
         _warn_of_unmatched(root, classes, ignored_params, has_units=has_units)
+    elif not has_units and root not in chosen and not declined:
+        _warn_of_one_unit(root, ignored_params)
     return WrapPlan(units, full_precision)
 
 
@@ -146,8 +150,10 @@ def _ask_policy(
     *,
     root_kwargs: dict[str, Any],
     exempt: tuple[type[nn.Module], ...],
-) -> dict[nn.Module, dict[str, Any]]:
+) -> tuple[dict[nn.Module, dict[str, Any]], bool]:
     """Return the modules that a policy chooses, and those of the ``exempt`` classes, with their keyword arguments.
+
+    Also return whether the policy has declined to look below ``root``, as a size policy does with a small model.
 
     A function policy is called in FSDP1's order and with FSDP1's numbers: ``nonwrapped_numel`` counts a module's
     parameters once each, without the ignored ones; with ``recurse=False`` the elements in units below are subtracted,
@@ -157,11 +163,21 @@ def _ask_policy(
     if is_policy_object(policy):
         inherited = {**root_kwargs, "auto_wrap_policy": None}
         added = [each for each in root.modules() if isinstance(each, exempt) and each not in ignored_modules]
-        return {**dict.fromkeys(added, inherited), **policy._run_policy(root, ignored_modules, dict(inherited))}
-    asked = policy
+        return {**dict.fromkeys(added, inherited), **policy._run_policy(root, ignored_modules, dict(inherited))}, False
+    declined = False
+
+    def own_policy(**question: Any) -> bool:
+        nonlocal declined
+        answer = policy(**question)
+        declined |= question["module"] is root and not answer
+        return answer
+
+    asked: Callable[..., bool] = own_policy
     if root_kwargs.get("mixed_precision") is not None:
         # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
-        asked = partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
+        asked = partial(
+            _or_policy, policies=[own_policy, partial(_wrap_module_cls_individually, module_classes=exempt)]
+        )
     chosen: dict[nn.Module, dict[str, Any]] = {}
     covered: dict[nn.Module, int] = {}
 
@@ -186,7 +202,7 @@ def _ask_policy(
     except TypeError as error:
         explain_unbound(policy, error)
         raise
-    return chosen
+    return chosen, declined
 
 
 def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[nn.Parameter]) -> None:
@@ -231,9 +247,30 @@ def _warn_of_unmatched(
     # A policy that asks for the root gets it, since that is a unit.
     elif not has_units and not isinstance(root, tuple(classes)):
         found = "matches only ignored modules" if classes else "names no class"
-        holders = [each for each in root.modules() if not ignored_params.issuperset(each.parameters(recurse=False))]
-        if len(holders) > 1:
+        if _could_be_split(root, ignored_params):
             warn_user(f"auto_wrap_policy {found} of {kind}, so all the rest of the model becomes one unit.")
+
+
+def _could_be_split(root: nn.Module, ignored_params: set[nn.Parameter]) -> bool:
+    return sum(not ignored_params.issuperset(each.parameters(recurse=False)) for each in root.modules()) > 1
+
+
+def _warn_of_one_unit(root: nn.Module, ignored_params: set[nn.Parameter]) -> None:
+    """Warn, with the largest modules, that a policy of other criteria than classes has chosen nothing."""
+    if not _could_be_split(root, ignored_params):
+        return
+
+    def numel_of(module: nn.Module) -> int:
+        return sum(param.numel() for param in module.parameters() if param not in ignored_params)
+
+    sizes = [(numel_of(child), describe_module(child, path)) for path, child in root.named_modules() if path]
+    largest = sorted(sizes, key=lambda entry: entry[0], reverse=True)[:_MAX_LISTED]
+    described = ", ".join(f"{name} of {numel:,} elements" for numel, name in largest if numel)
+    warn_user(
+        f"auto_wrap_policy chooses no module below {type(root).__name__}, so the whole model becomes one unit of "
+        f"{numel_of(root):,} elements. Its largest modules: {described}. Choose some of these, for example by "
+        "ModuleWrapPolicy({their class}); or pass auto_wrap_policy=None for one unit."
+    )
 
 
 def _nearest(cls: type, root: nn.Module) -> str:

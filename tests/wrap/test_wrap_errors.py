@@ -21,7 +21,6 @@ from fsdp_flat.wrap import (
     enable_wrap,
     lambda_auto_wrap_policy,
     plan_units,
-    size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
     wrap,
 )
@@ -275,19 +274,3 @@ def test_a_policy_that_matches_only_ignored_modules_warns_for_a_model_that_could
         plan(model, ModuleWrapPolicy({nn.Conv2d}), ignored={model.second})
     model = Pair(nn.Linear(2, 2), nn.Conv2d(1, 1, 1))
     assert plan(model, ModuleWrapPolicy({nn.Conv2d}), ignored={model.second}).units == ()
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        functools.partial(size_based_auto_wrap_policy, min_num_params=10**9),
-        functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: False),
-        CustomPolicy(lambda module: False),
-        functools.partial(
-            _or_policy,
-            policies=[ModuleWrapPolicy({nn.Conv2d}), functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: 0)],
-        ),
-    ],
-)
-def test_policies_that_do_not_go_by_class_alone_may_match_nothing_silently(policy: Any) -> None:
-    assert plan(Transformer(), policy).units == ()
