@@ -121,10 +121,11 @@ def save_checkpoint(
             count all checkpoints there.
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer.
-        extra: other values of this rank to save (step counts, random states, a learning-rate scheduler's state dict):
-            tensors, numbers, strings, None, and lists, tuples and dicts of them.
-        step: the checkpoint's number; by default one more than the highest in the directory. It replaces one of the
-            same number.
+        extra: other values of this rank to save (random states, a learning-rate scheduler's state dict): tensors,
+            numbers, strings, None, and lists, tuples and dicts of them.
+        step: the checkpoint's number, which names its directory and is the ``step`` of :func:`load_checkpoint`'s
+            result: that of the training step to go on with. By default one more than the highest in the directory, not
+            a training step. It replaces one of the same number.
         keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
             removed is logged, and the save succeeds.
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
@@ -163,7 +164,7 @@ def save_checkpoint(
 
 
 def _wait_for_background(model: nn.Module, directory: Path) -> None:
-    """Wait for the last background save of ``model``, and for those of other models into ``directory``.
+    """Wait for the last background save of ``model``, and for those of other models that write into ``directory``.
 
     Warn if that of the model failed and ``wait()`` has not raised its error.
     """
@@ -173,7 +174,7 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
             _background.remove(save)
             if text := save._finish():
                 warn_user(text)
-        elif save.path.parent.resolve() == directory.resolve():
+        elif directory.resolve() in (save.path.parent.resolve(), save.path.resolve()):
             wait([save._work])
     _background[:] = [save for save in _background if save._unit() is not None or not save.done]
 
@@ -458,25 +459,33 @@ def load_checkpoint(
     Every rank must call this, between steps.
 
     Args:
-        directory: the directory given to :func:`save_checkpoint`.
+        directory: the directory given to :func:`save_checkpoint`, or that of one checkpoint (``step-00000100``), under
+            any name.
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer; None ignores the saved optimizer state.
         step: load this checkpoint, and raise if it is incomplete.
 
     Returns:
-        The loaded checkpoint; None if there is none at all.
+        The loaded checkpoint; None if ``directory`` does not exist or is empty, which is logged.
 
     Raises:
-        LoadError: (a RuntimeError) no checkpoint is complete, none has the number ``step``, ``directory`` is a file, or
-            names or shapes do not fit the model; on every rank.
+        LoadError: (a RuntimeError) no checkpoint is complete, none has the number ``step``, ``directory`` is a file or
+            holds only other files, or names or shapes do not fit the model; on every rank.
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
+
+    Example::
+
+        found = load_checkpoint("run", model, optimizer)
+        for step in range(found.step if found else 0, num_steps):
+            ...
+            save_checkpoint("run", model, optimizer, step=step + 1)
     """
     from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
     together = Consensus.of(model, LOADING)
     together.barrier("load_checkpoint")
-    steps: list[int] = [] if step is None else [step]
+    names: list[str] = []
     cut_off: list[str] = []
     with together.propagate_errors():
         directory = disk.path_of_user(directory, "directory")
@@ -486,13 +495,12 @@ def load_checkpoint(
         disk.check_number(step, "step", 0, is_optional=True)
         if directory.exists() and not directory.is_dir():
             raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
-        if together.rank == 0 and step is None:
-            disk.recover(directory)
-            steps, cut_off = disk.list_steps(directory), disk.unfinished(directory)
-    steps, cut_off = json.loads(together.texts(json.dumps([steps, cut_off]))[0])
+        if together.rank == 0:
+            names, cut_off = disk.candidates(directory, step)
+    names, cut_off = json.loads(together.texts(json.dumps([names, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
-    for candidate in steps:
-        path = disk.path_of(directory, candidate)
+    for name in names:
+        path = directory / name
         # Each rank reads some files; the first rank's problem counts.
         found, problem = disk.verified(path, together.rank, together.size)
         problems = together.texts(problem)
@@ -500,7 +508,7 @@ def load_checkpoint(
             break
         skipped.append(next(filter(None, problems)))
     else:
-        if not steps and not skipped:
+        if not names and not skipped:
             return None
         raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
     if skipped and together.rank == 0:

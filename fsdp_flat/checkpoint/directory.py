@@ -8,6 +8,7 @@ steps is flushed to disk before the next. All other files are those of torch.dis
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -38,9 +39,11 @@ from fsdp_flat.comm import (
     exchange_ints,
     global_ranks,
 )
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError, some_of
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_settings
+
+_logger = logging.getLogger("fsdp_flat")
 
 COMMIT_NAME = "commit.json"
 # A pattern of the names that torch.distributed.checkpoint gives to a rank's files.
@@ -243,6 +246,10 @@ def prepare(directory: Path, step: int) -> None:
     """
     if directory.exists() and not directory.is_dir():
         raise OptionError(f"{directory} is a file; pass a directory, which is created if needed.")
+    if (directory / COMMIT_NAME).exists():
+        raise OptionError(
+            f"{directory} is a checkpoint itself; pass the directory of all checkpoints, here {directory.parent}."
+        )
     recover(directory)
     remove_unfinished(directory)
     writing = writing_path(directory, step)
@@ -352,6 +359,49 @@ def unfinished(directory: Path) -> list[str]:
 
 def _listed(directory: Path) -> list[str]:
     return os.listdir(directory) if directory.is_dir() else []
+
+
+def candidates(directory: Path, step: int | None) -> tuple[list[str], list[str]]:
+    """Return the names of checkpoints in ``directory``, the one to try first at the front, and of unfinished ones.
+
+    The name "." is that of ``directory`` itself, if it is a checkpoint. Both lists are empty only where there is no
+    directory, or an empty one, which is logged.
+
+    Raises:
+        LoadError: there are other files or directories only; the text lists them.
+    """
+    if step is not None:
+        return [path_of(directory, step).name], []
+    recover(directory)
+    steps, cut_off = list_steps(directory), unfinished(directory)
+    match = _NAME.match(directory.name)
+    is_named_so = match is not None and directory == path_of(directory.parent, int(match[1]))
+    if (directory / COMMIT_NAME).exists() or (is_named_so and not steps and not cut_off):
+        if not directory.exists():
+            recover(directory.parent)
+        return ["."], []
+    if directory.is_symlink() and not directory.exists():
+        raise LoadError(f"{directory} is a link to {os.readlink(directory)}, which does not exist.")
+    if not steps and not cut_off:
+        if others := _visible(directory):
+            inside = [name for name in others if list_steps(directory / name)]
+            raise LoadError(
+                f"{directory} holds no checkpoint, but {some_of(others, 10)}. Pass the directory that was given to "
+                f"save_checkpoint{f' ({some_of(inside, 3)} has checkpoints)' if inside else ''}, or that of one "
+                f"checkpoint ({path_of(Path(), 100)}). To start without a checkpoint, pass a directory for checkpoints "
+                "alone."
+            )
+        state = "is empty" if directory.exists() else "does not exist"
+        beside = some_of(_visible(directory.parent), 10) or "nothing"
+        _logger.warning(
+            "Nothing to load: %s %s (beside it: %s). load_checkpoint returns None.", directory, state, beside
+        )
+    return [path_of(directory, step).name for step in steps], cut_off
+
+
+def _visible(directory: Path) -> list[str]:
+    """Return the sorted names of what is in a directory, those that begin with a dot aside."""
+    return sorted(name for name in _listed(directory) if not name.startswith("."))
 
 
 def _order(directory: Path, step: int) -> int:

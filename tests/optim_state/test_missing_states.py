@@ -112,9 +112,9 @@ def test_a_state_that_one_rank_lacks_is_named_with_its_rank_on_every_rank(
         for run in SAVES.values():
             assert_refused(run, model, partial, [lacks])
         # Nothing is written, so there is nothing to load.
-        assert_refused(lambda *both: save_checkpoint(tmp_path, *both), model, partial, [lacks])
-        assert_refused(lambda *both: save_checkpoint(tmp_path, *both, background=True), model, partial, [lacks])
-        assert load_checkpoint(tmp_path, model, optimizer) is None
+        assert_refused(lambda *both: save_checkpoint(tmp_path / "run", *both), model, partial, [lacks])
+        assert_refused(lambda *both: save_checkpoint(tmp_path / "run", *both, background=True), model, partial, [lacks])
+        assert load_checkpoint(tmp_path / "run", model, optimizer) is None
         # Boxes are made without communication; torch compares what all of them cover when it writes them.
         states = in_form(SHARDED, ShardedOptimStateDictConfig(boxes=True))(model, partial)["state"]
         if lacking == "without_a_step":
