@@ -4,8 +4,9 @@ These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
+* ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
 
-Both call torch's own for everything that no unit shards. They are replaced, in every module that has imported them,
+They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
 when the first unit is built, and :func:`restore_torch_functions` undoes it.
 """
 
@@ -16,16 +17,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce, connected
 from fsdp_flat.compat.installation import namespaces
+from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import is_managed
+from fsdp_flat.flat import FlatParameter, is_managed
 from fsdp_flat.runtime import Schedule, Unit, outermost_of, units_holding
 
+_torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
 # GradScaler decides by what this method returns, for each device; there is no public way to change its decision.
 _UNSCALE = "_unscale_grads_"
@@ -48,17 +53,19 @@ def replace_torch_functions() -> None:
     """Replace torch's functions again after :func:`restore_torch_functions`. The first unit does it by itself."""
     if not _State.replaced:
         _rebind(_torch_clip_grad_norm_, clip_grad_norm_)
+        _rebind(_torch_grad, grad)
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         _State.replaced = True
 
 
 def restore_torch_functions() -> None:
-    """Restore torch's own ``clip_grad_norm_`` and ``GradScaler``, which work on this rank's shards alone.
+    """Restore torch's own functions, which work on this rank's shards alone.
 
     They stay restored until :func:`replace_torch_functions` is called.
     """
     if _State.replaced:
         _rebind(clip_grad_norm_, _torch_clip_grad_norm_)
+        _rebind(grad, _torch_grad)
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
     _State.replaced = False
 
@@ -165,3 +172,70 @@ def _unscale_grads_(
     for group in connected(groups):
         total = begin_all_reduce(total, group, largest=True).wait()
     return {each: total.to(each) for each in found or {found_inf.device: found_inf}}
+
+
+# -- gradients of chosen tensors ---------------------------------------------------------------------------------------
+
+
+@functools.wraps(_torch_grad)
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    is_grads_batched: bool = False,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients as ``torch.autograd.grad``, also of parameters that units manage; ``.grad`` stays as it is.
+
+    The graph holds the unsharded parameters, so the gradient of a parameter that a unit manages has the unsharded shape
+    (that of all the unit's parameters, 1-D, for a flat one), on every rank that of its own loss. Nothing averages it
+    over ranks. So does FSDP1 with ``use_orig_params=False``, and FSDP2 with ``reshard_after_forward=False``.
+
+    Raises:
+        UnsupportedError: (a NotImplementedError) ``create_graph=True`` for parameters that units manage.
+    """
+    options = {"retain_graph": retain_graph, "create_graph": create_graph, "is_grads_batched": is_grads_batched}
+    is_one = isinstance(inputs, (torch.Tensor, GradientEdge))
+    given = [inputs] if is_one else list(inputs)
+    in_graph = {} if torch.compiler.is_compiling() or is_grads_batched else _unsharded_params_of(given)
+    if not in_graph:
+        unused = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
+        return _torch_grad(outputs, inputs if is_one else given, grad_outputs, **options, **unused)
+    if create_graph:
+        raise UnsupportedError(
+            "torch.autograd.grad was called with create_graph=True for parameters of "
+            f"{sorted(unit.name for unit in units_holding(given))}. Second-order gradients through sharded parameters "
+            "are not supported; take them with respect to inputs, or leave these modules unwrapped."
+        )
+    asked = list(dict.fromkeys(each for tensor in given for each in in_graph.get(tensor, [tensor])))
+    found = _torch_grad(outputs, asked, grad_outputs, **options, allow_unused=True)
+    grad_of = dict(zip(asked, found, strict=True))
+    results: list[torch.Tensor | None] = []
+    for index, tensor in enumerate(given):
+        parts = in_graph.get(tensor, [tensor])
+        if all(grad_of[part] is None for part in parts) and not materialize_grads:
+            if not allow_unused:
+                raise RuntimeError(
+                    f"The differentiated Tensor at index {index} appears to not have been used in the graph. Set "
+                    "allow_unused=True if this is the desired behavior."
+                )
+            results.append(None)
+            continue
+        dense = [torch.zeros_like(part) if (own := grad_of[part]) is None else own for part in parts]
+        results.append(
+            torch.cat([each.reshape(-1) for each in dense]) if isinstance(tensor, FlatParameter) else dense[0]
+        )
+    return tuple(results)
+
+
+def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Parameter]]:
+    """Return for each parameter that a unit manages the leaves of the graph that stand for it."""
+    return {
+        visible.param: [handle.views.unsharded_params[index] for index in visible.indices]
+        for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
+        for handle in unit.handles
+        for visible in handle.views.visible
+    }
