@@ -106,7 +106,8 @@ class MatrixOptimizer(Optimizer):
             none, or an empty dict, for parameters that other ranks own.
 
     Raises:
-        OptionError: (a ValueError) a flat parameter, a parameter of another model, ``max_nbytes`` below 1, or LBFGS.
+        OptionError: (a ValueError) a flat parameter, a parameter of another model, ``max_nbytes`` below 1, LBFGS, or
+            an inner optimizer that clips by a norm of all gradients (``max_grad_norm``).
         OptionTypeError: (a TypeError) ``model`` is no module, or ``optimizer_class`` cannot be called.
         UnsupportedError: (a NotImplementedError) a parameter is sharded by tensor parallelism.
         RankMismatchError: (a ValueError) ranks gave different parameters or ``max_nbytes``.
@@ -143,6 +144,7 @@ class MatrixOptimizer(Optimizer):
             groups = [self._inner_group(index, group) for group in self.param_groups]
             self._inner = optimizer_class(groups, **options)
             self.defaults = dict(self._inner.defaults)
+            _refuse_clipping(self._inner)
             self._finish_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -163,6 +165,7 @@ class MatrixOptimizer(Optimizer):
             with self._agreed(index):
                 super().add_param_group(param_group)
                 self._inner.add_param_group(self._inner_group(index, self.param_groups[-1]))
+                _refuse_clipping(self._inner)
                 self._finish_groups()
         except Exception:
             del self.param_groups[num_groups:], self._inner.param_groups[num_groups:]
@@ -394,6 +397,18 @@ def _refuse_lbfgs(optimizer_class: object) -> None:
             f"{optimizer_class.__name__} computes dot products over all parameters, and MatrixOptimizer updates each "
             "on one rank. Use it with NO_SHARD or fully_shard."
         )
+
+
+def _refuse_clipping(inner: Optimizer) -> None:
+    """Raise if an inner optimizer, as LAMBs do, clips by a norm of all gradients, of which each rank has its own."""
+    for group in inner.param_groups:
+        bound = group.get("max_grad_norm")
+        if bound is not None and bound != 0 and bound != float("inf"):
+            raise OptionError(
+                f"{type(inner).__name__} clips by the norm of all gradients (max_grad_norm={bound}), and "
+                "MatrixOptimizer gives each rank the gradients of some parameters. Pass max_grad_norm=float('inf'), "
+                "and call model.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ before the step."
+            )
 
 
 def _set_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:

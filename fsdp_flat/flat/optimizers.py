@@ -25,7 +25,7 @@ _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 # Class names of optimizers whose update of an element depends on the norm of the parameter or of its gradient.
 _PARAMETER_NORMS = re.compile(
     r"(fused|mixedprecision|cpu|nv|onebit|zeroone|paged|pytorch|torch)*"
-    r"(lamb|lars|novograd)(w|sgd|v\d|8bit|32bit|optimizer)*"
+    r"(lamb|lars|larc|novograd|adamp|sgdp)(w|sgd|v\d|8bit|32bit|optimizer)*"
 )
 # Like _WHOLE_PARAMETERS, of optimizers whose update of an element depends on all parameters.
 _ALL_PARAMETERS = ("lbfgs",)
