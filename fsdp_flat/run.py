@@ -10,7 +10,7 @@ import sys
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from fsdp_flat.compat import install
+from fsdp_flat.compat import client_gates, install
 
 _USAGE = """\
 usage: python -m fsdp_flat.run [options] script.py [arguments of the script ...]
@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> None:
     rest = rest[1:] if is_module else rest
     if not rest:
         _fail("no module named after -m" if is_module else "no script given")
+    client_gates.start_processes_with(("-m", "fsdp_flat.run", *(["--fully-shard"] if fully_shard else [])))
     done = install(fully_shard)
     if verbose:
         print(f"fsdp_flat: {done}", file=sys.stderr, flush=True)

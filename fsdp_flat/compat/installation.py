@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_flat.compat import client_gates
 from fsdp_flat.compat.semi_private import FlatParamHandle, UndocumentedMembers
 from fsdp_flat.compat.torch_names import (
     FSDP2_MODULES,
@@ -105,6 +106,9 @@ def install(fully_shard: bool = False) -> Installation:
 
     Calling it again also replaces names in modules imported since.
 
+    Where the machine has no accelerator, accelerate, transformers and Lightning shard on CPUs from then on, instead of
+    leaving FSDP out or refusing it; a state that accelerate made before stays as it is.
+
     Args:
         fully_shard: replace the names of FSDP2 too: ``fully_shard``, ``FSDPModule``, the policies and the rest. By
             default they stay, or remain replaced by an earlier call.
@@ -139,6 +143,7 @@ def install(fully_shard: bool = False) -> Installation:
         _state.fully_shard,
     )
     process.current_process()._config[_CONFIG_KEY] = done  # type: ignore[attr-defined]
+    client_gates.lift(_state.fully_shard)
     return done
 
 
@@ -150,6 +155,7 @@ def uninstall() -> None:
     """
     if _state.guarded is None:
         return
+    client_gates.restore()
     for binding in _state.bindings:
         if binding.namespace.get(binding.name) is binding.ours:
             binding.namespace[binding.name] = binding.theirs
