@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import fsdp_flat
+from tests.clients.scripts.tiny import Tiny, TinyLayer, tokens
 from tests.support.peer import PeerFSDP, mend_peer
+
+__all__ = ["Outcome", "Tiny", "TinyLayer", "on_both", "rank_environment", "tokens"]
 
 _PEER = {"class": PeerFSDP}  # install() replaces bare names
 
@@ -156,9 +158,6 @@ def rank_environment() -> Iterator[None]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
-        # Without an index: accelerate would use cpu:0 otherwise.
-        "ACCELERATE_TORCH_DEVICE": "cpu",
     }
     before = dict(os.environ)
     os.environ.update(names)
@@ -167,38 +166,3 @@ def rank_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-class TinyLayer(nn.Module):
-    """A residual layer with odd sizes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Tiny(nn.Module):
-    """A language model with two layers."""
-
-    def __init__(self, vocabulary: int = 13, width: int = 6) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(TinyLayer(width) for _ in range(2))
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean next-token loss."""
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-def tokens(rows: int = 64, length: int = 7, vocabulary: int = 13) -> torch.Tensor:
-    """Return the same token ids on every rank, (row, position)."""
-    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(7))

@@ -13,10 +13,28 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.clients.kit import on_both, tokens
-from tests.clients.test_transformers import model_of
 from tests.support import assert_close, on_ranks
+
+CONFIG = {
+    "vocab_size": 13,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def model_of(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**CONFIG))
 
 
 def adapted(seed: int = 0) -> Any:
