@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy
-from tiny import Tiny, TinyLayer, show, show_units, show_weights, tokens
+from tiny import Tiny, TinyLayer, full_state, show, show_units, show_weights, tokens
 from torch.utils.data import DataLoader, DistributedSampler
 
 EPOCHS = 2
@@ -22,10 +22,12 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--state-dict-type", default="full")
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--strategy", choices=["fsdp"], help="by its name, with no options")
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
 
     strategy = FSDPStrategy(auto_wrap_policy={TinyLayer}, state_dict_type=args.state_dict_type)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=args.precision)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=args.strategy or strategy, precision=args.precision)
     fabric.launch()
     fabric.seed_everything(5 if args.resume else 0)
     model = fabric.setup_module(Tiny())
@@ -62,13 +64,10 @@ def main() -> None:
             losses = fabric.all_gather(torch.stack([model(ids) for ids in held_out]))
         if fabric.is_global_zero:
             show("valid", epoch, losses.mean())
-    fabric.save(args.folder / "weights", {"model": model})
+    weights = full_state(model._forward_module)
     if fabric.is_global_zero:
         show_units(model._forward_module)
-        if args.state_dict_type == "full":
-            show_weights(torch.load(args.folder / "weights")["model"])
-        else:
-            show("weights", "sharded", len(list((args.folder / "weights").iterdir())))
+        show_weights(weights)
 
 
 if __name__ == "__main__":

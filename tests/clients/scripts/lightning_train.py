@@ -10,9 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
-from tiny import Tiny, TinyLayer, show, show_units, show_weights, tokens
-from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from tiny import Tiny, TinyLayer, full_state, show, show_units, show_weights, tokens
 from torch.utils.data import DataLoader
 
 
@@ -31,8 +29,8 @@ class LanguageModel(L.LightningModule):
         # The Trainer does not clip by the norm with FSDP; this is what its documentation has.
         self.norm = self.trainer.strategy.model.clip_grad_norm_(gradient_clip_val)
 
-    def on_train_batch_end(self, outputs: dict[str, torch.Tensor], *_: Any) -> None:
-        if self.trainer.is_global_zero and self.trainer.fit_loop._should_accumulate() is False:
+    def on_train_batch_end(self, outputs: dict[str, torch.Tensor], batch: torch.Tensor, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             show("train", self.trainer.global_step, outputs["loss"], self.norm)
 
     def validation_step(self, ids: torch.Tensor) -> None:
@@ -48,10 +46,7 @@ class LanguageModel(L.LightningModule):
 
     def on_train_end(self) -> None:
         root = self.trainer.strategy.model
-        with FSDP.state_dict_type(
-            root, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        ):
-            state = root.state_dict()
+        state = full_state(root)
         if self.trainer.is_global_zero:
             show_units(root)
             show_weights(state)
@@ -63,13 +58,17 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--state-dict-type", default="full")
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--strategy", choices=["fsdp"], help="by its name, with no options")
     args = parser.parse_args()
 
-    L.seed_everything(5 if args.resume else 0)
+    L.seed_everything(0)  # the Trainer shuffles by this seed
+    if args.resume:
+        torch.manual_seed(5)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=FSDPStrategy(
+        strategy=args.strategy
+        or FSDPStrategy(
             auto_wrap_policy={TinyLayer},
             activation_checkpointing_policy={TinyLayer},
             state_dict_type=args.state_dict_type,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 
@@ -45,10 +45,17 @@ def tokens(rows: int = 64, length: int = 7, vocabulary: int = 13) -> torch.Tenso
     return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(7))
 
 
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the full state dict of a wrapped model on rank 0, and nothing on others. Every rank must call this."""
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        return model.state_dict()
+
+
 def show_units(model: nn.Module) -> None:
     """Print how many units the model has, and whose they are."""
     units = [module for module in model.modules() if isinstance(module, (FSDP, FSDPModule))]
-    kind: Any = FSDP if isinstance(model, FSDP) or isinstance(units[0], FSDP) else FSDPModule
+    kind: Any = FSDP if isinstance(units[0], FSDP) else FSDPModule
     print(f"units {len(units)} of {kind.__module__.partition('.')[0]}", flush=True)
 
 
