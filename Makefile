@@ -17,7 +17,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests --all-combinations
 
-# Released accelerate, transformers, lightning, peft and torchtitan on fsdp_flat, in a separate environment.
+# Released accelerate, transformers, lightning, peft, torchtitan and torchtnt on fsdp_flat, in a separate environment.
 test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
 
@@ -78,8 +78,9 @@ $(INSTALLED): setup.py constraints.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install -q -c constraints.txt torch numpy
 	.venv-clients/bin/python -m pip install -q -c constraints.txt -c constraints-clients.txt -e '.[test,clients]'
-	# Without its dependencies: the test imports one file of it.
-	.venv-clients/bin/python -m pip install -q --no-deps -c constraints-clients.txt torchtitan
+	# Without all dependencies: of torchtitan the test imports one file; torchtnt uses these where it trains.
+	.venv-clients/bin/python -m pip install -q --no-deps -c constraints-clients.txt torchtitan torchtnt \
+		mypy-extensions pyre-extensions setuptools tabulate typing-inspect
 	touch $@
 
 clean:

@@ -305,7 +305,10 @@ for _client, _fabric, _trainer in (
         f"{_fabric}.connector": (_client, _lightning_connector("_Connector")),
         f"{_fabric}.strategies.fsdp": (_client, _lightning_strategy("_fsdp_kwargs")),
         f"{_fabric}.strategies.launchers.subprocess_script": (_client, _lightning_launcher),
-        f"{_trainer}.trainer.connectors.accelerator_connector": (_client, _lightning_connector("_AcceleratorConnector")),
+        f"{_trainer}.trainer.connectors.accelerator_connector": (
+            _client,
+            _lightning_connector("_AcceleratorConnector"),
+        ),
         f"{_trainer}.strategies.fsdp": (_client, _lightning_strategy("kwargs")),
         f"{_trainer}.strategies.launchers.subprocess_script": (_client, _lightning_launcher),
     }

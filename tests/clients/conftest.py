@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-_CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchtitan")
+_CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchtitan", "torchtnt")
 # `make test` has none of them, and needs none.
 collect_ignore_glob = [] if all(importlib.util.find_spec(name) for name in _CLIENTS) else ["test_*.py"]

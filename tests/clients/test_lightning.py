@@ -16,9 +16,9 @@ from tests.support.scripts import command
     "words",
     [
         ("--state-dict-type", "full", "--precision", "32-true"),
-        ("--state-dict-type", "sharded", "--precision", "bf16-mixed"),
+        ("--state-dict-type", "sharded", "--precision", "bf16-mixed", "--mesh"),
     ],
-    ids=["full", "sharded-bf16"],
+    ids=["full", "sharded-bf16-mesh"],
 )
 def test_a_script_trains_as_on_torch_and_resumes_in_mid_run(
     words: tuple[object, ...], script: str, tmp_path: Path

@@ -1,4 +1,4 @@
-"""transformers' Trainer with TrainingArguments(fsdp=True): accumulation, clipping, evaluation, checkpoints, resuming."""
+"""transformers' Trainer with TrainingArguments(fsdp=True): accumulation, clipping, evaluation and resuming."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def main() -> None:
             state_dict_type=args.state_dict_type,
             activation_checkpointing=args.mixed_precision == "bf16",
         )
-    accelerator = Accelerator(
-        fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision=args.mixed_precision
-    )
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision=args.mixed_precision)
     set_seed(5 if args.resume else 0)
     model = Tiny()
     if args.flat_params:

@@ -22,11 +22,13 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--state-dict-type", default="full")
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--mesh", action="store_true", help="groups as a tuple, of which Lightning makes a mesh")
     parser.add_argument("--strategy", choices=["fsdp"], help="by its name, with no options")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
 
-    strategy = FSDPStrategy(auto_wrap_policy={TinyLayer}, state_dict_type=args.state_dict_type)
+    groups: Any = {"device_mesh": (1, 2), "sharding_strategy": "HYBRID_SHARD"} if args.mesh else {}
+    strategy = FSDPStrategy(auto_wrap_policy={TinyLayer}, state_dict_type=args.state_dict_type, **groups)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=args.strategy or strategy, precision=args.precision)
     fabric.launch()
     fabric.seed_everything(5 if args.resume else 0)

@@ -58,21 +58,24 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--state-dict-type", default="full")
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--mesh", action="store_true", help="groups as a tuple, of which Lightning makes a mesh")
     parser.add_argument("--strategy", choices=["fsdp"], help="by its name, with no options")
     args = parser.parse_args()
 
     L.seed_everything(0)  # the Trainer shuffles by this seed
     if args.resume:
         torch.manual_seed(5)
+    groups: Any = {"device_mesh": (1, 2), "sharding_strategy": "HYBRID_SHARD"} if args.mesh else {}
+    strategy = FSDPStrategy(
+        auto_wrap_policy={TinyLayer},
+        activation_checkpointing_policy={TinyLayer},
+        state_dict_type=args.state_dict_type,
+        **groups,
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=args.strategy
-        or FSDPStrategy(
-            auto_wrap_policy={TinyLayer},
-            activation_checkpointing_policy={TinyLayer},
-            state_dict_type=args.state_dict_type,
-        ),
+        strategy=args.strategy or strategy,
         precision=args.precision,
         max_epochs=2,
         accumulate_grad_batches=2,
@@ -87,7 +90,6 @@ def main() -> None:
         DataLoader(tokens()[:48], batch_size=4, shuffle=True),
         DataLoader(tokens()[48:60], batch_size=3),
         ckpt_path=args.folder / "epoch=0.ckpt" if args.resume else None,
-        weights_only=False,
     )
 
 
