@@ -106,7 +106,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients as ``torch.nn.utils.clip_grad_norm_``, by their norm over all ranks where units shard them.
 
-    Every rank must call this, with the same parameters.
+    Every rank must call this, with the same parameters: a list without those that have no gradient here may be empty on
+    some ranks. Two calls are local: between backwards inside ``no_sync``, where gradients are each rank's own, and of
+    one parameter, passed as a tensor, that lies whole on one rank.
 
     Args:
         parameters: one or several, of any number of models; all that no unit shards count as the same on every rank.
@@ -125,7 +127,11 @@ def clip_grad_norm_(
         # torch warns of an empty generator.
         return _torch_clip_grad_norm_(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     trees = _trees_of(units)
-    for schedule in {unit.context for unit in trees if isinstance(unit.context, Schedule)}:
+    schedules = {unit.context for unit in trees if isinstance(unit.context, Schedule)}
+    is_whole = isinstance(parameters, torch.Tensor) and _is_on_one_rank(parameters, units[0])
+    if is_whole or any(schedule.shows_unreduced for schedule in schedules):
+        return _torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    for schedule in schedules:
         schedule.check_gradients_set("torch.nn.utils.clip_grad_norm_")
     unmanaged = [param for param in given if not is_managed(param)]
     return clip_grads(trees, unmanaged, max_norm, norm_type, among=set(given), error_if_nonfinite=error_if_nonfinite)
@@ -137,6 +143,17 @@ def _suits_torch(params: list[torch.Tensor], units: list[Unit]) -> bool:
     if None not in kinds:
         return len(kinds) == 1
     return kinds == {None} and all(len(_groups_of(unit)) == 0 for unit in units)
+
+
+def _is_on_one_rank(param: torch.Tensor, unit: Unit) -> bool:
+    """Return whether one rank has all elements of a unit's parameter, which the layout shows on every rank."""
+    for handle in unit.handles:
+        for each in handle.views.visible:
+            if each.param is param and len(each.indices) == 1:
+                index, ranks = each.indices.start, range(handle.layout.world_size)
+                is_plain = not handle.views.params[index].adapter.groups
+                return is_plain and sum(not handle.layout.local_shard(index, rank).is_empty for rank in ranks) <= 1
+    return False
 
 
 def _groups_of(unit: Unit) -> list[RankGroup]:

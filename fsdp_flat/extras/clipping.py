@@ -17,6 +17,8 @@ from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_ad
 from fsdp_flat.runtime import Unit
 from fsdp_flat.user_warnings import warn_user
 
+_DOING = "a norm of gradients, for which every rank must call clip_grad_norm_ with the same parameters"
+
 
 def _number(name: str, value: Any) -> float:
     try:
@@ -106,8 +108,8 @@ def clip_grads(
     total = _joined(torch.stack(parts), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"The norm of order {norm_type} of the gradients of all ranks is {float(total)}, so they cannot be "
-            "clipped. Find the first inf or NaN, or scale by it all the same with error_if_nonfinite=False."
+            f"The norm of order {norm_type} of the gradients of all ranks is non-finite ({float(total)}), so they "
+            "cannot be clipped. Find the first inf or NaN, or scale by it all the same with error_if_nonfinite=False."
         )
     grads = [grad for split in by_groups.values() for grad in split.grads if grad is not None]
     dtypes = [grad.dtype for grad in grads]
@@ -119,7 +121,7 @@ def clip_grads(
             # This rank has no elements of any, so no gradients; their dtypes would be those of the parameters.
             dtypes = [param.dtype for param in trainable]
     if not dtypes:
-        if any(rank_group.size > 1 for rank_groups in by_groups for rank_group in rank_groups):
+        if among is None and any(rank_group.size > 1 for rank_groups in by_groups for rank_group in rank_groups):
             # If nothing is sharded, all ranks have the same gradients.
             warn_user(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
@@ -159,15 +161,15 @@ def _norm_over(
             if grad is not None:
                 counts[at] = (grad.detach() != 0).any()
         for rank_group in connected:
-            counts = begin_all_reduce(counts, rank_group, largest=True).wait()
+            counts = begin_all_reduce(counts, rank_group, largest=True, collective=_DOING).wait()
         return counts.sum()
     norm = local_norm([grad for grad in grads if grad is not None], norm_type, device, dtype)
     sign = math.copysign(1.0, norm_type)
     for rank_group in connected:
         if math.isinf(norm_type):
-            norm = sign * begin_all_reduce(sign * norm, rank_group, largest=True).wait()
+            norm = sign * begin_all_reduce(sign * norm, rank_group, largest=True, collective=_DOING).wait()
         else:
-            norm = begin_all_reduce(norm.pow(norm_type), rank_group).wait().pow(1.0 / norm_type)
+            norm = begin_all_reduce(norm.pow(norm_type), rank_group, collective=_DOING).wait().pow(1.0 / norm_type)
     return norm
 
 

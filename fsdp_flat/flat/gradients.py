@@ -136,25 +136,23 @@ class UnreducedGrad:
         indices: the layout's parameters that the gradient is of.
     """
 
-    __slots__ = ("_before", "_param", "_shown", "_version", "indices")
+    __slots__ = ("_before", "_param", "_shown", "indices")
 
     def __init__(self, visible: VisibleParam, waiting: torch.Tensor) -> None:
         self.indices, self._param = visible.indices, visible.param
         self._before = self._param.grad
         set_grad(self._param, waiting)
         assert self._param.grad is not None
-        self._shown, self._version = self._param.grad, self._param.grad._version
+        self._shown = self._param.grad
 
     def take_back(self) -> bool:
         """Restore the previous ``.grad``, and return whether the caller has set the gradient to None."""
-        grad, shown, before = self._param.grad, self._shown, self._before
+        grad = self._param.grad
         if grad is None:
             return True
-        if grad is not shown:
-            if grad.shape != shown.shape:
+        if grad is not self._shown:
+            if grad.shape != self._shown.shape:
                 return False  # the caller's gradient of the local shard, to which the reduced one is added
-            shown.copy_(grad)
-        elif before is not None and shown._version != self._version and not shown.any():
-            before.zero_()  # by ``zero_grad(set_to_none=False)``
-        set_grad(self._param, before)
+            self._shown.copy_(grad)
+        set_grad(self._param, self._before)
         return False

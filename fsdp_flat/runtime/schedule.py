@@ -86,6 +86,8 @@ class Schedule(CommContext):
         self._last_run: Unit | None = None
         self.open_groups: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.is_left_open = False
+        # The last backward has left each rank its own gradients, which ``.grad`` shows.
+        self.shows_unreduced = False
 
     def _adopt_units(self) -> None:
         """Take over every unit, also one that another root has run since, unless that root's backward is running."""
@@ -441,6 +443,7 @@ class Schedule(CommContext):
         """Set the gradients of this backward, and of those before it that were left open."""
         self.rank_checks.after_backward()
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
+        self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:
             handle.expose_unreduced_grads()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_flat import clean_tensor_name
 from tests.step.pairs import CLOSE, KINDS, Pair, batch, placed
@@ -150,16 +151,37 @@ def test_gradients_cleared_inside_no_sync_are_gone(
 @on_ranks(2)
 def test_gradients_filled_with_zeros_inside_no_sync_stay_zeros(use_orig_params: bool, rank: int) -> None:
     pair = Pair.of(Stack(), use_orig_params=use_orig_params)
-    pair.backward()  # these are zeroed too
     with pair.model.no_sync():
         square_loss(pair.model, batch(rank, 1)).backward()
         pair.model.zero_grad(set_to_none=False)
-    pair.plain.zero_grad(set_to_none=False)
     for param in pair.model.parameters():
         assert param.grad is not None
         assert not param.grad.any()
     pair.backward(step=2)
     pair.check_gradients()
+
+
+@KINDS
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x1"])
+@on_ranks(2)
+def test_a_gradient_of_zeros_that_is_scaled_leaves_the_reduced_one_alone(
+    layout: str, use_orig_params: bool, rank: int
+) -> None:
+    """Rank 0 has a micro-batch without a token between a reduced backward and another one."""
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
+    pair.backward()
+
+    def masked(model: nn.Module, x: torch.Tensor, of_rank: int) -> torch.Tensor:
+        return square_loss(model, x) * (of_rank != 0)
+
+    with pair.model.no_sync():
+        masked(pair.model, batch(rank, 1), rank).backward()
+        for param in pair.model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+    pair.follow(lambda *args: 0.5 * masked(*args), step=1)
+    pair.backward(step=2)
+    pair.check_gradients("gradients of two reduced backwards and one on rank 1 alone")
 
 
 @KINDS

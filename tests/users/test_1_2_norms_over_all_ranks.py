@@ -24,7 +24,7 @@ from tests.runtime.test_tensor_parallel import batches, grid, net, on_grid
 from tests.support import assert_close, on_ranks
 from tests.support.kit import full_grads, normal, square_loss
 from tests.support.reference import replicated_step
-from tests.wrapper.models import batch, seeded, shard
+from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 from tests.wrapper.test_clip_grad_norm import TREES
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -81,7 +81,7 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked(use_orig_params
     model = trained(rank=rank, use_orig_params=use_orig_params)
     if rank == 1:
         gradients(model)[-1].fill_(float("inf"))
-    with pytest.raises(RuntimeError, match="all ranks is inf"):
+    with pytest.raises(RuntimeError, match=r"all ranks is non-finite \(inf\)"):
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert clip_grad_norm_(model.parameters(), 1.0).isinf()
 
@@ -150,6 +150,38 @@ def test_parameters_of_fully_shard_on_one_mesh_have_torchs_norm_also_beside_plai
     expected = clip_grad_norm_(plain.parameters(), 0.01)
     assert_close(clip_grad_norm_(model.parameters(), 0.01), expected, rtol=1e-5, atol=0.0)
     assert_close(model.last.weight.grad, plain.last.weight.grad, rtol=1e-5, atol=1e-9)
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_inside_no_sync_torchs_function_clips_this_ranks_own_gradients(
+    strategy: str, use_orig_params: bool, rank: int
+) -> None:
+    found = []
+    for wrap in (shard, shard_by_peer):
+        model = wrap(seeded(), strategy, use_orig_params=use_orig_params)
+        with model.no_sync():
+            square_loss(model, batch(rank)).backward()
+            norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)]
+        square_loss(model, batch(rank, 1)).backward()
+        found.append([*norms, model.clip_grad_norm_(float("inf"))])
+    assert_close(found[0], found[1], rtol=1e-5, atol=0.0)
+
+
+@on_ranks(2, 4)
+def test_one_parameter_that_lies_whole_on_one_rank_is_clipped_there(rank: int) -> None:
+    """As on FSDP1, where a loop may pass over parameters that have no gradient on a rank."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.manual_seed(0)
+    wrapped = shard(model, by_blocks=False, use_orig_params=True)
+    square_loss(wrapped, batch(0)).backward()
+    whole = [param for name, param in wrapped.named_parameters() if name.endswith("bias")]
+    for param in whole:
+        if param.grad is not None:
+            before = param.grad.norm()
+            assert_close(clip_grad_norm_(param, 1e-3), before, rtol=1e-6, atol=0.0)
+            assert_close(param.grad.norm(), torch.tensor(1e-3), rtol=1e-2, atol=0.0)
 
 
 @KINDS
