@@ -25,7 +25,7 @@ from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressB
 from fsdp_flat.comm import digest_of, outliving_group
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import SavedBuffers, units_of
+from fsdp_flat.runtime import RankZeroTensors, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
@@ -148,18 +148,18 @@ def save_checkpoint(
     together.barrier("save_checkpoint")
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
-    values.compare_buffers()
+    values.compare_rank_zeros()
     save = CheckpointSave(values.step, disk.path_of(values.directory, values.step))
     if not background:
         _write(values, keep_last, together)
         save._work.set_result(None)
-        values.buffers.warn()
+        values.rank_zeros.warn()
         return save
     # The script may destroy its process groups while its last checkpoint is written.
     # A gloo group communicates CPU tensors.
     in_thread = Consensus(outliving_group(together.group), SAVING, torch.device("cpu"))
     save._run(partial(_write, values, keep_last, in_thread), model, together.ranks)
-    values.buffers.warn()
+    values.rank_zeros.warn()
     return save
 
 
@@ -210,12 +210,12 @@ class CheckpointValues:
         self._rows: dict[str, dict[str, Any]] = {}
         self._model = model
         self._index = ParamIndex(model)
-        self.buffers = SavedBuffers(model)
+        self.rank_zeros = RankZeroTensors(model)
         self._together = together
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         self._refusal: Exception | None = None
         self._same: list[str] = []
-        self._is_alike = self._has_equal_buffers = True
+        self._is_alike = self._has_equal_rank_zeros = True
         self._is_compared = False
 
     def collect(
@@ -318,19 +318,19 @@ class CheckpointValues:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
         # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
         unmanaged = [name for name in self.tensors.get("model", ()) if name not in self._index.by_name]
-        names, buffers = (digest_of(json.dumps(each).encode()) for each in (unmanaged, self.buffers.prints))
-        own = [self.step, int(self.is_prepared), names, buffers, *values]
+        names, prints = (digest_of(json.dumps(each).encode()) for each in (unmanaged, self.rank_zeros.prints))
+        own = [self.step, int(self.is_prepared), names, prints, *values]
         rows = self._together.integers(own, self._refusal or error, self._same)
         self._is_compared = True
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
         self._is_alike = len({row[2] for row in rows}) == 1
-        self._has_equal_buffers = len({row[3] for row in rows}) == 1
+        self._has_equal_rank_zeros = len({row[3] for row in rows}) == 1
         return [row[4:] for row in rows]
 
-    def compare_buffers(self) -> None:
-        """Find the buffers that differ between ranks, of which rank 0's are saved. Every rank must call this."""
-        if not self._has_equal_buffers:
-            self.buffers.compare([self._together.rank_group], self._together.device)
+    def compare_rank_zeros(self) -> None:
+        """Find the tensors that differ between ranks, of which rank 0's are saved. Every rank must call this."""
+        if not self._has_equal_rank_zeros:
+            self.rank_zeros.compare([self._together.rank_group], self._together.device)
 
     def _keep_share(self) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.

@@ -20,7 +20,7 @@ from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import SavedBuffers, unit_of, units_of
+from fsdp_flat.runtime import RankZeroTensors, unit_of, units_of
 from fsdp_flat.state import (
     BoxedTensor,
     IndexedParam,
@@ -255,8 +255,8 @@ def save_full(
         files = _planned(entries, directory, max_file_bytes)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-        buffers = SavedBuffers(model)
-    buffers.compare([together.rank_group], together.device)
+        unmanaged = RankZeroTensors(model)
+    unmanaged.compare([together.rank_group], together.device)
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)
         error = _write_in_turn(turns, {entry.name: entry for entry in entries}, rank=rank, update=update)
@@ -278,7 +278,7 @@ def save_full(
     with together.propagate_errors():
         if rank == 0:
             _finish(directory, files)
-    buffers.warn()
+    unmanaged.warn()
     return directory
 
 

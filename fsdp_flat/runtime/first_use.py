@@ -172,17 +172,21 @@ class RankChecks:
         self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
         self._compared_in_backward = False
         self._checked_values = False
+        self._checked_modules = False
         self._checked_gradients = False
         self._is_new_iteration = False
         self._num_forwards = 0
         self.in_forward = bool(self._ahead)
 
     def before_iteration(self) -> None:
-        """Check before the first forward that every tensor that left the meta device has values."""
+        """Check before the first forward for tensors without values, before one that trains for replaced modules."""
         self._is_new_iteration = True
         if not self._checked_values:
             _check_values(self._units)
             self._checked_values = True
+        if not self._checked_modules and torch.is_grad_enabled():
+            self._checked_modules = True
+            self._unmanaged.warn_of_replaced()
 
     def before_forward(self, unit: Unit) -> None:
         """Compare which parameters are trained, before the first forward with gradients over a unit's groups.

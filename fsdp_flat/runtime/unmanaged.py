@@ -34,7 +34,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.exchange import AverageRequest
-from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.runtime.unit import Unit, units_of
 from fsdp_flat.user_warnings import warn_user
 
 # Backwards that compare, by number: the first, and later ones, since gradients may be accumulated and learning rates
@@ -147,6 +147,36 @@ class UnmanagedTensors:
         # Warn last: a warning may raise on this rank alone, and others wait for all of the above.
         _warn({name: kinds[name] for name in named if name in kinds})
 
+    def warn_of_replaced(self) -> None:
+        """Warn of trainable parameters that nothing reduces, in the place of parameters that a unit still holds.
+
+        There is no warning if the caller has chosen whether to average gradients that no unit manages.
+        """
+        root, units = self._root_module(), self._units
+        if root is None or units[0].averages_ignored is not None or units[0].options.groups.num_ranks == 1:
+            return
+        modules = {module: clean_fqn(path) for path, module in root.named_modules()}
+        gone = {
+            join_fqn(modules[unit.module], site.fqn): unit.name
+            for unit in units
+            if unit.module in modules
+            for handle in unit.handles
+            for entry in handle.views.params
+            for site in entry.sites
+            if site.module not in modules
+        }
+        names = [
+            f"{name!r} (unit {gone[name]!r})" for name in (_trainable(root, units) if gone else ()) if name in gone
+        ]
+        if names:
+            warn_user(
+                f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
+                f"{', '.join(names)}. Each rank trains its own, and a state dict holds rank 0's; the unit keeps the "
+                "parameter that was there. Replace modules (resize embeddings) before wrapping, or wrap again after "
+                "fsdp_flat.unwrap(model); or call model.average_ignored_gradients() to have their gradients averaged, "
+                "model.average_ignored_gradients(False) if that is done elsewhere."
+            )
+
     def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
         first = f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"
         return [first, *(f"parameter {name!r} {tuple(p.shape)} of {p.dtype}" for name, p in params.items())]
@@ -227,34 +257,43 @@ def _warn(kinds: Mapping[str, str]) -> None:
         )
 
 
-# By module that is saved, the buffers that a warning at a save has named.
+# By module that is saved, the tensors that a warning at a save has named.
 _named_at_saves: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-class SavedBuffers:
-    """Compares the buffers that a state dict of ``module`` holds between the ranks that save it together.
+class RankZeroTensors:
+    """Compares the tensors of which a state dict of ``module`` holds rank 0's, between the ranks that save together.
+
+    They are the buffers, and trainable parameters that were added after wrapping. Ignored ones may differ on purpose.
 
     Attributes:
-        prints: a hash of each buffer on this rank, by name.
+        prints: a hash of each tensor on this rank, by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.prints = {name: _print(buffer) for name, buffer in _persistent_buffers(module).items()}
+        units = units_of(module)
+        ignored = {param for unit in units for param in unit.ignored.params}
+        ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
+        trained = _trainable(module, units) if units and units[0].averages_ignored is not False else {}
+        tensors: dict[str, torch.Tensor] = {name: param for name, param in trained.items() if param not in ignored}
+        self._kinds = dict.fromkeys(tensors, _ADDED)
+        tensors.update(_persistent_buffers(module))
+        self.prints = {name: _print(tensor) for name, tensor in tensors.items()}
         self._named: list[str] = []
 
     def compare(self, rank_groups: Sequence[RankGroup], device: torch.device) -> None:
-        """Find the buffers that differ. Every rank of the groups must call this."""
+        """Find the tensors that differ. Every rank of the groups must call this."""
         differing = _differing(self.prints, rank_groups, device)
         if all(rank_group.rank == 0 for rank_group in rank_groups):
             self._named = sorted(differing)
 
     def warn(self) -> None:
-        """Warn on the first rank, once for each buffer. A warning may raise: no rank may wait for this one after it."""
+        """Warn on the first rank, once for each tensor. A warning may raise: no rank may wait for this one after it."""
         known = _named_at_saves.setdefault(self._module, set())
         new = [name for name in self._named if name not in known]
         known.update(new)
-        _warn(dict.fromkeys(new, _BUFFER))
+        _warn({name: self._kinds.get(name, _BUFFER) for name in new})
 
 
 def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from fsdp_flat.comm import barrier
 from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.flat import DeferredTensor, FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
-from fsdp_flat.runtime import SavedBuffers, Unit, full_params, unit_of, units_of
+from fsdp_flat.runtime import RankZeroTensors, Unit, full_params, unit_of, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -147,7 +147,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     # Units of fully_shard save themselves, as torch's modules do.
     units = [each for each in units_of(wrapper) if not each.shows_dtensors] if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
-    buffers: SavedBuffers | None = None
+    unmanaged: RankZeroTensors | None = None
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
         if outermost and codec.communicates:
@@ -158,8 +158,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             for rank_group in rank_groups:
                 barrier("state_dict", rank_group)
             if rank_groups:
-                buffers = SavedBuffers(wrapper)
-                buffers.compare(rank_groups, unit.options.device)
+                unmanaged = RankZeroTensors(wrapper)
+                unmanaged.compare(rank_groups, unit.options.device)
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
             if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
                 # A nested wrapper with different settings all-gathers by itself.
@@ -178,8 +178,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
         state = state if result is None else result
-    if buffers is not None:
-        buffers.warn()
+    if unmanaged is not None:
+        unmanaged.warn()
     return state
 
 

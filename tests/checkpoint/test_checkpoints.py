@@ -49,7 +49,7 @@ from fsdp_flat.errors import (
 from fsdp_flat.layout import clean_fqn
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
-from tests.support import Ranks, assert_equal, on_ranks
+from tests.support import OWN_STATISTICS, Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.wrapper.models import Tied, batch, seeded, shard, train, whole_state
 
@@ -736,6 +736,7 @@ def test_a_handler_that_raises_on_one_rank_or_is_there_on_one_only_fails_on_all(
         save_checkpoint(tmp_path, other, factored(other))
 
 
+@OWN_STATISTICS
 @on_ranks(2)
 def test_buffers_that_differ_between_ranks_are_those_of_rank_zero(tmp_path: Path, rank: int) -> None:
     def make() -> nn.Module:
