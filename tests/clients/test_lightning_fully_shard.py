@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from tests.clients.kit import Tiny, on_both, tokens
-from tests.clients.test_lightning import Module, train
 from tests.support import assert_close, on_ranks
 
 DISTRIBUTED = pytest.mark.parametrize("distributed", [True, False])
@@ -36,6 +36,21 @@ def new(fabric: Fabric, seed: int, *, on_meta: bool = False) -> tuple[Any, Any]:
         plain = Tiny()
     model = fabric.setup_module(plain)
     return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.03))
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> list[list[float]]:
+    told = []
+    ids = tokens()[dist.get_rank() :: 2]
+    for step in steps:
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(ids[4 * step : 4 * step + 2]))
+        loss = model(ids[4 * step + 2 : 4 * step + 4])
+        fabric.backward(loss)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append([loss.item(), norm.item()])
+    return told
 
 
 def run_fabric(distributed: bool, dtype: torch.dtype | None, on_meta: bool, folder: Path) -> dict[str, Any]:
@@ -75,8 +90,23 @@ def test_fabric_trains_saves_and_loads_as_on_fsdp2(
     assert_close(ours.result, theirs.result, rtol=tolerance, atol=tolerance)
 
 
-class Sharded(Module):
+class Sharded(LightningModule):
     """What a user writes for the Trainer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = Tiny()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.03)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)}
 
     def configure_model(self) -> None:
         parallelize(self.model, self.device_mesh)
@@ -86,7 +116,7 @@ def run_trainer(distributed: bool, folder: Path) -> dict[str, Any]:
     """Fit two epochs and save; go on for one, once straight and once from the checkpoint."""
     data = DataLoader(tokens(rows=16), batch_size=2)
 
-    def fit(module: Module, epochs: int, start: Path | None = None) -> Trainer:
+    def fit(module: Sharded, epochs: int, start: Path | None = None) -> Trainer:
         strategy = ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=distributed
         )
