@@ -116,7 +116,7 @@ def run_trainer(distributed: bool, folder: Path) -> dict[str, Any]:
     """Fit two epochs and save; go on for one, once straight and once from the checkpoint."""
     data = DataLoader(tokens(rows=16), batch_size=2)
 
-    def fit(module: Any, epochs: int, start: Path | None = None) -> Trainer:
+    def fit(module: Sharded, epochs: int, start: Path | None = None) -> Trainer:
         strategy = ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=distributed
         )
