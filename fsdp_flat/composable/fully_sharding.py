@@ -26,6 +26,7 @@ from fsdp_flat.runtime import (
     Unit,
     UnitOptions,
     build_rows,
+    check_outside_units,
     check_callable,
     compute_device_from,
     listed,
@@ -212,6 +213,7 @@ def _members(module: Any) -> Sequence[nn.Module]:
                 f"{type(member).__name__} is sharded already, by fully_shard or FullyShardedDataParallel. Call it once "
                 "per module, inner modules first."
             )
+        check_outside_units(member)
     if not members:
         raise OptionError("fully_shard was called on an empty list of modules.")
     return members
