@@ -154,8 +154,8 @@ def check_outside_units(module: nn.Module) -> None:
     where = f" of its {path!r}" if path else ""
     text = (
         f"This {type(module).__name__} is part of unit {child.__dict__['_fsdp_has_managed_params']!r} already, which "
-        f"was made before, of a module around it, and holds the parameters{where}. Shard inner modules before outer ones, and "
-        "modules that share one as one unit"
+        f"was made before, of a module around it, and holds the parameters{where}. Shard inner modules before outer "
+        "ones, and modules that share one as one unit"
     )
     if child.__dict__.get("_fsdp_use_orig_params", True):
         raise OptionError(f"{text}, or take the outer one apart with fsdp_flat.unwrap(model) first.")
