@@ -4,28 +4,45 @@ These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
+<<<<<<< HEAD
 * ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
 
 They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
+=======
+* The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
+  averages gradients of a unit that shards nothing.
+
+They call torch's own for everything that no unit shards. They are replaced, in every module that has imported them,
+>>>>>>> w-boundary
 when the first unit is built, and :func:`restore_torch_functions` undoes it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+<<<<<<< HEAD
+=======
+import torch.distributed as dist
+>>>>>>> w-boundary
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce, connected
 from fsdp_flat.compat.installation import namespaces
+<<<<<<< HEAD
 from fsdp_flat.errors import UnsupportedError
+=======
+from fsdp_flat.errors import UsageError
+>>>>>>> w-boundary
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, is_managed
 from fsdp_flat.runtime import Schedule, Unit, outermost_of, units_holding
@@ -35,6 +52,7 @@ _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
 # GradScaler decides by what this method returns, for each device; there is no public way to change its decision.
 _UNSCALE = "_unscale_grads_"
 _torch_unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = getattr(GradScaler, _UNSCALE)
+_torch_ddp_init: Callable[..., None] = DistributedDataParallel.__init__
 
 
 class _State:
@@ -55,6 +73,7 @@ def replace_torch_functions() -> None:
         _rebind(_torch_clip_grad_norm_, clip_grad_norm_)
         _rebind(_torch_grad, grad)
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
+        DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
         _State.replaced = True
 
 
@@ -67,6 +86,7 @@ def restore_torch_functions() -> None:
         _rebind(clip_grad_norm_, _torch_clip_grad_norm_)
         _rebind(grad, _torch_grad)
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
+        DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
     _State.replaced = False
 
 
@@ -191,6 +211,7 @@ def _unscale_grads_(
     return {each: total.to(each) for each in found or {found_inf.device: found_inf}}
 
 
+<<<<<<< HEAD
 # -- gradients of chosen tensors ---------------------------------------------------------------------------------------
 
 
@@ -256,3 +277,72 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
         for handle in unit.handles
         for visible in handle.views.visible
     }
+=======
+# -- DDP ---------------------------------------------------------------------------------------------------------------
+
+
+@functools.wraps(_torch_ddp_init)
+def _ddp_init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Refuse parameters that units have sharded, whose shards DDP would overwrite by rank 0's or leave unreduced."""
+    given = inspect.signature(_torch_ddp_init).bind(self, module, *args, **kwargs)
+    given.apply_defaults()
+    unreduced = _check_ddp(module, given.arguments) if isinstance(module, nn.Module) else []
+    _torch_ddp_init(self, module, *args, **kwargs)
+    for param in unreduced:
+        param.register_post_accumulate_grad_hook(_AccumulatedByAutograd())
+
+
+def _check_ddp(module: nn.Module, given: Mapping[str, Any]) -> list[nn.Parameter]:
+    """Raise if DDP with the ``given`` arguments cannot be right; return parameters of units that DDP has to average."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    names = {param: name for name, param in module.named_parameters() if name not in ignored}
+    units, unreduced = units_holding(names), []
+    if not units:
+        return []
+    mesh, finds_unused = given["device_mesh"], given["find_unused_parameters"]
+    group = given["process_group"] or (dist.group.WORLD if mesh is None else mesh.get_group(0))
+    ranks = set(dist.get_process_group_ranks(group))
+    for unit in units:
+        groups = unit.options.groups
+        own = [set(dist.get_process_group_ranks(each.group)) for each in groups.rank_groups if each.group is not None]
+        reduces = groups.num_ranks == dist.get_world_size() or len(ranks) == 1 or ranks <= set().union(*own)
+        sharded = [each for each in _groups_of(unit) if each.group is not None]
+        mixes = any(len(ranks.intersection(dist.get_process_group_ranks(each.group))) > 1 for each in sharded)
+        held = [param for handle in unit.handles for param in handle.views.visible_params() if param in names]
+        trained = [param for param in held if param.requires_grad]
+        if sharded and ((given["init_sync"] and mixes) or (trained and not reduces)):
+            raise UsageError(
+                f"DistributedDataParallel over ranks {sorted(ranks)} was given {names[held[0]]!r}, which unit "
+                f"{unit.name!r} shards: every rank holds another part of it, and DDP takes these for copies. Leave DDP "
+                "out: FSDP averages gradients over all its ranks. To shard within some ranks and replicate over "
+                "others, use ShardingStrategy.HYBRID_SHARD or a 2-D mesh; for a part that is only replicated, put DDP "
+                "around that part before FSDP is, or use NO_SHARD."
+            )
+        if sharded or (reduces and finds_unused):
+            continue
+        if finds_unused and trained:
+            raise UsageError(
+                f"DistributedDataParallel with find_unused_parameters=True over ranks {sorted(ranks)} cannot find "
+                f"{names[held[0]]!r} of unit {unit.name!r} in the graph, and would not average its gradient. Pass "
+                "find_unused_parameters=False, or give the unit these ranks as its process_group and leave DDP out."
+            )
+        unreduced += trained
+    return unreduced
+
+
+class _AccumulatedByAutograd:
+    """Accumulates a gradient that a unit has set once more, by autograd, as DDP's hooks run there alone."""
+
+    def __init__(self) -> None:
+        self._runs = False
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if not self._runs:
+            grad, param.grad = param.grad, None
+            self._runs = True
+            try:
+                with torch.enable_grad():
+                    param.view_as(param).backward(grad)
+            finally:
+                self._runs = False
+>>>>>>> w-boundary

@@ -27,6 +27,7 @@ from fsdp_flat.runtime import (
     UnitOptions,
     build_rows,
     check_callable,
+    check_outside_units,
     compute_device_from,
     listed,
     precision_of_rows,
@@ -241,6 +242,7 @@ def _members(module: Any) -> Sequence[nn.Module]:
                 f"{type(member).__name__} is sharded already, by fully_shard or FullyShardedDataParallel. Call it once "
                 "per module, inner modules first."
             )
+        check_outside_units(member)
     if not members:
         raise OptionError("fully_shard was called on an empty list of modules.")
     return members

@@ -129,10 +129,37 @@ def build_unit(
         # torch.compile and transformers read these two attributes of every managed submodule.
         child.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=options.use_orig_params)
         hide_compiled_name(child)
-    for child in {site.module for entry in params for site in entry.sites}:
-        # A module without this mark can be wrapped again: it holds no parameters, or nested units have them.
-        child.__dict__["_fsdp_has_managed_params"] = True
+    _mark_holders(params, name)
     return unit
+
+
+def _mark_holders(params: Iterable[ManagedParam], unit_name: str) -> None:
+    # A module without this mark can be wrapped again: it holds no parameters, or nested units have them.
+    for child in {site.module for entry in params for site in entry.sites}:
+        child.__dict__["_fsdp_has_managed_params"] = unit_name
+
+
+def check_outside_units(module: nn.Module) -> None:
+    """Raise if a module to be sharded holds parameters of a unit around it, which was made before.
+
+    With use_orig_params=False the module shows no parameters then, so that its unit would be empty, as in FSDP1: a
+    warning.
+    """
+    below = {holder for holder, _ in managed_sites(units_of(module))}
+    held = [(path, child) for path, child in own_modules(module) if child not in below]
+    held = [(path, child) for path, child in held if "_fsdp_has_managed_params" in child.__dict__]
+    if not held:
+        return
+    path, child = held[0]
+    where = f" of its {path!r}" if path else ""
+    text = (
+        f"This {type(module).__name__} is part of unit {child.__dict__['_fsdp_has_managed_params']!r} already, which "
+        f"was made before, of a module around it, and holds the parameters{where}. Shard inner modules before outer "
+        "ones, and modules that share one as one unit"
+    )
+    if child.__dict__.get("_fsdp_use_orig_params", True):
+        raise OptionError(f"{text}, or take the outer one apart with fsdp_flat.unwrap(model) first.")
+    warn_user(f"{text}; the unit made now has none of them.")
 
 
 def build_rows(
@@ -171,6 +198,7 @@ def build_rows(
         handles = handles_of(params, module, full_name, own)
         stored = StoredTensors(child for _, child in modules)
         unit = Unit(module, full_name, own, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
+        _mark_holders(params, full_name)
         unit.members = shared  # the same tuple shows that units run together
         units.append(unit)
     outer, *inner = units

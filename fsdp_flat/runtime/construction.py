@@ -30,6 +30,7 @@ from fsdp_flat.runtime.build import (
     WRAPPING,
     Construction,
     build_unit,
+    check_outside_units,
     count_call,
     named_buffers,
     own_modules,
@@ -224,18 +225,13 @@ def _agreed_plan(
 
 
 def _check_not_managed(module: nn.Module) -> None:
-    name = type(module).__name__
     unit = unit_of(module)
     if unit is not None and unit.shows_dtensors:
         raise OptionError(
-            f"{name} is sharded by fully_shard already. Use it as it is, or take it apart with "
+            f"{type(module).__name__} is sharded by fully_shard already. Use it as it is, or take it apart with "
             "fsdp_flat.unwrap(model) first."
         )
-    if any(child.__dict__.get("_fsdp_has_managed_params", False) for _, child in own_modules(module)):
-        raise OptionError(
-            f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
-            "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."
-        )
+    check_outside_units(module)
 
 
 def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> Construction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import profiled
+from fsdp_flat.errors import UsageError, some_of
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias, local_of
-from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
+from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.options import AfterForward, WeightsVersion
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
@@ -162,7 +164,7 @@ class UnitForward:
 
     @dynamo_disabled
     def fail(self, error: BaseException) -> None:
-        """Leave a forward that raised ``error``.
+        """Leave a forward that raised ``error``; raise a UsageError from it if ignored parameters explain it.
 
         Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
         backward. Elsewhere the step ends, unless an outer caller catches the exception.
@@ -174,11 +176,13 @@ class UnitForward:
             handle.restore_unsharded_params()
         if self._outermost and not recomputes:
             self._schedule.fail(error)
-            return
-        if self._entered:
-            self._unit.exit_forward(AfterForward.KEEP_UNSHARDED if recomputes else AfterForward.RESHARD)
-        if self._outermost:
-            self._schedule.end_iteration()
+        else:
+            if self._entered:
+                self._unit.exit_forward(AfterForward.KEEP_UNSHARDED if recomputes else AfterForward.RESHARD)
+            if self._outermost:
+                self._schedule.end_iteration()
+        if type(error) is RuntimeError and not self._record.weights.full_precision:
+            _check_ignored_dtypes(self._unit, error)
 
     @dynamo_disabled
     def pass_through(self, output: Any) -> Any:
@@ -269,6 +273,30 @@ class UnitForward:
         if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not open_ended:
             return AfterForward.KEEP_BUFFERS
         return AfterForward.RESHARD
+
+
+# Names of dtypes in the texts of torch's operators.
+_DTYPE_NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
+
+
+def _check_ignored_dtypes(unit: Unit, error: RuntimeError) -> None:
+    """Raise a UsageError if torch names the unit's compute dtype in ``error`` and that of ignored parameters."""
+    computes = unit.options.precision.param_dtype
+    words = set(re.findall(r"\w+", str(error).lower()))
+    if computes is None or _DTYPE_NAMES.get(computes) not in words:
+        return
+    ignored = [(name, param) for name, param in unit.module.named_parameters() if unit.ignored.has(param)]
+    others = [
+        f"{clean_fqn(name)!r} ({param.dtype})"
+        for name, param in ignored
+        if param.dtype != computes and _DTYPE_NAMES.get(param.dtype) in words
+    ]
+    if others:
+        raise UsageError(
+            f"{error}\nUnit {unit.name!r} computes in {computes}, and parameters that it ignores keep their dtype: "
+            f"{some_of(others, 4)}. Convert the ignored module to {computes} before it is ignored, or cast its inputs "
+            "to its dtype and its outputs back (forward hooks do), or run the model under torch.autocast."
+        ) from error
 
 
 def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:

@@ -119,12 +119,12 @@ def test_unwrapping_a_holder_of_wrappers_changes_it_in_place_and_a_nested_wrappe
 
 @on_ranks(2)
 def test_wrapping_what_is_sharded_is_an_error_that_says_what_to_do() -> None:
-    model = FSDP(seeded())
+    model = FSDP(seeded(), use_orig_params=True)
     text = message(OptionError, ValueError, lambda: FSDP(fully_shard(seeded())))
     assert "sharded by fully_shard already" in text
     assert "unwrap" in text
     text = message(OptionError, ValueError, lambda: FSDP(model.module))
-    assert "part of a FullyShardedDataParallel already" in text
+    assert "This Model is part of unit 'Model' already" in text
     text = message(OptionError, ValueError, lambda: FSDP(model.module.blocks[0]))
     assert "Block" in text
 
