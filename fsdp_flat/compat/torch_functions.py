@@ -4,16 +4,11 @@ These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
-<<<<<<< HEAD
 * ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
-
-They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
-=======
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
 
-They call torch's own for everything that no unit shards. They are replaced, in every module that has imported them,
->>>>>>> w-boundary
+They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
 when the first unit is built, and :func:`restore_torch_functions` undoes it.
 """
 
@@ -25,10 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-<<<<<<< HEAD
-=======
 import torch.distributed as dist
->>>>>>> w-boundary
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import GradientEdge
@@ -38,11 +30,7 @@ from torch.nn.utils import clip_grad
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce, connected
 from fsdp_flat.compat.installation import namespaces
-<<<<<<< HEAD
-from fsdp_flat.errors import UnsupportedError
-=======
-from fsdp_flat.errors import UsageError
->>>>>>> w-boundary
+from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, is_managed
 from fsdp_flat.runtime import Schedule, Unit, outermost_of, units_holding
@@ -211,7 +199,6 @@ def _unscale_grads_(
     return {each: total.to(each) for each in found or {found_inf.device: found_inf}}
 
 
-<<<<<<< HEAD
 # -- gradients of chosen tensors ---------------------------------------------------------------------------------------
 
 
@@ -277,7 +264,8 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
         for handle in unit.handles
         for visible in handle.views.visible
     }
-=======
+
+
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
 
@@ -345,4 +333,3 @@ class _AccumulatedByAutograd:
                     param.view_as(param).backward(grad)
             finally:
                 self._runs = False
->>>>>>> w-boundary
