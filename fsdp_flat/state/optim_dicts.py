@@ -191,7 +191,8 @@ def rekey_optim_state_dict(
     names = _saved_order(groups, of, index.aliases)
     if names:
         contents = OptimContents(tuple(of[name] for name in names), owners=contents.owners)
-    order = names or [index.fqns_of(param)[0] for param in contents.params]
+    # An optimizer may hold parameters outside of the model too; they have positions and no names.
+    order = names or [index.fqns_of(param)[0] if index.has(param) else "" for param in contents.params]
     _check_shapes(given, index, contents, order)
     if kinds == {int} and to_names and groups and not names and optim is None and optim_input is None:
         num_saved = sum(len(group["params"]) for group in groups)
@@ -204,9 +205,9 @@ def rekey_optim_state_dict(
             )
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
-    positions = {name: at for at, name in enumerate(order)}
+    positions = {name: at for at, name in enumerate(order) if name}
     positions |= {alias: positions[name] for alias, name in index.aliases.items() if name in positions}
-    table: dict[Any, Any] = dict(enumerate(order)) if to_names else positions
+    table: dict[Any, Any] = {at: name for at, name in enumerate(order) if name} if to_names else positions
     rekeyed: dict[str, Any] = {}
     try:
         rekeyed["state"] = {table[key]: value for key, value in given.items()}
@@ -300,6 +301,8 @@ def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
     if not entries:
         raise OptionError("optim_input is empty; pass what the optimizer was built from, or the optimizer.")
     if all(isinstance(entry, dict) for entry in entries):
+        if not all("params" in group for group in entries):
+            raise PhaseError("Each parameter group in optim_input needs its parameters under 'params'.")
         return OptimContents(tuple(param for group in entries for param in group["params"]))
     if all(isinstance(entry, torch.Tensor) for entry in entries):
         return OptimContents(tuple(entries))

@@ -135,10 +135,8 @@ class _OptimLoad:
         by_name: dict[str, dict[str, Any]] = given["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) if index.has(param) for fqn in index.fqns_of(param)}
-        lacking = [param.fqn for param in index.params if param.local_shard.numel] + list(index.others.values())
-        if named or not positions or any(fqn in by_name and fqn not in positions for fqn in lacking):
-            # Parameters outside of the model are the caller's; but if some of the model are missing, they are of
-            # another model, or from before wrapping.
+        if named or not positions:
+            # Parameters outside of the model are the caller's, beside others; alone they are another model's.
             for param in params:
                 index.fqns_of(param)
         _check_class(self._contents, index, by_name)
@@ -178,9 +176,9 @@ class _OptimLoad:
 
         The states of a parameter that one rank of the shard group owns have any shape; other ranks' are empty.
         """
-        first, found = params[0], dict[str, Any]()
+        first, found = next(param for param in params if param.fqn in rows), dict[str, Any]()
         if not first.is_original:
-            _check_uniform(params, rows)
+            self._check_uniform(params, rows)
         device, layout = first.handle.flat_param.device, first.handle.layout
 
         def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
@@ -188,11 +186,10 @@ class _OptimLoad:
 
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[first.fqn]):
-            values = [row[key] for row in rows.values()]
-            value = values[0]
+            value = rows[first.fqn][key]
             if owner is None and key in first.unit.optim_state_handlers:
                 self._split(first, key, value, found)
-            elif is_scalar(value) and not (owner is None and first.shape == () and self._is_zero_dim_state(key, value)):
+            elif self._is_plain(first, key, value, is_owned=owner is not None):
                 if holds_tensors(value) and first.is_split and owner is None:
                     raise LoadError(
                         f"State {key!r} of {first} is a {type(value).__name__} of tensors, saved of a whole parameter; "
@@ -209,9 +206,39 @@ class _OptimLoad:
                 if not first.is_original:
                     # The padding is zero; everything else will be written.
                     clear_padding(shard, layout, first.rank_group.rank)
-                for param, each in zip(params, values, strict=True):
-                    self._fill(StateShard(param, param.part_of(shard), param.shape, key), each)
+                for param in params:
+                    if param.fqn in rows:
+                        self._fill(StateShard(param, param.part_of(shard), param.shape, key), rows[param.fqn][key])
+                    else:
+                        param.part_of(shard).zero_()
         return found
+
+    def _check_uniform(self, params: Sequence[IndexedParam], rows: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise if the states of the parameters in a flat parameter differ in names, counts or dtypes: they become one.
+
+        A parameter without states is given zeros, unless the others have a count, which would not be its own.
+        """
+        lacking = [param.fqn for param in params if param.fqn not in rows]
+        for key in sorted({key for row in rows.values() for key in row}):
+            found: dict[Any, str] = {}
+            for fqn, row in rows.items():
+                value = row.get(key, "nothing")
+                if self._is_plain(self._index.by_name[fqn], key, value):
+                    found.setdefault(str(value.item() if isinstance(value, torch.Tensor) else value), fqn)
+                else:
+                    found.setdefault(dtype_of(value), fqn)
+            if lacking and any(isinstance(value, str) for value in found):
+                found["nothing"] = lacking[0]
+            if len(found) > 1:
+                told = ", ".join(f"{value} for {fqn!r}" for value, fqn in found.items())
+                raise OptionError(
+                    f"With use_orig_params=False the parameters of unit {params[0].unit.name!r} share one state, so "
+                    f"{key!r} needs the same value, or dtype, for each; got {told}. Pass use_orig_params=True."
+                )
+
+    def _is_plain(self, param: IndexedParam, key: str, value: Any, *, is_owned: bool = False) -> bool:
+        """Return whether a state is one value of the whole parameter, and not one for each element."""
+        return is_scalar(value) and (is_owned or param.shape != () or not self._is_zero_dim_state(key, value))
 
     def _is_zero_dim_state(self, key: str, value: Any) -> bool:
         """Return whether a state of a parameter of shape () has one value per element: the number of dims says nothing.
@@ -418,18 +445,6 @@ def _check_groups(
     if moved or is_final:
         raise OptionError(text)
     warn_user(text + " As it is, optim.load_state_dict will raise a ValueError.")
-
-
-def _check_uniform(params: Sequence[IndexedParam], rows: Mapping[str, Mapping[str, Any]]) -> None:
-    have = {fqn: sorted(row) for fqn, row in rows.items()}
-    kinds = {tuple(keys) for keys in have.values()}
-    lacking = [param.fqn for param in params if param.fqn not in have]
-    if len(kinds) > 1 or lacking:
-        raise OptionError(
-            f"With use_orig_params=False the parameters of unit {params[0].unit.name!r} share one state, so each needs "
-            f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
-            "use_orig_params=True."
-        )
 
 
 def template_states(
