@@ -80,12 +80,12 @@ def check(what: str, mine: dict[str, torch.Tensor], others: dict[str, torch.Tens
 def train_and_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Trains in a run that may be killed at any moment and resumed with any number of ranks."""
     found = load_checkpoint(folder, model, optimizer)
-    first = 0 if found is None else found.step  # nothing there: the first run
+    first = 0 if found is None else found.step + 1  # nothing there: the first run
     if found is not None:
         say(f"went on from {found.path.name} with {dist.get_world_size()} ranks")
     for number in range(first, first + 10):
         loss = step(model, optimizer, number)
-    saving = save_checkpoint(folder, model, optimizer, step=first + 10, background=True)
+    saving = save_checkpoint(folder, model, optimizer, step=first + 9, background=True)
     say(f"step {first + 9}: loss {loss:.4f}")  # training may continue while the files are written
     saving.wait()
 

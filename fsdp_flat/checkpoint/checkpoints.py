@@ -124,8 +124,8 @@ def save_checkpoint(
         extra: other values of this rank to save (random states, a learning-rate scheduler's state dict): tensors,
             numbers, strings, None, and lists, tuples and dicts of them.
         step: the checkpoint's number, which names its directory and is the ``step`` of :func:`load_checkpoint`'s
-            result: that of the training step to go on with. By default one more than the highest in the directory, not
-            a training step. It replaces one of the same number.
+            result: pass that of the last training step. By default one more than the highest in the directory, which
+            is no training step. The save replaces a checkpoint of the same number.
         keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
             removed is logged, and the save succeeds.
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
@@ -477,9 +477,10 @@ def load_checkpoint(
     Example::
 
         found = load_checkpoint("run", model, optimizer)
-        for step in range(found.step if found else 0, num_steps):
+        start = 0 if found is None else found.step + 1
+        for step in range(start, num_steps):
             ...
-            save_checkpoint("run", model, optimizer, step=step + 1)
+            save_checkpoint("run", model, optimizer, step=step)
     """
     from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 

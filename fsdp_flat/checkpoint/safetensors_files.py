@@ -1,17 +1,14 @@
-"""Reads and writes safetensors files, of which this is the only description here.
+"""Writes safetensors files tensor by tensor, and reads them by the safetensors package.
 
-Source of the format: the project's README. Eight bytes with the length of the header, little endian; the header, JSON
-of ``{name: {"dtype", "shape", "data_offsets"}}`` and ``"__metadata__"`` of strings; then the data, row-major, where the
-offsets count from the end of the header. The safetensors package, and with it the HuggingFace storage of
-torch.distributed.checkpoint, is not used: it writes a file only from tensors that are all in memory.
+Source of the format, of which this is the only description here: the project's README. Eight bytes with the length of
+the header, little endian; the header, JSON of ``{name: {"dtype", "shape", "data_offsets"}}`` and ``"__metadata__"`` of
+strings; then the data, row-major, where the offsets count from the end of the header. The package, and with it the
+HuggingFace storage of torch.distributed.checkpoint, writes a file only from tensors that are all in memory.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
-import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,26 +16,31 @@ from typing import BinaryIO
 
 import torch
 
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+# Every dtype of the format that torch has.
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-# The limit of the safetensors package; a longer header means a damaged file.
-_LONGEST_HEADER = 100_000_000
 
 
 class FileWriter:
@@ -56,8 +58,11 @@ class FileWriter:
             if tensor.dtype not in _CODES:
                 raise UnsupportedError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold.")
             start, self.nbytes = self.nbytes, self.nbytes + tensor.nbytes
-            offsets = [start, self.nbytes]
-            header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            shape, offsets = list(tensor.shape), [start, self.nbytes]
+            if tensor.dtype is torch.float4_e2m1fn_x2 and shape:
+                # An element of torch's dtype is two of the format's.
+                shape[-1] *= 2
+            header[name] = {"dtype": _CODES[tensor.dtype], "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
@@ -103,38 +108,22 @@ class FileWriter:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Map a file into memory, so that elements are read when they are used; return tensors and the header's strings."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise LoadError(f"{path} is no safetensors file, or a truncated one ({size} bytes).")
-        try:
-            header = json.loads(file.read(length))
-            metadata: dict[str, str] = header.pop("__metadata__", {})
-            infos: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
-            for name, entry in header.items():
-                start, stop = map(operator.index, entry["data_offsets"])
-                infos[name] = (_DTYPES[entry["dtype"]], tuple(map(operator.index, entry["shape"])), start, stop)
-            end = 8 + length + max((stop for _, _, _, stop in infos.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise LoadError(f"The header of {path} cannot be read ({error!r}); is it a safetensors file?") from error
-        if end != size:
-            raise LoadError(f"{path} has {size} bytes; expected {end}. It is truncated or was altered.")
-        for name, (dtype, shape, start, stop) in infos.items():
-            nbytes = dtype.itemsize * math.prod(shape)
-            if start < 0 or stop - start != nbytes or any(size < 0 for size in shape):
-                raise LoadError(
-                    f"The header of {path} contradicts itself: {name!r} of shape {shape} and {dtype} has {nbytes} "
-                    f"bytes, but its data_offsets are {[start, stop]}."
-                )
-        # torch wants memory that may be written; a private copy of a page is made only if it is.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    found = {}
-    for name, (dtype, shape, start, stop) in infos.items():
-        flat = torch.empty(0, dtype=dtype)
-        if stop > start:
-            count = (stop - start) // dtype.itemsize
-            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=8 + length + start)
-        found[name] = flat.view(shape)
-    return found, metadata
+    """Return the tensors of a file, which map it: elements are read when they are used; and the header's strings."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise UsageError("To read .safetensors files, load_full needs safetensors: pip install safetensors.") from error
+    found: dict[str, torch.Tensor] = {}
+    name = None
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no dict)
+                # A view of the mapped file, as a slice would be, but one that hooks of modules can compute with.
+                found[name] = file.get_tensor(name)
+            return found, file.metadata() or {}
+    except (SafetensorError, RuntimeError) as error:
+        what = str(path) if name is None else f"{name!r} of {path}"
+        raise LoadError(
+            f"{what} cannot be read by safetensors ({error}). The file is no safetensors file, is truncated or was "
+            f"altered, or has a dtype that torch {torch.__version__} or this safetensors lacks."
+        ) from error

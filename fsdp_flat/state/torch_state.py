@@ -20,6 +20,9 @@ from fsdp_flat.flat import DTensorViews
 from fsdp_flat.layout import chunk_rows, chunk_shape
 from fsdp_flat.state.shards import IndexedParam, dtype_of, shape_of
 
+# By bytes of an element, a dtype that gloo and NCCL send; they lack many integers, and floating-point ones of a byte.
+_SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
 
 def dtensor(
     chunk: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
@@ -36,6 +39,12 @@ def full_tensor(value: DTensor) -> torch.Tensor:
     between ranks. Right in 2.11, and this way is right in the versions in between too.
     """
     mesh, placements = value.device_mesh, value.placements
+    dtype = value.dtype
+    is_sent = dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
+    if not is_sent and dtype is not (sent_as := _SENT_AS[dtype.itemsize]):
+        sent = dtensor(value.to_local().view(sent_as), tuple(value.shape), mesh, placements)
+        assert isinstance(sent, DTensor)
+        return full_tensor(sent).view(dtype)
     if torch.__version__ >= "2.11" or not any(isinstance(each, _StridedShard) for each in placements):
         return value.full_tensor()
     assert mesh.mesh_dim_names is not None

@@ -341,34 +341,36 @@ def test_files_that_do_not_fit_are_named_on_every_rank_and_nothing_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "shape, offsets, text",
+    "shape, offsets, is_right",
     [
-        ([5], [0, 20], None),
-        ([0, 3], [20, 20], None),
-        ([50], [0, 20], "contradicts itself: 'a' of shape (50,) and torch.float32 has 200 bytes"),
-        ([3], [0, 20], "contradicts itself"),
-        ([5], [-4, 16], "contradicts itself"),
-        ([-5], [20, 0], "contradicts itself"),
-        ([2**62, 4], [0, 0], "contradicts itself"),
-        ([-1, -5], [0, 20], "contradicts itself"),
-        ([5], [0.0, 20.0], "cannot be read"),
-        ([5.0], [0, 20], "cannot be read"),
-        ([5], [0, 20, 20], "cannot be read"),
+        ([5], [20, 40], True),
+        ([0, 3], [20, 20], True),
+        ([50], [20, 40], False),
+        ([3], [20, 40], False),
+        ([5], [0, 20], False),
+        ([5], [-4, 16], False),
+        ([-5], [20, 0], False),
+        ([2**62, 4], [20, 20], False),
+        ([-1, -5], [20, 40], False),
+        ([5], [20.0, 40.0], False),
+        ([5.0], [20, 40], False),
+        ([5], [20, 40, 40], False),
     ],
 )
 def test_a_header_whose_shapes_and_places_contradict_each_other_is_refused(
-    shape: list[Any], offsets: list[Any], text: str | None, tmp_path: Path
+    shape: list[Any], offsets: list[Any], is_right: bool, tmp_path: Path
 ) -> None:
     whole = {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}
-    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}, "whole": whole}).encode()
+    header = json.dumps({"whole": whole, "a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+    numbers = torch.arange(5.0 if offsets == [20, 20] else 10.0).numpy().tobytes()
     path = tmp_path / "made.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + torch.arange(5.0).numpy().tobytes())
-    if text is None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + numbers)
+    if is_right:
         found, _ = read_safetensors(path)
         assert found["a"].shape == torch.Size(shape)
         assert torch.equal(found["whole"], torch.arange(5.0))
         return
-    with pytest.raises(LoadError, match=re.escape(text)):
+    with pytest.raises(LoadError, match=re.escape(f"{path} cannot be read by safetensors")):
         read_safetensors(path)
 
 

@@ -30,13 +30,13 @@ def test_a_first_run_and_its_continuation_are_one_program(tmp_path: Path, rank: 
     trained = []
     for last in (2, 5):
         found = load_checkpoint(tmp_path / "run", model, optimizer)
-        for step in range(found.step if found else 0, last):
+        for step in range(0 if found is None else found.step + 1, last):
             train(model, optimizer, rank, range(step, step + 1))
             trained.append(step)
-            save_checkpoint(tmp_path / "run", model, optimizer, step=step + 1, keep_last=1)
+            save_checkpoint(tmp_path / "run", model, optimizer, step=step, keep_last=1)
     assert trained == [0, 1, 2, 3, 4]
     dist.barrier()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000005"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000004"]
 
 
 @on_ranks(2)
