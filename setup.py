@@ -33,6 +33,7 @@ setup(
         "demo": DEMO,
         "progress": ["tqdm"],
         "migrate": MIGRATE,
+        "safetensors": ["safetensors"],
         "clients": CLIENTS,
         "dev": ["ruff", "mypy", *MIGRATE, *TEST],
     },

@@ -202,19 +202,20 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 
     Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
     """
-    for groups, device in dict.fromkeys(
-        (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
-    ):
-        waiting = [unit for unit in units if any(any(handle.grads.ready) for handle in unit.handles)]
-        own = [unit for unit in waiting if unit.options.groups == groups]
-        if any(true_on_any_rank([bool(own)], groups.rank_groups, device)):
-            told = f"of unit {own[0].name!r}" if own else "on another rank"
-            raise PhaseError(
-                f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
-                f"rank {groups.shard.rank} of the shard group): each rank has a local shard of its own gradient, of a "
-                "backward inside no_sync. Call it after a backward outside of no_sync, or use "
-                'no_sync(mode="sharded").'
-            )
+    sharded = [unit for unit in units if unit.needs_all_gather]
+    waiting = [unit for unit in sharded if any(any(handle.grads.ready) for handle in unit.handles)]
+    found = bool(waiting)
+    # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
+    for groups in dict.fromkeys(unit.options.groups for unit in units if sharded):
+        (found,) = true_on_any_rank([found], groups.rank_groups, units[0].options.device)
+    if found:
+        told = f"of unit {waiting[0].name!r}" if waiting else "on another rank"
+        raise PhaseError(
+            f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
+            f"rank {units[0].options.groups.primary.rank} of the group): each rank has a local shard of its own "
+            "gradient, of a backward inside no_sync. Call it after a backward outside of no_sync, or use "
+            'no_sync(mode="sharded").'
+        )
 
 
 @contextmanager

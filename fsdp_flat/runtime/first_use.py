@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 
-from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement, is_simulated
+from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
@@ -104,8 +104,8 @@ def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
 def _check_values(units: Sequence[Unit]) -> None:
     """Raise if a parameter that left the meta device has no values, here or on another rank.
 
-    Every rank must call this. An error found over one group is exchanged over the others before any rank raises, since
-    ranks that are only in the others would otherwise wait forever.
+    Every rank must call this. This rank's error is exchanged over all groups, since ranks that are in one of them alone
+    would otherwise wait forever.
     """
     # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing reads
     # a parameter.
@@ -116,16 +116,11 @@ def _check_values(units: Sequence[Unit]) -> None:
             f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
             "dict, between to_empty and the first forward."
         )
-    by_groups: dict[ShardingGroups, list[Unit]] = {}
-    for unit in units:
-        if unit.unwritten is not None and not unit.shows_dtensors:
-            by_groups.setdefault(unit.options.groups, []).append(unit)
-    found: Exception | None = None
-    for groups, some in by_groups.items():
-        error = _unwritten_error(some)
-        found = find_disagreement((), found or error, groups.rank_groups, some[0].options.device, _WRITTEN)
-    if found is not None:
-        raise found
+    left_meta = [unit for unit in units if unit.unwritten is not None and not unit.shows_dtensors]
+    if left_meta:
+        over = dict.fromkeys(unit.options.groups for unit in (units[0], *left_meta))
+        rank_groups = list(dict.fromkeys(group for groups in over for group in groups.rank_groups))
+        agree((), _unwritten_error(left_meta), rank_groups, left_meta[0].options.device, _WRITTEN)
     for unit in units:
         unit.unwritten = None
 
@@ -216,13 +211,18 @@ class RankChecks:
         """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas."""
         if self._compared_in_backward or not any(unit.is_trainable for unit in self._units):
             return
-        found: Exception | None = None
-        for groups in self._handles:
-            if groups.replicate.size > 1:
-                lines, device = _trained_lines(self._units, groups), self._units[0].options.device
-                found = find_disagreement(lines, found, groups.rank_groups, device, _TRAINED)
-        if found is not None:
-            raise found
+        replicated = [groups for groups in self._handles if groups.replicate.size > 1]
+        if replicated:
+            # What ranks find over the groups of an inner unit is exchanged over those of the outermost one too.
+            over = list(dict.fromkeys([self._units[0].options.groups, *replicated]))
+
+            def lines_of(rank_group: RankGroup) -> list[str]:
+                among = [groups for groups in replicated if rank_group in groups.rank_groups]
+                return [line for groups in among for line in _trained_lines(self._units, groups)]
+
+            lines = lines_of if len(over) > 1 else _trained_lines(self._units, over[0])
+            rank_groups = list(dict.fromkeys(group for groups in over for group in groups.rank_groups))
+            agree(lines, None, rank_groups, self._units[0].options.device, _TRAINED)
         self._compared_in_backward = True
 
     def after_backward(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from fsdp_flat.comm import barrier
+from fsdp_flat.comm import barrier, true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.flat import DeferredTensor, FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
@@ -160,8 +160,10 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             if rank_groups:
                 unmanaged = RankZeroTensors(wrapper)
                 unmanaged.compare(rank_groups, unit.options.device)
-            # Hooks of inner modules may change parameters, so they must run before the all-gather.
-            if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
+            # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
+            # all-gather.
+            is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
+            if not any(true_on_any_rank([is_hooked], rank_groups, unit.options.device)):
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
