@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
-from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo
+from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo, unseen_by_modes
 from fsdp_flat.errors import PeerFailureError
 
 _logger = logging.getLogger("fsdp_flat")
@@ -44,13 +44,23 @@ _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weak
 
 
 def begin_all_reduce(
-    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, collective: str = "an all-reduce"
+    tensor: torch.Tensor,
+    rank_group: RankGroup,
+    *,
+    largest: bool = False,
+    collective: str = "an all-reduce",
+    is_flags: bool = False,
 ) -> Pending:
-    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``."""
+    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``.
+
+    Tools that count the collectives of a step do not see those of flags (``is_flags``), which torch does not exchange.
+    """
     if rank_group.size == 1:
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    work: Any = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
+    work: Any
+    with unseen_by_modes() if is_flags else nullcontext():
+        work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
     if tensor.device.type == "cpu":
         work = WatchedWork(work, rank_group, lambda: collective, rank_group.others)
     return Pending([work], tensor)
@@ -71,7 +81,7 @@ def true_on_any_rank(
     for rank_group in connected(rank_groups) if found else ():
         assert rank_group.group is not None
         tensor = torch.tensor(found, dtype=torch.uint8, device=control_device(rank_group.group, device))
-        begin_all_reduce(tensor, rank_group, largest=True, collective=collective).wait()
+        begin_all_reduce(tensor, rank_group, largest=True, collective=collective, is_flags=True).wait()
         found = [bool(flag) for flag in tensor.tolist()]
     return found
 
@@ -123,10 +133,11 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
     rank_group = RankGroup(group, group.rank(), group.size())
     rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
-    if only_on_rank0:
-        work = dist.gather(own, rows or None, group_dst=0, group=group, async_op=True)
-    else:
-        work = dist.all_gather(rows, own, group=group, async_op=True)
+    with unseen_by_modes():
+        if only_on_rank0:
+            work = dist.gather(own, rows or None, group_dst=0, group=group, async_op=True)
+        else:
+            work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):
         work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", rank_group.others, raises_early=False)
     work.wait()

@@ -6,13 +6,14 @@ import atexit
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.utils import _python_dispatch
 
 # Returns whether a profiler is running; the public ways to ask take much longer.
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -20,6 +21,14 @@ profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def unseen_by_modes() -> AbstractContextManager[Any]:
+    """Hide operations inside the block from dispatch modes, of which ``CommDebugMode`` counts collectives.
+
+    There is no public way to leave a mode that a caller has entered.
+    """
+    return _python_dispatch._disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

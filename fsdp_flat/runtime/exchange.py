@@ -117,7 +117,7 @@ class BackwardExchange:
             row = bytearray(b"".join([*flags, late, bytes([compare, average, retains_graph]), digest, complement]))
             pending = Pending((), torch.frombuffer(row, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
-                pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING)
+                pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
             self._in_flight[groups] = pending
 
     def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:

@@ -93,7 +93,8 @@ def test_rank_zero_alone_receives_with_rank0_only(use_orig_params: bool, rank: i
     ):
         state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     assert (record.count("transfer") == 0) == (rank == 0)
-    assert set(record.counts()) <= {"transfer", "all_gather"}
+    assert set(record.counts()) <= {"transfer", "all_gather", "all_reduce"}
+    assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [1]  # whether a rank has hooks
     assert sum(call.nbytes for call in record.calls if call.name == "transfer") <= 3 * shard_bytes(model)
     if rank == 0:
         assert_equal(dict(state), dict(expected[0]))
