@@ -5,6 +5,7 @@ These are all of them:
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
 * ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
+* ``torch.autograd.backward``, which ``Tensor.backward`` calls: ``inputs`` may be sharded parameters.
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
 
@@ -36,6 +37,8 @@ from fsdp_flat.flat import FlatParameter, is_managed
 from fsdp_flat.runtime import Schedule, Unit, outermost_of, units_holding
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
+_torch_backward: Callable[..., None] = torch.autograd.backward
+_BACKWARD = inspect.signature(_torch_backward)
 _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
 # GradScaler decides by what this method returns, for each device; there is no public way to change its decision.
 _UNSCALE = "_unscale_grads_"
@@ -60,6 +63,7 @@ def replace_torch_functions() -> None:
     if not _State.replaced:
         _rebind(_torch_clip_grad_norm_, clip_grad_norm_)
         _rebind(_torch_grad, grad)
+        _rebind(_torch_backward, backward)
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
         _State.replaced = True
@@ -73,6 +77,7 @@ def restore_torch_functions() -> None:
     if _State.replaced:
         _rebind(clip_grad_norm_, _torch_clip_grad_norm_)
         _rebind(grad, _torch_grad)
+        _rebind(backward, _torch_backward)
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
     _State.replaced = False
@@ -256,11 +261,30 @@ def grad(
     return tuple(results)
 
 
+@functools.wraps(_torch_backward)
+def backward(*args: Any, **kwargs: Any) -> None:
+    """Run a backward as ``torch.autograd.backward``; ``inputs`` may be parameters that units manage.
+
+    Only those then get gradients, the same as in any other backward: reduced over ranks, and in ``.grad``. Every rank
+    must pass the same ones.
+    """
+    if (kwargs.get("inputs") is not None or len(args) > 5) and not torch.compiler.is_compiling():
+        given = _BACKWARD.bind(*args, **kwargs)
+        inputs: Any = given.arguments["inputs"]
+        inputs = inputs.values() if isinstance(inputs, dict) else inputs
+        listed: list[Any] = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else list(inputs or ())
+        in_graph = _unsharded_params_of(listed)
+        given.arguments["inputs"] = [each for tensor in listed for each in in_graph.get(tensor, [tensor])] or inputs
+        args, kwargs = given.args, given.kwargs
+    _torch_backward(*args, **kwargs)
+
+
 def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Parameter]]:
     """Return for each parameter that a unit manages the leaves of the graph that stand for it."""
     return {
         visible.param: [handle.views.unsharded_params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
+        if unit.whole is None  # else modules compute with the parameters that an optimizer holds
         for handle in unit.handles
         for visible in handle.views.visible
     }
