@@ -4,7 +4,7 @@ A public name is imported when it is first used, because torch.distributed.tenso
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_flat import torch_version  # first: with an old torch, any of the others may fail
 from fsdp_flat.version import __version__ as __version__
@@ -137,7 +137,7 @@ _HOMES = (
 
 if not TYPE_CHECKING:  # a type checker would take every other name for one of the package, too
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Import a public name, or a submodule, when it is first used."""
         if name in __all__:
             modules = (import_module(f"{__name__}.{home}") for home in _HOMES)

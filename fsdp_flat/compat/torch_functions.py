@@ -214,8 +214,9 @@ def grad(
     grad_outputs: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    is_grads_batched: bool = False,
+    only_inputs: bool = True,
     allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return gradients as ``torch.autograd.grad``, also of parameters that units manage; ``.grad`` stays as it is.
@@ -232,7 +233,7 @@ def grad(
     given = [inputs] if is_one else list(inputs)
     in_graph = {} if torch.compiler.is_compiling() or is_grads_batched else _unsharded_params_of(given)
     if not in_graph:
-        unused = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
+        unused = {"allow_unused": allow_unused, "materialize_grads": materialize_grads, "only_inputs": only_inputs}
         return _torch_grad(outputs, inputs if is_one else given, grad_outputs, **options, **unused)
     if create_graph:
         raise UnsupportedError(

@@ -377,8 +377,11 @@ class HandleGradients:
         views = self.views
         if self._buffer is None or self._unreduced or not views.exposes_unreduced:
             return
+        flat, ready = self._buffer.close(pool), self.ready
+        if not torch._has_compatible_shallow_copy_type(views.flat_param, flat):
+            return  # an offloaded parameter cannot have a gradient on some kinds of devices
         self._buffer.is_exposed = True
-        waiting, ready = views.unreduced_grads(self._buffer.close(pool)), self.ready
+        waiting = views.unreduced_grads(flat)
         self._unreduced = [
             UnreducedGrad(each, grad)
             for each, grad in zip(views.visible, waiting, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_flat import fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
+from fsdp_flat.compat.torch_functions import grad
 from fsdp_flat.errors import UnsupportedError
-from tests.support import assert_equal, on_ranks
+from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_fsdp
 from tests.wrapper.models import Model, batch, seeded, shard
@@ -78,3 +80,14 @@ def test_second_order_gradients_are_refused_and_torchs_function_can_be_restored(
     with pytest.raises(RuntimeError, match="appears to not have been used"):
         gradients(model, batch(0))
     replace_torch_functions()
+
+
+@on_ranks(2)
+def test_positional_arguments_are_those_of_torchs_function(rank: int) -> None:
+    shard(seeded(), use_orig_params=True)
+    assert torch.autograd.grad is grad
+    own, theirs = (inspect.signature(grad, follow_wrapped=follows).parameters for follows in (False, True))
+    assert list(own) == list(theirs)
+    x = torch.ones(2, requires_grad=True)
+    (found,) = torch.autograd.grad(x.square().sum(), x, None, True, False, True, False, False, False)
+    assert_close(found, 2 * x.detach(), rtol=0.0, atol=0.0)
