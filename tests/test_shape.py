@@ -28,20 +28,21 @@ from tests.support.kit import Block, wrapped
 PACKAGE = Path(fsdp_flat.__file__).parent
 # Tokens without comments and docstrings. The folder `tools` and the migration are no part of the library at run time.
 MOST_TOKENS = {
-    "": 5860,
+    "": 5858,
     "checkpoint": 13038,
     "comm": 16651,
-    "compat": 9458,
+    "compat": 9683,
     "composable": 3675,
     "extras": 10315,
-    "flat": 23098,
+    "flat": 23115,
     "layout": 3389,
     "runtime": 37054,
     "state": 28844,
     "wrap": 3860,
 }
-# Distinct functions of the package, lower layers included, in a steady forward and backward of a middle unit.
-MOST_FUNCTIONS = {"flat": 180, "originals": 180}
+# Distinct functions of the package, lower layers included, in a steady forward and backward of a middle unit: 172 to 176
+# as they were counted, since ranks wait for each other in different functions.
+MOST_FUNCTIONS = {"flat": 178, "originals": 178}
 _NO_TOKENS = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
 }
