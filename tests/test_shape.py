@@ -40,8 +40,8 @@ MOST_TOKENS = {
     "state": 28844,
     "wrap": 3860,
 }
-# Distinct functions of the package, lower layers included, in a steady forward and backward of a middle unit: 172 to 176
-# as they were counted, since ranks wait for each other in different functions.
+# Distinct functions of the package, lower layers included, in a steady forward and backward of a middle unit. Counted
+# were 172 to 176, since ranks wait for each other in different functions.
 MOST_FUNCTIONS = {"flat": 178, "originals": 178}
 _NO_TOKENS = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
