@@ -30,7 +30,7 @@ SESSIONS = (
         "tests/runtime/test_compile.py",
         "tests/surface/test_finetune_example.py",
     ),
-    ("tests/composable", "tests/parity"),
+    ("tests/composable", "tests/parity", "tests/users"),
 )
 
 
