@@ -31,7 +31,7 @@ MOST_TOKENS = {
     "": 5858,
     "checkpoint": 13038,
     "comm": 16651,
-    "compat": 9683,
+    "compat": 9709,
     "composable": 3675,
     "extras": 10315,
     "flat": 23115,

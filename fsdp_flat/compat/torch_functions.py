@@ -61,9 +61,7 @@ def replace_at_first_unit() -> None:
 def replace_torch_functions() -> None:
     """Replace torch's functions again after :func:`restore_torch_functions`. The first unit does it by itself."""
     if not _State.replaced:
-        _rebind(_torch_clip_grad_norm_, clip_grad_norm_)
-        _rebind(_torch_grad, grad)
-        _rebind(_torch_backward, backward)
+        _rebind({_torch_clip_grad_norm_: clip_grad_norm_, _torch_grad: grad, _torch_backward: backward})
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
         _State.replaced = True
@@ -75,21 +73,20 @@ def restore_torch_functions() -> None:
     They stay restored until :func:`replace_torch_functions` is called.
     """
     if _State.replaced:
-        _rebind(clip_grad_norm_, _torch_clip_grad_norm_)
-        _rebind(grad, _torch_grad)
-        _rebind(backward, _torch_backward)
+        _rebind({clip_grad_norm_: _torch_clip_grad_norm_, grad: _torch_grad, backward: _torch_backward})
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
     _State.replaced = False
 
 
-def _rebind(old: object, new: object) -> None:
-    """Bind every name of ``old`` in an imported module to ``new``, other than this module's own."""
+def _rebind(new_of: dict[Any, Any]) -> None:
+    """Bind every name of a function in an imported module to its replacement, other than this module's own names."""
+    by_id = {id(old): new for old, new in new_of.items()}
     for namespace in namespaces():
         if namespace is not globals():
             for name, value in list(namespace.items()):
-                if value is old:
-                    namespace[name] = new
+                if id(value) in by_id:
+                    namespace[name] = by_id[id(value)]
 
 
 def _trees_of(units: Iterable[Unit]) -> list[Unit]:
