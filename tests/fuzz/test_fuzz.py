@@ -205,7 +205,9 @@ def test_a_planted_defect_is_found_in_a_model_of_fully_shard(
 
 
 def test_a_hang_is_ended_and_reported_with_the_stack_of_each_rank(fuzzer: Callable[..., Fuzzer]) -> None:
-    failure = fuzzer(2, plant="hang", timeout_s=1.5).run(small_case(FORWARD))
+    hanging = fuzzer(2, plant="hang")
+    assert hanging.run(small_case()) is None  # the ranks have started and imported what a case needs
+    failure = hanging.run(small_case(FORWARD), timeout_s=4)
     assert failure is not None
     assert failure.kind == "hang"
     assert "time.sleep(3600)" in failure.text
