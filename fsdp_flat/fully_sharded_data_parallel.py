@@ -391,7 +391,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         lists = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
-    # -- conversions and copies ----------------------------------------------------------------------------------
+    # -- conversions -------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``share_memory``)."""
@@ -400,24 +400,6 @@ class FullyShardedDataParallel(UndocumentedMembers):
             forget_tensors(self._unit)
         return self
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> FullyShardedDataParallel:
-        """Return an independent wrapped model on copies of the shards (``copy.deepcopy(model)``).
-
-        Nothing is communicated, but every rank must copy if the copy is to run. Process groups and custom collectives
-        are shared; gradients, and hooks on parameters, are not copied, as for a plain model. Settings are copied,
-        except ``set_requires_gradient_sync`` and ``set_is_last_backward``, as there is nothing accumulated; modules to
-        prefetch become their copies. Copy a model and its optimizer in one call,
-        ``copy.deepcopy((model, optimizer))``, to get an optimizer of the copy.
-
-        Raises:
-            PhaseError: inside forward, backward or ``summon_full_params``.
-            UsageError: this wrapper's modules share a parameter with an outer one.
-        """
-        twin = runtime.copy_wrapper(self, memo)
-        assert isinstance(twin, FullyShardedDataParallel)
-        describe_flat_params(twin._unit)
-        return twin
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled (``torch.save(model)``, ``copy.copy``): this process holds one rank's shard only.
 
@@ -425,6 +407,6 @@ class FullyShardedDataParallel(UndocumentedMembers):
             OptionTypeError: (a TypeError) always.
         """
         raise OptionTypeError(
-            "A wrapped model cannot be pickled, since each rank holds a part of it. Save model.state_dict(), take a "
-            "copy with copy.deepcopy(model), or get the plain module back with fsdp_flat.unwrap(model)."
+            "A wrapped model cannot be pickled, since each rank holds a part of it. Save model.state_dict(), or get "
+            "the plain module back with fsdp_flat.unwrap(model)."
         )

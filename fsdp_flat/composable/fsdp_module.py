@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
-from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
 from fsdp_flat.runtime import Phase, ShardedModule, Unit, schedule_of, unit_of
 from fsdp_flat.user_warnings import warn_user
@@ -101,13 +100,6 @@ class FSDPModule(ShardedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters unsharded. Every rank of the mesh must call this."""
         return runtime.run_module(self, args, kwargs, super().__call__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse to be copied, as FSDP2's modules do: raise a PhaseError."""
-        raise PhaseError(
-            f"A module that fully_shard was called on cannot be copied ({type(self).__name__}). Copy it before, or "
-            "build a second one and load the first one's state dict."
-        )
 
     _get_fsdp_state = state_of
 

@@ -11,7 +11,7 @@ from fsdp_flat.flat.gradients import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, copy_flat_parameter, set_grad
+from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, set_grad
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.params import (
     PLAIN,

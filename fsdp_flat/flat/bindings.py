@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,20 +40,3 @@ class Bindings(NamedTuple):
     names: Sequence[str]
     unsharded: Sequence[torch.Tensor]
     sharded: Sequence[torch.Tensor]
-
-
-@contextmanager
-def detached(bindings: Bindings, guards: Iterable[tuple[dict[Any, Any], str]]) -> Iterator[None]:
-    """Set every place to None, and remove ``guards`` from their mappings, inside the block; restore all afterwards."""
-    bound, guards = list(zip(bindings.attributes, bindings.names, strict=True)), list(guards)
-    held = [(place, name, place[name]) for place, name in (*bound, *guards) if name in place]
-    for attributes, name in bound:
-        if name in attributes:
-            attributes[name] = None
-    for hooks, key in guards:
-        hooks.pop(key, None)
-    try:
-        yield
-    finally:
-        for place, name, value in held:
-            place[name] = value

@@ -75,9 +75,6 @@ class ShardedPlaceholder(torch.Tensor):
             f"flat parameter. {SHARDED_HINTS}"
         )
 
-    def __deepcopy__(self, _memo: Any) -> ShardedPlaceholder:
-        return self
-
 
 _METADATA = frozenset(
     {"__get__", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
@@ -151,19 +148,8 @@ def renew_shard(flat_param: nn.Parameter) -> None:
 
     The caller may hold the old memory as the data to restore (``saved = p.data; p.data = averaged``).
     """
-    flat_param.data = _copied(flat_param.data)
-
-
-def _copied(shard: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a shard, in pinned memory if the shard is, as an offloaded one."""
-    return shard.clone().pin_memory() if shard.is_pinned() else shard.clone()
-
-
-def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
-    """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
-    if copied is None:
-        copied = nn.Parameter(_copied(flat_param.data), flat_param.requires_grad)
-    return as_flat_parameter(copied)
+    copied, is_pinned = flat_param.data.clone(), flat_param.data.is_pinned()
+    flat_param.data = copied.pin_memory() if is_pinned else copied
 
 
 def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ A handle never communicates: others all-gather into its buffer, and reduce its f
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -256,14 +255,6 @@ class FlatParamHandle:
         watch_steps_on(self.views)
         self.grads = HandleGradients(params, self.views)
         self._prepare_grads()
-
-    def copy_to(self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter) -> FlatParamHandle:
-        """Create an independent handle for the copies of its parameters, module and shard, without gradients."""
-        twin = copy.copy(self)
-        twin.spec = replace(self.spec, module=module)
-        twin.flat_param = flat_param
-        twin._attach(params)
-        return twin
 
     def rename(self, unit_name: str) -> None:
         """Rename the unit, once the tree that it belongs to is known."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
-from fsdp_flat.flat.bindings import Bindings, detached, parameters_of
+from fsdp_flat.flat.bindings import Bindings, parameters_of
 from fsdp_flat.flat.guards import (
     ShardedPlaceholder,
     module_guard,
@@ -205,10 +204,6 @@ class Views:
         """Remove the guards, which raise when modules are called with sharded parameters."""
         for hooks in self._guarded:
             hooks.pop(self._guard_key, None)
-
-    def detached(self) -> AbstractContextManager[None]:
-        """Replace the handle's tensors by None and remove the guards inside the block, to copy the modules."""
-        return detached(self._bindings, [(hooks, self._guard_key) for hooks in self._guarded])
 
     def check_shown(self) -> None:
         """Raise a PhaseError if a parameter was assigned while the unit was unsharded, which would be lost."""

@@ -2,7 +2,6 @@
 
 from fsdp_flat.runtime.between_steps import (
     convert_unit,
-    copy_wrapper,
     full_params,
     hide_compiled_name,
     summon_full_params,

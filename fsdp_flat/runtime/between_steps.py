@@ -1,11 +1,9 @@
-"""Acts on units between steps: full parameters, conversions (``.to``, ``.float``), copies, and unwrapping."""
+"""Acts on units between steps: full parameters, conversions (``.to``, ``.float``), and unwrapping."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +12,9 @@ from torch import nn
 from fsdp_flat.comm import Pending, true_on_any_rank, unrecorded
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
-    PLAIN,
     FlatParamHandle,
-    ShardedPlaceholder,
     clear_padding,
-    copy_flat_parameter,
     have_grads,
-    is_managed,
     local_part,
     modules_of,
     restore_sharded_grad,
@@ -32,17 +26,14 @@ from fsdp_flat.flat import (
 )
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
-from fsdp_flat.runtime.options import Ignored, Phase
-from fsdp_flat.runtime.other_forwards import register_forward_method
+from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.schedule import outermost_of, schedule_of
 from fsdp_flat.runtime.tensors import drop_full_precision
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
 
 # The name component that torch.compile adds.
 _COMPILED_PREFIX = COMPILED_MODULE + "."
-_COPYING = "fsdp_flat is copying an outer unit"
-_COPIED = "units that fsdp_flat has copied"
 
 
 # -- full parameters ---------------------------------------------------------------------------------------------------
@@ -240,7 +231,7 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
             restore_sharded_grad(handle.views, shard_of(handle.layout, rank, whole) if writeback else shards[handle])
 
 
-# -- conversions, copies and unwrapping -------------------------------------------------------------------------------
+# -- conversions and unwrapping --------------------------------------------------------------------------------------
 
 
 def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert_others: Callable[[], object]) -> bool:
@@ -273,120 +264,10 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     return True
 
 
-def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """Copy a wrapper, its unit and the module inside; nested wrappers copy themselves in the process.
-
-    A copy has the same layout on copied modules, with a separate shard; nothing is communicated. Process groups,
-    meshes and constructor arguments are shared with the original. Gradients are not copied, as ``copy.deepcopy`` of
-    ordinary parameters does not copy them either; so a copy synchronizes gradients, and its next backward is a last
-    one. It has the other switches of the original, and the same collectives. Modules to prefetch become their copies;
-    those that are not copied are left out. Parameters already in ``memo`` (those of a copied optimizer) are reused.
-    """
-    unit = own_unit(wrapper)
-    twin = type(wrapper).__new__(type(wrapper))
-    memo[id(wrapper)] = twin
-    with unrecorded():
-        copied = _copy_unit(unit, memo)
-    remade = {"_unit", "_handle_names", "_load", *unit.forward_methods}
-    for name, value in wrapper.__dict__.items():
-        if name not in remade:
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-    twin.__dict__["_unit"] = copied
-    for method in unit.forward_methods:
-        register_forward_method(twin, method)
-    return twin
-
-
-def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
-    unit.check_idle("copy.deepcopy")
-    groups = unit.options.groups
-    for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
-        if shared is not None:
-            memo[id(shared)] = shared
-    outermost = _COPYING not in memo
-    if outermost:
-        _check_complete(unit)
-        memo[_COPYING] = True
-    try:
-        unit.adopt_changes()
-        for handle in unit.handles:
-            _copy_params(handle, memo)
-        with ExitStack() as stack:
-            # The modules hold None in place of the parameters, so that their values are not copied with them.
-            for handle in unit.handles:
-                stack.enter_context(handle.views.detached())
-            module = copy.deepcopy(unit.module, memo)
-    finally:
-        if outermost:
-            del memo[_COPYING]
-    handles = [_copy_handle(handle, memo) for handle in unit.handles]
-    ignored = Ignored(
-        frozenset(memo.get(id(child), child) for child in unit.ignored.modules),
-        frozenset(memo.get(id(param), param) for param in unit.ignored.params),
-    )
-    buffers, stored = copy.deepcopy(unit.buffers, memo), copy.deepcopy(unit.stored, memo)
-    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.unit_id)
-    twin.optim_state_handlers.update(unit.optim_state_handlers)
-    twin.policy = copy.copy(unit.policy)
-    twin.control = replace(unit.control, sync_gradients=True, is_last_backward=True)
-    twin.use_collectives(unit.collective_choice)
-    twin.averages_ignored = unit.averages_ignored
-    twin.state_dict_settings = copy.deepcopy(unit.state_dict_settings)
-    twin.is_nested = unit.is_nested and not outermost
-    for handle in handles:
-        handle.views.use_sharded_views()
-    memo.setdefault(_COPIED, []).append((unit, twin))
-    # Modules to prefetch are replaced in all units copied so far: one may name modules copied after it.
-    for original, copied in memo[_COPIED] if outermost else ():
-        for lists in ("forward_prefetch", "backward_prefetch"):
-            modules = getattr(original.control, lists)
-            setattr(copied.control, lists, tuple(memo[id(module)] for module in modules if id(module) in memo))
-    return twin
-
-
-def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
-    # Copy parameters before modules, so that other references to these parameters refer to their copies.
-    memo[id(handle.flat_param)] = copy_flat_parameter(handle.flat_param, memo.get(id(handle.flat_param)))
-    for entry in handle.views.params:
-        if id(entry.param) not in memo:
-            kind = type(entry.param) if entry.adapter is PLAIN else nn.Parameter
-            twin = kind(entry.param.data, requires_grad=entry.param.requires_grad)
-            memo[id(entry.param)] = twin
-        marks = entry.param.__dict__
-        if "_fsdp_flattened" in marks:
-            memo[id(entry.param)]._fsdp_flattened = marks["_fsdp_flattened"]
-    # Modules may hold unsharded ones in lists of their own, as recurrent ones do; these have no memory now.
-    for unsharded in handle.all_unsharded_params():
-        for entry, param in zip(handle.views.params, unsharded, strict=True):
-            memo.setdefault(id(param), memo[id(entry.param)])
-
-
-def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHandle:
-    params = []
-    for entry in handle.views.params:
-        sites = tuple(replace(site, module=copy.deepcopy(site.module, memo)) for site in entry.sites)
-        params.append(replace(entry, param=memo[id(entry.param)], sites=sites))
-    return handle.copy_to(params, copy.deepcopy(handle.spec.module, memo), memo[id(handle.flat_param)])
-
-
 def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
     """Return module and name of every registration of a parameter that ``units`` manage."""
     params = [entry for unit in units for handle in unit.handles for entry in handle.views.params]
     return {(site.module, site.name) for entry in params for site in entry.sites}
-
-
-def _check_complete(unit: Unit) -> None:
-    """Raise if a module below the unit holds a parameter of an outer unit, whose values would not be copied."""
-    managed = managed_sites([unit, *units_of(unit.module)])
-    for module in unit.module.modules():
-        held = [each for each in module._parameters.items() if each[1] is not None and is_managed(each[1])]
-        held += [each for each in module.__dict__.items() if isinstance(each[1], ShardedPlaceholder)]
-        for name, tensor in held:
-            if (module, name) not in managed and not getattr(tensor, "_is_flat_param", False):
-                raise UsageError(
-                    f"{name!r} of a {type(module).__name__} in unit {unit.name!r} is shared with a unit further out, "
-                    "which holds it, so this unit cannot be copied alone. Copy the outermost wrapper."
-                )
 
 
 def unwrap(model: nn.Module) -> nn.Module:

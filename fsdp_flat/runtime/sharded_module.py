@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -35,6 +36,19 @@ class ShardedModule(UnitSettings):
         unit = unit_of(self)
         own = [] if unit is None else [each.summary() for each in unit.with_inner]
         return ", ".join(filter(None, [super().extra_repr(), "; ".join(own)]))
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
+        """Refuse to be copied: process groups cannot be, and FSDP1's and FSDP2's modules refuse it too.
+
+        Raises:
+            PhaseError: always.
+        """
+        name = "" if (unit := unit_of(self)) is None else f" (unit {unit.name!r})"
+        raise PhaseError(
+            f"A sharded {type(self).__name__}{name} cannot be copied. Copy the module before it is sharded; or build "
+            "and shard a second one, and load this one's state dict. fsdp_flat.ShardedEMA(model, decay) keeps an "
+            "average of the weights, and fsdp_flat.unwrap(model) gives the plain module back, which can be copied."
+        )
 
     # -- sharded and unsharded state -------------------------------------------------------------------------------
 

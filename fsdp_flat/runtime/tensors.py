@@ -107,9 +107,6 @@ class StoredTensors:
         self.places: list[tuple[dict[str, Any], str]] = []
         self.num_attributes = self.num_until_search = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensors:
-        return StoredTensors(copy.deepcopy(self._modules, memo))
-
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that are stored now."""
         num_attributes = sum(map(len, self.attributes))

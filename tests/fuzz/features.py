@@ -55,7 +55,7 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     },
     **{
         f"action-{kind}": _without_action(kind)
-        for kind in ("accumulate", "fail", "move", "elsewhere", "copy", "unit", "toggle", "input_gradient", "average")
+        for kind in ("accumulate", "fail", "move", "elsewhere", "unit", "toggle", "input_gradient", "average")
     },
 }
 

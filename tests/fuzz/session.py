@@ -17,7 +17,7 @@ from fsdp_flat import clean_tensor_name
 from fsdp_flat.errors import OptionError, TiedParameterError
 from tests.support import assert_close
 
-from .case import Case, Node, Options, Wrapping, nodes_of
+from .case import Case, Options, Wrapping, nodes_of
 from .models import Root, as_rank, build
 from .wrapping import arguments_from, wrap
 
@@ -123,12 +123,6 @@ def loss_of(outputs: list[torch.Tensor], uses: list[int]) -> torch.Tensor:
     return sum((index + 1) * torch.tanh(0.3 * outputs[index]).square().mean() for index in chosen)  # type: ignore
 
 
-def without_parameter_hooks(node: Node) -> Node:
-    """Drop what a copy of a plain model drops."""
-    hook = "" if node.hook == "parameter" else node.hook
-    return replace(node, hook=hook, children=tuple(map(without_parameter_hooks, node.children)))
-
-
 @dataclass
 class Sides:
     """What is compared, by name."""
@@ -160,7 +154,6 @@ class Session(State):
         self.pending: list[Pending] = []
         self.snapshot: Any = None
         self.ema: Any = None
-        self.has_hooks = True
         self.num_saves = 0
 
     # -- making ------------------------------------------------------------------------------------------------------
@@ -203,8 +196,6 @@ class Session(State):
     def fresh(self, seed: int) -> Root:
         """Build another model of the same structure, and the same needs of gradients."""
         case = self.case
-        if not self.has_hooks:
-            case = replace(case, model=without_parameter_hooks(case.model))
         made = build(case, seed)
         dtypes = {name: p.dtype for name, p in self.plain.named_parameters()}
         for (name, param), other in zip(made.named_parameters(), self.plain.parameters()):

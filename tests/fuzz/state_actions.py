@@ -15,7 +15,6 @@ from fsdp_flat import OptimStateKeyType, StateDictType, load_checkpoint, save_ch
 
 from .action_kinds import ActionKind
 from .case import Action, Case, nodes_of, options_from, wrapping_from
-from .models import as_rank
 from .session import NotLegal, Session, State, shard_sizes
 
 # -- states ----------------------------------------------------------------------------------------------------------
@@ -214,34 +213,3 @@ class Elsewhere(ActionKind):
         with FSDP.summon_full_params(new, writeback=False):
             found = {name: p.detach().clone() for name, p in new.named_parameters()}
         session.compare("parameters elsewhere", found, {n: p.detach() for n, p in session.plain.named_parameters()})
-
-
-class Copy(ActionKind):
-    """``copy.deepcopy`` of model and optimizer; go on with the copy, or with the original after a step of it."""
-
-    kind = "copy"
-    fronts = ("wrapper",)
-    weight = 1.5
-
-    def arguments(self, rng: random.Random, case: Case) -> dict[str, Any]:
-        return {"adopt": rng.random() < 0.6}
-
-    def run(self, session: Session, action: Action) -> None:
-        model, optim = copy.deepcopy((session.model, session.optim))
-        plain, plain_optim = copy.deepcopy((session.plain, session.plain_optim))
-        if action.args["adopt"]:
-            session.has_hooks = False
-            session.plain, session.plain_optim = plain, plain_optim
-            session.buffers = session.copied_buffers()
-            session.adopt(model, optim, session.case)
-            return
-        # What the copy does must not change the original.
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.is_floating_point():
-                    param.add_(1.0)
-        with as_rank(session.rank):
-            out = model(session.batch(action.seed, session.rank))["out"]
-        if out.requires_grad:
-            out.mean().backward()
-            optim.step()

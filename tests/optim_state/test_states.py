@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -492,8 +491,6 @@ def test_a_registered_handler_saves_and_loads_factored_states(kind: Any, rank: i
         optimizer.state[held[key]] = row
     again = save(model, optimizer, kind)[1]
     assert_equal(again["state"], states["state"])
-    twin = copy.deepcopy(model)
-    assert all("row_sums" in module._unit.optim_state_handlers for module in FSDP.fsdp_modules(twin))
     if kind is FULL:
         with FSDP.state_dict_type(model, FULL, None, RANK0):
             scattered = FSDP.optim_state_dict_to_load(model, optimizer, states if rank == 0 else None)

@@ -186,8 +186,7 @@ def assert_idle_but_root(model: FSDP) -> None:
 @on_ranks(2)
 def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None:
     with fresh_compiler():
-        model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
-        twin = copy.deepcopy(model)
+        model, twin = (wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True) for _ in range(2))
 
         def step(model: FSDP, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
             loss = square_loss(model, x)
@@ -212,8 +211,7 @@ def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_compiled_optimizer_step_takes_sharded_gradients_as_plain_ones(kind: type[torch.optim.Optimizer]) -> None:
     with fresh_compiler():
-        model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
-        twin = copy.deepcopy(model)
+        model, twin = (wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True) for _ in range(2))
         optimizer, twins = (kind(each.parameters(), lr=0.01) for each in (model, twin))
         for step in range(3):
             for each, take_step in ((model, compiled(optimizer.step)), (twin, twins.step)):

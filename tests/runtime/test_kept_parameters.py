@@ -55,7 +55,6 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "forward": lambda model: model(batch(0, 1)),
     "state_dict": lambda model: model.state_dict(),
     "summon_full_params": summoned,
-    "deepcopy": copy.deepcopy,
     "boxes": saved_in_boxes,
 }
 

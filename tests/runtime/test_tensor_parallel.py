@@ -372,16 +372,6 @@ def test_full_optimizer_state_is_that_of_the_plain_model_and_loads_back(use_orig
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(4)
-def test_a_copy_of_a_tensor_parallel_model_trains_alike(use_orig_params: bool) -> None:
-    mesh = grid()
-    model = on_grid(net(), mesh, use_orig_params=use_orig_params)
-    twin = copy.deepcopy(model)
-    expected = trained(model, mesh).state_dict()
-    assert_equal(dict(trained(twin, mesh).state_dict()), dict(expected))
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@on_ranks(4)
 def test_unwrapping_gives_the_tensor_parallel_model_back(use_orig_params: bool) -> None:
     mesh, plain = grid(), net()
     model = unwrap(on_grid(copy.deepcopy(plain), mesh, use_orig_params=use_orig_params))

@@ -188,7 +188,7 @@ def test_without_debug_an_operation_on_a_sharded_original_parameter_is_that_of_t
 
 @KINDS
 @on_ranks(2)
-def test_in_debug_a_model_trains_and_is_clipped_averaged_saved_and_copied_as_outside_of_it(
+def test_in_debug_a_model_trains_and_is_clipped_averaged_saved_and_converted_as_outside_of_it(
     use_orig_params: bool, rank: int, num_ranks: int
 ) -> None:
     def run() -> torch.Tensor:
@@ -206,8 +206,8 @@ def test_in_debug_a_model_trains_and_is_clipped_averaged_saved_and_copied_as_out
         model.load_state_dict(model.state_dict())
         with model.no_sync():
             mean_loss(model, batches(num_ranks)[rank]).backward()
-        copied = copy.deepcopy(model).double()
-        mean_loss(copied, batches(num_ranks)[rank].double()).backward()
+        other = sharded(small_model(), use_orig_params=use_orig_params).double()
+        mean_loss(other, batches(num_ranks)[rank].double()).backward()
         with average.swap(), torch.no_grad():
             return mean_loss(model, batches(num_ranks)[rank])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def train(model: Any, steps: int = 3) -> list[float]:
 @pytest.mark.parametrize("times", [2, 3])
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 @on_ranks(2)
-def test_it_trains_saves_and_copies_as_if_wrapped_once(orig: bool, times: int) -> None:
+def test_it_trains_and_saves_as_if_wrapped_once(orig: bool, times: int) -> None:
     once, again = wrapped(1, use_orig_params=orig), wrapped(times, use_orig_params=orig)
     assert train(again) == train(once)
     for kind in StateDictType:
@@ -55,9 +54,6 @@ def test_it_trains_saves_and_copies_as_if_wrapped_once(orig: bool, times: int) -
     saved = [FSDP.optim_state_dict(model, model.optimizer) for model in (once, again)]
     assert_equal(saved[1], saved[0])
     again.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(again, again.optimizer, saved[0]))
-    twin = copy.deepcopy(again)
-    assert train(twin) == train(again)
-    assert_equal(whole_state(twin), whole_state(again))
     expected = whole_state(again)
     plain = unwrap(again)
     assert type(plain) is Model
@@ -110,4 +106,3 @@ def test_uncast_inputs_and_registered_methods_are_those_of_the_module() -> None:
     register_fsdp_forward_method(model, "generate")
     model.generate(torch.ones(2, 3)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-    copy.deepcopy(model).generate(torch.ones(2, 3))
