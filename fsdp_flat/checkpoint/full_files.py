@@ -78,7 +78,7 @@ def _entries_of(
     params = model.named_parameters() if trainable_only else ()
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     handles = {param.handle for param in (*index.params, *by_name.values())} if trainable_only else ()
-    flags = {handle: handle.views.requires_grad() for handle in handles}
+    flags = {handle: handle.requires_grad() for handle in handles}
     found: list[_Entry] = []
     first: dict[tuple[FlatParamHandle, int], str] = {}
     for key, value in boxed_state_dict(model).items():
@@ -127,7 +127,7 @@ def _is_replica(model: nn.Module) -> bool:
     """Return whether this rank is a replica of a rank that writes."""
     groups = [unit.options.groups for unit in units_of(model)]
     sharded = [each for each in groups if each.shard.size > 1]
-    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
+    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.params]
     return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
@@ -432,7 +432,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     for unit in units_of(model):
         unit.reshard()
         unit.adopt_changes()
-    managed = {param for handle in handles for param in handle.views.visible_params()}
+    managed = {param for handle in handles for param in handle.visible_params()}
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
     copies = [tensor.clone() for tensor in tensors]
@@ -442,7 +442,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.copy_(copy)
         for handle in handles:
-            handle.views.raise_weights_epoch()
+            handle.raise_weights_epoch()
 
     return restore
 

@@ -172,11 +172,11 @@ class FlatParamHandle(GroupMember):
     @property
     def flat_param(self) -> nn.Parameter:
         """The flat parameter, with FSDP1's tensor attributes updated."""
-        flat_param, views = self._real.flat_param, self._real.views
+        flat_param = self._real.flat_param
         flat_param.__dict__.update(
             _local_shard=flat_param.data,
             _full_param_padded=self._real.buffer.tensor,
-            _params=views.visible_params() if self._use_orig_params else None,
+            _params=self._real.visible_params() if self._use_orig_params else None,
         )
         return flat_param
 
@@ -194,10 +194,9 @@ class FlatParamHandle(GroupMember):
     @property
     def sharded_grad(self) -> torch.Tensor | None:
         """The gradient of the shard, 1-D and padded like it; assembled at each read with original parameters."""
-        views = self._real.views
-        if not any(have_grads(views)):
+        if not any(have_grads(self._real)):
             return None
-        return sharded_grad_of(views) if self._use_orig_params else self._real.flat_param.grad
+        return sharded_grad_of(self._real) if self._use_orig_params else self._real.flat_param.grad
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name)
@@ -210,7 +209,7 @@ class FlatParamHandle(GroupMember):
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)
 
     def needs_unshard(self) -> bool:
-        return self.uses_sharded_strategy and not self._unit.is_unsharded
+        return self.uses_sharded_strategy and not self._unit.is_ready
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unsharded parameters of the unit if ``free_unsharded_flat_param``; between steps."""
@@ -371,8 +370,8 @@ class UndocumentedMembers(GroupMember, ShardedModule):
             unit.reshard()
             unit.adopt_changes()
             for position, handle in enumerate(unit.handles):
-                handle.views.remove()
-                for entry in handle.views.params:
+                handle.remove()
+                for entry in handle.params:
                     for site in entry.sites:
                         site.module._parameters[site.name] = None
                 unit.module._parameters[flat_param_name(position)] = handle.flat_param
@@ -382,9 +381,9 @@ class UndocumentedMembers(GroupMember, ShardedModule):
             for unit in units:
                 for position, handle in enumerate(unit.handles):
                     unit.module._parameters.pop(flat_param_name(position), None)
-                    handle.views.use_sharded_views()
+                    handle.show_sharded()
                     # The caller may have set ``.data``, or changed it in place past its version counter.
-                    handle.views.raise_weights_epoch()
+                    handle.raise_weights_epoch()
                     handle.adopt_changes()
 
     # -- older forms of the methods for optimizer state -----------------------------------------------------------

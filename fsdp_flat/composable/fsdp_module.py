@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
-from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
-from fsdp_flat.runtime import Phase, ShardedModule, Unit, schedule_of, unit_of
+from fsdp_flat.flat import DTensorHandle, FlatParamHandle
+from fsdp_flat.runtime import MemoryState, Phase, ShardedModule, Unit, schedule_of, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -138,37 +138,33 @@ def hook_state_dicts(unit: Unit) -> None:
     assert unit.options.rows is not None
     hooks = unit.options.rows.hooks
     for handle in unit.handles:
-        assert isinstance(handle.views, DTensorViews)
+        assert isinstance(handle, DTensorHandle)
         indices: dict[nn.Module, dict[str, int]] = {}
-        for index, entry in enumerate(handle.views.params):
+        for index, entry in enumerate(handle.params):
             for site in entry.sites:
                 indices.setdefault(site.module, {})[site.name] = index
         for module, by_name in indices.items():
             show_shards = _shows_shards(unit, handle, module)
             hooks.append(module.register_state_dict_pre_hook(show_shards))
-            hooks.append(
-                module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, handle.views, by_name))
-            )
+            hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, handle, by_name)))
 
 
 def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _PreHook:
     """Create the hook that reshards a unit before a module's state dict is taken, and adopts assigned parameters."""
-    assert isinstance(handle.views, DTensorViews)
-    held, parameters = handle.views.held_by(module), module._parameters
-    idle, sharded = Phase.IDLE, ShardState.SHARDED
+    assert isinstance(handle, DTensorHandle)
+    held, parameters = handle.held_by(module), module._parameters
+    idle, sharded = Phase.IDLE, MemoryState.SHARDED
 
     def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         # It runs for every module of a state dict: nothing here is slower than torch's hook, which does not look.
-        if unit.phase is idle and handle.state is sharded:
+        if unit.phase is idle and unit.state is sharded:
             for name, param, local in held:
                 if parameters.get(name) is not param or param._local_tensor is not local:  # type: ignore[attr-defined]
                     break
             else:
                 return
         unit.check_idle("state_dict or load_state_dict")
-        if not unit.is_sharded:
-            # What a forward has kept for its backward stays: one rank alone may take a state dict in between.
-            unit.reshard()
+        unit.park()  # what a forward has left for its backward stays: one rank alone may take a state dict in between
         handle.adopt_changes()
 
     return show_shards
@@ -176,7 +172,7 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
 
 def _prepare_load(
     show_shards: _PreHook,
-    views: DTensorViews,
+    handle: DTensorHandle,
     indices: dict[str, int],
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -189,5 +185,5 @@ def _prepare_load(
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
             continue
-        if value.shape == views.params[index].param.shape:
-            state_dict[prefix + name] = views.distribute(index, value)
+        if value.shape == handle.params[index].param.shape:
+            state_dict[prefix + name] = handle.distribute(index, value)

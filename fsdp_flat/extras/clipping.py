@@ -48,7 +48,7 @@ class _SplitGrads:
 
 def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
     """Return the parameters below ``root`` that none of the units manages."""
-    managed = {param for unit in units for handle in unit.handles for param in handle.views.visible_params()}
+    managed = {param for unit in units for handle in unit.handles for param in handle.visible_params()}
     return [
         param for param in root.parameters() if param not in managed and not getattr(param, "_fsdp_flattened", False)
     ]
@@ -89,7 +89,7 @@ def clip_grads(
         rank_group = unit.options.groups.shard
         split_over(rank_group, PLAIN)
         for handle in unit.handles:
-            for param, adapter, grad in grads_by_adapter(handle.views, one_by_one=norm_type <= 0):
+            for param, adapter, grad in grads_by_adapter(handle, one_by_one=norm_type <= 0):
                 is_meant = among is None or param in among
                 managed += [param] if is_meant else []
                 split_over(rank_group, adapter).add(param.dtype, grad if is_meant else None)

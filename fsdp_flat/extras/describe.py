@@ -13,10 +13,11 @@ from torch import nn
 from fsdp_flat.api import ShardingStrategy
 from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
 from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.flat import FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
+from fsdp_flat.flat import FlatParamHandle, ManagedParam, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
     Ignored,
+    MemoryState,
     UnitControl,
     UnitOptions,
     handles_of,
@@ -137,6 +138,7 @@ def describe(model: nn.Module) -> ModelDescription:
             unit.options,
             unit.handles,
             unit.control.reshard_after_forward,
+            is_gathered=unit.state is not MemoryState.SHARDED,
         )
         for unit in units
         if unit.handles
@@ -266,7 +268,12 @@ def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitO
 
 
 def _described(
-    name: str, options: UnitOptions, handles: Sequence[FlatParamHandle], reshard_after_forward: bool | None
+    name: str,
+    options: UnitOptions,
+    handles: Sequence[FlatParamHandle],
+    reshard_after_forward: bool | None,
+    *,
+    is_gathered: bool = False,
 ) -> UnitDescription:
     trainable = [handle for handle in handles if handle.is_trainable]
     gathered = [handle for handle in handles if handle.buffer.owns_memory]
@@ -279,7 +286,7 @@ def _described(
         trainable_numel=sum(
             param_info.numel
             for handle in trainable
-            for param_info, wanted in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
+            for param_info, wanted in zip(handle.layout.param_infos, handle.requires_grad(), strict=True)
             if wanted
         ),
         shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
@@ -290,7 +297,7 @@ def _described(
         ),
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
         whole_grad_nbytes=sum(handle.layout.numel * handle.grads.buffer_dtype.itemsize for handle in trainable),
-        is_gathered=any(handle.state is not ShardState.SHARDED for handle in handles),
+        is_gathered=is_gathered,
         reshard_after_forward=reshard_after_forward,
     )
 

@@ -1,9 +1,13 @@
 """Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
 from fsdp_flat.flat.arrangement import clear_padding, joined, local_part, shard_of, unsharded_of, views_of
+from fsdp_flat.flat.buffers import MemoryPool
 from fsdp_flat.flat.deferred import DeferredTensor
-from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.gradients import (
+from fsdp_flat.flat.dtensor_handle import DTensorHandle
+from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, set_grad
+from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec
+from fsdp_flat.flat.make_handle import make_handle
+from fsdp_flat.flat.optimizer_grads import (
     add_reduced,
     grads_by_adapter,
     have_grads,
@@ -11,8 +15,6 @@ from fsdp_flat.flat.gradients import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, set_grad
-from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,
@@ -33,7 +35,7 @@ from fsdp_flat.flat.params import (
     to_local_param,
     unsharded_shape,
 )
-from fsdp_flat.flat.storage import MemoryPool
+from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import (
     active_compiler,
     concatenated_mesh,

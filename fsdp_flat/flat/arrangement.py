@@ -185,6 +185,11 @@ class BufferRows(RowTarget):
         self._staging.storage.resize_(0)
 
 
+def row_target(buffer: torch.Tensor, layout: FlatLayout) -> BufferRows | None:
+    """Return what places shards of ranks in ``buffer``; None where an all-gather in place needs nothing."""
+    return BufferRows(buffer, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
+
+
 class GroupedRows(RowTarget):
     """Places rows that are the shards of ``num_ranks`` consecutive ranks each, which ``target`` places."""
 
@@ -268,8 +273,10 @@ def can_chunk(layout: FlatLayout) -> bool:
     return 0 not in numels and uneven <= _MOST_PADDED
 
 
-def split_grad(grad: torch.Tensor, layout: RowLayout, index: int) -> list[torch.Tensor]:
+def split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:
     """Split the gradient of a parameter (the parameter's shape) by the places of :func:`grad_places`."""
+    if not isinstance(layout, RowLayout):
+        return [grad]
     dim, shape = layout.dims[index], layout.chunk_shapes[index]
     full, rest = layout.full_ranks[index]
     if dim == 0 and not rest:

@@ -1,18 +1,103 @@
-"""Reads and sets the gradients of the parameters that an optimizer holds: reduced, unreduced, or full in a summon."""
+"""Holds the gradients of a handle that wait for a reduction, or for the rest of a sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from fsdp_flat.flat.arrangement import VisibleParam, views_of
+from fsdp_flat.flat.arrangement import VisibleParam, can_chunk, grad_places, split_grad
+from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.guards import set_grad
-from fsdp_flat.flat.params import PLAIN, TensorAdapter
-from fsdp_flat.flat.views import Views
+from fsdp_flat.flat.torch_flat import chunk_cat
+from fsdp_flat.layout import FlatLayout
+
+
+class FlatGradBuffer:
+    """Collects the gradients of parameters, and copies them into a flat buffer at once when closed.
+
+    It is closed after the parameters were freed, so that the buffer can reuse their memory. Later gradients are added
+    to the buffer.
+
+    Attributes:
+        grads_ready: one byte per parameter: 1 where it has a gradient.
+        waiting: the gradients that are not in the flat buffer yet, by the parameter's index.
+        is_exposed: a caller has views of the buffer, so its memory must not be reused.
+    """
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = FlatBuffer(torch.empty(layout.numel, dtype=dtype, device=device))
+        flat = self._buffer.tensor
+        self._layout = layout
+        self._places = grad_places(flat, layout)
+        # The gradient as a matrix with a row for each rank, if one operation can write it.
+        self._rows = flat.view(layout.world_size, -1) if can_chunk(layout) else None
+        self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
+        self.waiting: dict[int, torch.Tensor] = {}
+        self.grads_ready = bytearray(len(layout.param_infos))
+        self.is_exposed = False
+        self._buffer.free(MemoryPool())
+
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether the buffer has this dtype and device."""
+        return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the waiting gradients and of the buffer."""
+        return self._buffer.nbytes + sum(grad.nbytes for grad in self.waiting.values())
+
+    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Add the gradient of parameter ``index`` (the parameter's shape, any float dtype)."""
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if not self.grads_ready[index]:
+            self.grads_ready[index] = 1
+            self.waiting[index] = grad
+        elif index in self.waiting:
+            self.waiting[index] = torch.add(self.waiting[index].to(self._buffer.tensor.dtype), grad)
+        else:
+            for place, piece in zip(self._places[index], split_grad(grad, self._layout, index), strict=True):
+                place.add_(piece)
+
+    def clear(self, indices: Iterable[int], *, set_to_none: bool) -> None:
+        """Fill the gradients of parameters with zeros, or drop them."""
+        for index in indices:
+            waiting = self.waiting.pop(index, None)
+            if waiting is None and self._buffer.nbytes:
+                torch._foreach_zero_(self._places[index])
+            if set_to_none:
+                self.grads_ready[index] = 0
+            elif waiting is not None:
+                self.waiting[index] = torch.zeros_like(waiting)  # autograd may hold the tensor too
+
+    def close(self, pool: MemoryPool) -> torch.Tensor:
+        """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
+        if self._buffer.nbytes == 0:
+            self._buffer.alloc(pool)
+            if self._rows is not None and len(self.waiting) == len(self._places):
+                grads = [self.waiting[index] for index in range(len(self._places))]
+                if {grad.dtype for grad in grads} == {self._rows.dtype}:  # it converts slowly
+                    chunk_cat(grads, 0, self._layout.world_size, out=self._rows)
+                    self.waiting.clear()
+                    return self._buffer.tensor
+            for padding in self._paddings:
+                padding.zero_()
+            for places, there in zip(self._places, self.grads_ready, strict=True):
+                if not there:
+                    torch._foreach_zero_(places)
+        if self.waiting:
+            pieces = [p for index, grad in self.waiting.items() for p in split_grad(grad, self._layout, index)]
+            torch._foreach_copy_([place for index in self.waiting for place in self._places[index]], pieces)
+            self.waiting.clear()
+        return self._buffer.tensor
+
+    def release(self, pool: MemoryPool) -> None:
+        """Drop all gradients and return the memory to ``pool``; no views of the buffer may be in use."""
+        self._buffer.free(pool)
+        self.grads_ready = bytearray(len(self._places))
 
 
 @dataclass(slots=True)
@@ -42,88 +127,12 @@ class ReduceScatteredGrad:
         return shard
 
 
-def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
-    """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
-
-    ``used`` holds for each parameter whether any rank has used it; others get no gradient.
-    """
-    if views.visible[0].param is views.flat_param and any(used):
-        shard_grad = apply_hooks(views.flat_param._backward_hooks or {}, shard_grad)
-    hooked, all_used = [], all(used)
-    for each, grad in zip(views.visible, views.reduced_grads(shard_grad), strict=True):
-        # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
-        if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
-            continue
-        param = each.param
-        if param.grad is None:
-            set_grad(param, grad)
-        else:
-            param.grad.add_(grad)
-        if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
-            hooked.append(param)
-    # The user's gradient hooks and in-backward optimizers, which torch skips: the parameter is not in the graph.
-    for param in hooked:
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            hook(param)
-        for optimizer in getattr(param, "_in_backward_optimizers", ()):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
     """Pass a gradient through gradient hooks of a parameter that is not in the autograd graph."""
     for hook in hooks.values():
         result = hook(grad)
         grad = grad if result is None else result
     return grad
-
-
-def sharded_grad_of(views: Views) -> torch.Tensor:
-    """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
-    whole = torch.zeros_like(views.flat_param.data)
-    for each, grad in zip(views.visible, views.grads(), strict=True):
-        if grad is not None:
-            each.part_of(whole).copy_(grad)
-    return whole
-
-
-def have_grads(views: Views) -> list[bool]:
-    """Return for each original parameter whether this rank's local shard has a gradient."""
-    grads = zip(views.visible, views.grads(), strict=True)
-    return [grad is not None for each, grad in grads for _ in each.indices]
-
-
-def show_full_grads(views: Views, whole: torch.Tensor, there: Sequence[bool]) -> None:
-    """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
-    for index, (is_there, grad) in enumerate(zip(there, views_of(whole, views.layout), strict=True)):
-        if is_there:
-            views.full_param(index).grad = views.params[index].adapter.from_local(grad)
-
-
-def restore_sharded_grad(views: Views, own: torch.Tensor) -> None:
-    """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :func:`show_full_grads`."""
-    for each, grad in zip(views.visible, views.grads(), strict=True):
-        if grad is not None:
-            grad.copy_(each.part_of(own))
-
-
-def grads_by_adapter(
-    views: Views, *, one_by_one: bool = False
-) -> Iterator[tuple[nn.Parameter, TensorAdapter, torch.Tensor | None]]:
-    """Iterate over the parameters that an optimizer holds, each with its adapter and this rank's gradient.
-
-    With ``one_by_one`` a flat gradient is yielded as those of its parameters, without the padding.
-    """
-    all_plain = all(entry.adapter is PLAIN for entry in views.params)
-    for each, grad in zip(views.visible, views.grads(), strict=True):
-        if not one_by_one and (len(each.indices) == 1 or all_plain):
-            yield each.param, views.params[each.indices.start].adapter, grad
-            continue
-        for index in each.indices:
-            local, part = views.local_shards[index], grad
-            if grad is not None and grad.numel() != local.numel:
-                part = grad[local.in_shard.to_slice()]
-            yield each.param, views.params[index].adapter, part
 
 
 class UnreducedGrad:

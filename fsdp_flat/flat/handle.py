@@ -1,45 +1,51 @@
-"""Defines the handle, which owns a flat parameter: its shard, its unsharded buffer, its views and its gradients.
+"""Defines the handle, which owns one flat parameter: shard, unsharded buffer, gradients, and what modules hold.
 
-A handle never communicates: others all-gather into its buffer, and reduce its flat gradient.
+A handle never communicates: others all-gather into its buffer, and reduce its flat gradient. What differs between the
+kinds of parameters that modules and optimizers see is in three subclasses:
+
+* :class:`OriginalsHandle` (``use_orig_params=True``): outside of compute ``module.weight`` is the user's Parameter,
+  whose data is this rank's 1-D local shard (possibly empty), or the full parameter if nothing is sharded.
+* :class:`FlatHandle` (``use_orig_params=False``): the original parameters leave ``module._parameters``, and an
+  optimizer sees only the flat parameter. Outside of compute the modules hold placeholders that raise when used.
+* :class:`DTensorHandle` (``fully_shard``): ``module.weight`` is a DTensor under its own name.
+
+During compute all of them show ``unsharded_params``: one Parameter for each original one, a view of the buffer.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat.arrangement import (
-    BufferRows,
-    GroupedRows,
     RowTarget,
+    VisibleParam,
     clear_padding,
     local_part,
-    rows_of,
     shard_of,
     views_of,
 )
-from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import as_flat_parameter, replace_shard, set_grad
-from fsdp_flat.flat.optimizers import watch_steps_on
+from fsdp_flat.flat.bindings import Bindings, parameters_of
+from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool, UnshardedParams
+from fsdp_flat.flat.gradients import FlatGradBuffer, ReduceScatteredGrad, UnreducedGrad, apply_hooks
+from fsdp_flat.flat.guards import as_flat_parameter, module_guard, replace_shard, set_grad
 from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
-from fsdp_flat.flat.storage import FlatBuffer, HandleGradients, MemoryPool
-from fsdp_flat.flat.torch_flat import VERSION_OF, is_alias, set_versions
-from fsdp_flat.flat.views import FlatViews, OrigViews, Views
-from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
+from fsdp_flat.flat.row_sharding import RowSharding
+from fsdp_flat.flat.torch_flat import VERSION_OF, dynamo_disabled, dynamo_disabled_here, is_alias, is_in_a_graph
+from fsdp_flat.layout import FlatLayout, LocalShard, alignment_numel
 
-
-class ShardState(Enum):
-    """Enumerates the states of a handle's parameters."""
-
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
+# Number of gradients between two calls of on_ready, which looks for completed reductions: a system call a rank.
+_GRADS_PER_CALL = 8
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,114 +77,6 @@ class HandleSpec:
     keep_reduce_dtype: bool = False
     rows: RowSharding | None = None
 
-    def layout_of(self, params: Sequence[ManagedParam], compute_dtype: torch.dtype) -> FlatLayout:
-        """Lay out the parameters of a handle."""
-        named = [(entry.fqn, tuple(entry.shape)) for entry in params]
-        if self.rows is not None:
-            return RowLayout.of_rows(named, self.rows.dims_of(params), world_size=self.world_size)
-        return FlatLayout.build(
-            named,
-            world_size=self.world_size,
-            align_numel=alignment_numel(compute_dtype.itemsize, use_orig_params=self.use_orig_params),
-            tail_multiple=self.num_ranks if self.use_orig_params and self.world_size == 1 else None,
-        )
-
-
-# Added to version counters while parameters are freed, so that autograd refuses what it saved.
-# docs/limitations.md names the number.
-_EXPIRED = 10**9
-
-
-class UnshardedParams:
-    """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
-
-    While the buffer does not hold their values, the parameters are marked as changed: autograd, which compares versions
-    whenever it unpacks a saved tensor, then raises. A backward unshards a unit when it reaches one of the outputs that
-    were found. A tensor that a module stored elsewhere may be reached earlier, and would read freed memory.
-
-    Args:
-        shard: the handle's shard, which becomes the buffer if it holds the same values.
-        dtype: compute dtype.
-
-    Attributes:
-        params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
-        rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
-    """
-
-    def __init__(
-        self,
-        managed: Sequence[ManagedParam],
-        layout: FlatLayout,
-        spec: HandleSpec,
-        *,
-        shard: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        is_shard = layout.world_size == 1 and dtype == shard.dtype and spec.device == shard.device
-        flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=spec.device)
-        self.buffer = FlatBuffer(flat, owns_memory=not is_shard)
-        self.rows = BufferRows(flat, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
-        self._own_slice = flat[layout.shard(spec.rank).to_slice()]
-        params = []
-        for entry, view in zip(managed, views_of(flat, layout), strict=True):
-            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
-            param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
-            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
-            param.__dict__.update(entry.param.__dict__)
-            params.append(param)
-        self.params = tuple(params)
-        self._plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
-        self._is_in_buffer = partial(is_alias, flat)
-        self._versions: tuple[int, ...] | None = None
-        self._filled: tuple[int, ...] | None = None
-        self.free(MemoryPool())
-
-    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, RowTarget | None]:
-        """Allocate the buffer, and return the input of its all-gather.
-
-        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
-        of the shards of all ranks.
-        """
-        buffer = self.buffer
-        buffer.alloc(pool)
-        if shard.device != buffer.tensor.device:
-            # Copy in the shard's dtype first: a converting copy between devices would block the host.
-            shard = shard.to(buffer.tensor.device, non_blocking=True)
-        if self.rows is not None:
-            dtype = buffer.tensor.dtype
-            return shard if shard.dtype == dtype else shard.to(dtype), self.rows
-        if buffer.owns_memory:
-            self._own_slice.copy_(shard)
-        return buffer.tensor, None
-
-    def free(self, pool: MemoryPool) -> None:
-        """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
-        # Where nothing is freed, nothing can be used too late.
-        if self._versions is None and self.buffer.owns_memory:
-            self._versions = tuple(map(VERSION_OF, self.params))
-            set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
-        self.buffer.free(pool)
-
-    def mark_filled(self) -> None:
-        """Have autograd accept the parameters again: the buffer has their values."""
-        if self._versions is not None:
-            set_versions(self.params, self._versions)
-            self._versions = None
-        if self.buffer.owns_memory:
-            self._filled = tuple(map(VERSION_OF, self.params))
-
-    def written(self) -> list[int]:
-        """Return the parameters that were written since the buffer was filled; none if the buffer is the shard."""
-        filled = self._filled
-        if filled is None or filled == tuple(map(VERSION_OF, self.params)):
-            return []
-        return [index for index, param in enumerate(self.params) if param._version != filled[index]]
-
-    @property
-    def are_moved(self) -> bool:
-        """True if parameters were given other memory than the buffer's, by an assignment to ``.data``."""
-        return not all(map(self._is_in_buffer, self._plain))
-
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
@@ -188,32 +86,184 @@ def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class FlatParamHandle:
-    """Owns one flat parameter.
+    """Owns one flat parameter; subclasses show it to modules and optimizers.
 
     Args:
         params: at least one parameter, all of one dtype (and one ``requires_grad`` with ``use_orig_params=True``).
 
     Attributes:
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements, in ``orig_dtype``.
-        state: shard state of the parameters; only this class sets it.
+        params: the managed parameters, in layout order.
+        unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
+        visible: the parameters that an optimizer holds.
+        grads: the gradients that wait for a reduction.
         buffer: the unsharded buffer of the compute dtype; a reshard frees it, unless it is the shard itself.
         pool: memory pool of the buffers; the units of a tree share one.
-        rows: while sharded, the shards of several ranks that :meth:`keep_rows` has kept, in the compute dtype; or None.
+        rows: shards of several ranks, in the compute dtype, that are kept for an all-gather over a smaller group.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
+        shows_names: the modules hold the tensors of :meth:`show_names`.
+        exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
     """
 
-    views: Views
+    visible: tuple[VisibleParam, ...]
+    exposes_unreduced = True
+    # Tensors whose version counters rise with each change of this rank's values.
+    _versioned: tuple[torch.Tensor, ...]
 
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
         self.spec = spec
         first = params[0].param
         trainable = first.dtype.is_floating_point and first.requires_grad
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
-        self.layout = spec.layout_of(params, self.compute_dtype)
+        self.layout = self._layout_of(params)
         self.flat_param = as_flat_parameter(nn.Parameter(self._shard_of(params), first.requires_grad))
-        self.storage_epoch = 0
-        self._attach(params)
+        self.storage_epoch = self._weights_epoch = 0
+        self._versions: tuple[int, ...] = ()
+        self._saved_grads: list[torch.Tensor | None] | None = None
+        self.shows_names = False
+        self.pool = MemoryPool()
+        self.rows: torch.Tensor | None = None
+        self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
+        self._select_unsharded(params)
+        self.params = tuple(self._shown_instead(params))
+        self._sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
+        self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
+        self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
+        self._bindings = self._bind()
+        self._show_first(params)
+        self.grads = HandleGradients(params, self)
+        self._prepare_grads()
         self._mark_params()
+
+    def rename(self, unit_name: str) -> None:
+        """Rename the unit, once the tree that it belongs to is known."""
+        self.spec = replace(self.spec, unit_name=unit_name)
+        self._mark_params()
+
+    def _mark_params(self) -> None:
+        for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
+            entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
+
+    @functools.cached_property
+    def local_shards(self) -> tuple[LocalShard, ...]:
+        """This rank's local shard of each parameter."""
+        return tuple(self.layout.local_shard(i, self.spec.rank) for i in range(len(self.layout.param_infos)))
+
+    # -- what the kinds of handles differ in -------------------------------------------------------------------------
+
+    def _layout_of(self, params: Sequence[ManagedParam]) -> FlatLayout:
+        spec, named = self.spec, [(entry.fqn, tuple(entry.shape)) for entry in params]
+        return FlatLayout.build(
+            named,
+            world_size=spec.world_size,
+            align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
+            tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
+        )
+
+    def _shown_instead(self, params: Sequence[ManagedParam]) -> Sequence[ManagedParam]:
+        """Return the entries with the parameters that modules hold in the place of the original ones."""
+        return params
+
+    def _show_first(self, params: Sequence[ManagedParam]) -> None:
+        """Set ``visible`` and show the sharded parameters for the first time."""
+        raise NotImplementedError
+
+    def _bind(self) -> Bindings:
+        return Bindings(
+            [parameters_of(site.module) for _, site in self._sites],
+            [site.name for _, site in self._sites],
+            [self.unsharded_params[index] for index, _ in self._sites],
+            [self.params[index].param for index, _ in self._sites],
+        )
+
+    def _guarded_hooks(self) -> list[dict[Any, Any]]:
+        """Return the forward pre-hooks of modules that must not be called with sharded parameters."""
+        modules = dict.fromkeys(site.module for _, site in self._sites)
+        return [module._forward_pre_hooks for module in modules] if self.layout.world_size > 1 else []
+
+    def show_full_params(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Point the modules at full Parameters made from ``tensors``, until :meth:`hide_full_params`."""
+        self._unguard()
+        full = [
+            nn.Parameter(entry.adapter.from_local(tensor), requires_grad)
+            for entry, tensor, requires_grad in zip(self.params, tensors, self.requires_grad(), strict=True)
+        ]
+        for index, site in self._sites:
+            site.module._parameters[site.name] = full[index]
+
+    def hide_full_params(self) -> None:
+        """Undo :meth:`show_full_params`; does nothing if no full parameters are shown."""
+        self.show_sharded()
+
+    def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Register a tensor for each parameter under its original names, until :meth:`hide_names`."""
+        self.shows_names = True
+        for index, site in self._sites:
+            site.module._parameters[site.name] = tensors[index]  # type: ignore[assignment]
+
+    def hide_names(self, *, shows_unsharded: bool = False) -> None:
+        """Undo :meth:`show_names`, if that is not done yet: the sharded or unsharded parameters are shown again."""
+        if self.shows_names:
+            self.shows_names = False
+            (self.show_unsharded if shows_unsharded else self.show_sharded)()
+
+    def changed(self) -> list[int]:
+        """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
+        raise NotImplementedError
+
+    def _adopt_assigned(self) -> bool:
+        """Adopt tensors that the user assigned to sharded parameters; return whether there were any."""
+        raise NotImplementedError
+
+    def _restore_places(self) -> None:
+        """Hold unsharded parameters where they belong, if a caller has put them back elsewhere in a forward."""
+
+    def _bind_shard(self, *, rebuilt: bool = False) -> None:
+        """Make sharded parameters views of the data of ``flat_param``."""
+
+    def _check_materialized(self) -> None:
+        """Raise a UsageError if parameters that may stay on the meta device until a step are still there."""
+
+    def check_plain(self) -> None:
+        """Raise an UnsupportedError if local tensors have extensions that would not be called."""
+
+    def keep_rows(self, ranks: range) -> None:
+        """Copy the shards of some ranks from the unsharded buffer; the next all-gather begins with them."""
+        raise NotImplementedError
+
+    def _check_convertible(self) -> None:
+        """Raise a UsageError if a parameter cannot change its dtype or device."""
+
+    def remove(self) -> None:
+        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
+        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
+        # rebuild their list of weights after a conversion (nn.RNN) would keep.
+        for parameters, name in zip(self._bindings.attributes, self._bindings.names, strict=True):
+            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
+        for entry, now, was in zip(self.params, shown, before, strict=True):
+            if now != was:
+                entry.param.requires_grad_(now)
+
+    def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
+        return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
+
+    def visible_grads(self) -> list[torch.Tensor | None]:
+        """Return this rank's gradient of each visible parameter."""
+        return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
+
+    def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradient of each visible parameter, as views of a gradient like the shard."""
+        return [each.part_of(shard_grad) for each in self.visible]
+
+    def unreduced_grads(self, flat_grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return the unreduced gradient of each visible parameter, as views of an unsharded flat gradient."""
+        return views_of(flat_grad, self.layout)
+
+    # -- dtypes, and the buffer of the compute dtype -----------------------------------------------------------------
 
     def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
         """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
@@ -222,143 +272,122 @@ class FlatParamHandle:
         self.compute_dtype = self._low_dtype = (spec.compute_dtype if floating else None) or given
         self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
 
-    def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
-        rank, device = self.spec.rank, self.spec.shard_device
-        is_offloaded = device.type == "cpu" and self.spec.device.type != "cpu"
-        shard = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=device, pin_memory=is_offloaded)
-        clear_padding(shard, self.layout, rank)
-        for local_shard in self.layout.local_shards(rank):
-            param = params[local_shard.index].param.detach()
-            shard[local_shard.in_shard.to_slice()].copy_(local_part(self.layout, local_shard.index, rank, param))
-        return shard
-
-    def _attach(self, params: Sequence[ManagedParam]) -> None:
-        """Create buffers, views and gradients around the shard."""
-        spec = self.spec
-        self.pool = MemoryPool()
-        self.state = ShardState.SHARDED
-        self.rows: torch.Tensor | None = None
-        self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
-        unsharded_params = self._use_compute_dtype(params)
-        make: Callable[..., Views] = OrigViews if spec.use_orig_params else FlatViews
-        if spec.rows is not None:
-            make = partial(DTensorViews, rows=spec.rows)
-        self.views = make(
-            params,
-            unsharded_params,
-            self.layout,
-            rank=spec.rank,
-            flat_param=self.flat_param,
-            module=spec.module,
-            unit_name=spec.unit_name,
-        )
-        watch_steps_on(self.views)
-        self.grads = HandleGradients(params, self.views)
-        self._prepare_grads()
-
-    def rename(self, unit_name: str) -> None:
-        """Rename the unit, once the tree that it belongs to is known."""
-        self.spec = replace(self.spec, unit_name=unit_name)
-        self.views.unit_name = unit_name
-        self._mark_params()
-
-    def _mark_params(self) -> None:
-        for entry, param_info in zip(self.views.params, self.layout.param_infos, strict=True):
-            entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
-
-    # -- compute dtype -------------------------------------------------------------------------------------------
-
     def dtype_in(self, full: bool) -> torch.dtype:
         """Return the dtype of compute in full precision, that of the shard, or else the low-precision dtype."""
         return self.orig_dtype if full else self._low_dtype
 
-    @property
-    def is_trainable(self) -> bool:
-        """Return whether any parameter of the handle requires a gradient."""
-        return self.grads.num_trainable > 0
-
     def use_full_precision(self, full: bool) -> None:
-        """Switch compute to the shard's dtype from the next unshard on, or back to the low-precision dtype."""
+        """Switch compute of a sharded handle to the shard's dtype, or back to the low-precision dtype."""
         wanted = self.dtype_in(full)
         if wanted != self.compute_dtype:
-            assert self.state is ShardState.SHARDED
-            # The views are rebuilt, which would lose tensors that the user has assigned.
+            # The bindings are rebuilt, which would lose tensors that the user has assigned.
             self.adopt_changes()
             self.compute_dtype = wanted
-            self._switch_unsharded_params()
+            self._switch_unsharded()
 
-    def _use_compute_dtype(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
+    def _select_unsharded(self, params: Sequence[ManagedParam]) -> None:
         """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
         dtype = self.compute_dtype
         if dtype not in self._by_dtype:
             shard = self.flat_param.data
-            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard=shard, dtype=dtype)
+            self._by_dtype[dtype] = UnshardedParams(
+                params, self.layout, rank=self.spec.rank, device=self.spec.device, shard=shard, dtype=dtype
+            )
             self._shard_pointer = shard.data_ptr()
         self._unsharded = self._by_dtype[dtype]
-        self.buffer = self._unsharded.buffer
-        return self._unsharded.params
+        self.buffer: FlatBuffer = self._unsharded.buffer
+        self.unsharded_params = self._unsharded.params
+        self._storages = [
+            param.untyped_storage()._cdata if entry.adapter is PLAIN else None
+            for param, entry in zip(self.unsharded_params, params, strict=True)
+        ]
 
-    def all_unsharded_params(self) -> list[tuple[nn.Parameter, ...]]:
-        """Return the unsharded parameters of each compute dtype that was in use."""
-        return [unsharded.params for unsharded in self._by_dtype.values()]
-
-    def _switch_unsharded_params(self) -> None:
-        self.views.use_unsharded_params(self._use_compute_dtype(self.views.params))
-        self.views.use_sharded_views()
+    def _switch_unsharded(self) -> None:
+        self._select_unsharded(self.params)
+        self._bindings = self._bind()
+        self.show_sharded()
         self._prepare_grads()
 
     def _prepare_grads(self) -> None:
         reduce_dtype = self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
         self.grads.use_dtypes(self.compute_dtype, reduce_dtype, self.spec.device)
 
-    # -- shard state ---------------------------------------------------------------------------------------------
+    # -- the unsharded parameters ------------------------------------------------------------------------------------
 
-    def begin_unshard(self) -> tuple[torch.Tensor, RowTarget | None]:
-        """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
-        self.views.check_materialized()
-        self.views.is_stepped = False
-        assert self.state is ShardState.SHARDED
-        self.state = ShardState.UNSHARDING
+    def begin_gather(self) -> tuple[torch.Tensor, RowTarget | None]:
+        """Allocate the buffer, and return the input of its all-gather.
+
+        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
+        of the shards of all ranks.
+        """
+        self._check_materialized()
         return self._unsharded.load(self.flat_param.data, self.pool)
 
-    def keep_rows(self, ranks: range) -> None:
-        """Copy the shards of some ranks from the unsharded buffer, for :meth:`begin_unshard_of_rows`."""
-        assert isinstance(self.layout, RowLayout)
-        self.rows = rows_of(self.buffer.tensor, self.layout, ranks)
-
-    def begin_unshard_of_rows(self) -> tuple[torch.Tensor, RowTarget]:
-        """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
-        assert self.state is ShardState.SHARDED
-        self.state = ShardState.UNSHARDING
-        self.buffer.alloc(self.pool)
-        rows, self.rows = self.rows, None
-        target = self._unsharded.rows
-        assert rows is not None
-        assert target is not None
-        return rows, GroupedRows(target, rows.numel() // self.layout.shard_numel)
-
-    def finish_unshard(self) -> None:
-        """Mark the buffer as filled."""
-        assert self.state is ShardState.UNSHARDING
-        self.state = ShardState.UNSHARDED
+    def finish_gather(self) -> None:
+        """Record that the buffer has the values of all ranks."""
         self._unsharded.mark_filled()
 
-    def use_unsharded_views(self) -> None:
+    def free(self) -> None:
+        """Free the buffer."""
+        self._unsharded.free(self.pool)
+
+    def show_unsharded(self) -> None:
         """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
         self.grads.sync_requires_grad()
-        self.views.use_unsharded_views()
+        self._unguard()
+        attributes, names, unsharded, _ = self._bindings
+        for held, name, tensor in zip(attributes, names, unsharded, strict=True):
+            held[name] = tensor
+
+    def show_sharded(self) -> None:
+        """Point the modules at the sharded parameters or their placeholders."""
+        attributes, names, _, sharded = self._bindings
+        for held, name, tensor in zip(attributes, names, sharded, strict=True):
+            held[name] = tensor
+        for hooks in self._guarded:
+            hooks[self._guard_key] = self._guard
+
+    def _unguard(self) -> None:
+        for hooks in self._guarded:
+            hooks.pop(self._guard_key, None)
+
+    def _hold_sharded(self) -> bool:
+        """Return whether every place in a module has its sharded tensor."""
+        attributes, names, _, own = self._bindings
+        return False not in [held.get(name) is each for held, name, each in zip(attributes, names, own, strict=True)]
+
+    def check_not_assigned(self, *, shows_unsharded: bool) -> None:
+        """Raise a PhaseError if a parameter was assigned while the buffer was kept, which would be lost."""
+        if not shows_unsharded:
+            for index in self.changed():
+                raise PhaseError(
+                    f"Parameter {self.describe(index)} was assigned while the unit was kept unsharded after backward, "
+                    "and the assignment would be lost. Call reshard() of its module on every rank, now or before "
+                    "assignments, or do not keep parameters (set_reshard_after_backward, SHARD_GRAD_OP in no_sync)."
+                )
+            return
+        places = zip(self._sites, *self._bindings, strict=False)
+        for (index, _), attributes, name, unsharded_param, sharded in places:
+            current, storage = attributes.get(name), self._storages[index]
+            is_same = storage is None or unsharded_param.untyped_storage()._cdata == storage
+            if current is not sharded and (current is not unsharded_param or not is_same):
+                raise PhaseError(
+                    f"Parameter {self.describe(index)} was assigned after a forward, while the unit was unsharded, and "
+                    "the assignment would be lost. The weights were changed before the backward of that forward, or "
+                    "without one. Assign between steps, after backward, or inside summon_full_params."
+                )
 
     def restore_unsharded_params(self) -> list[int]:
         """Undo assignments to the ``.data`` of unsharded parameters; return those whose values were changed by them."""
-        self.views.restore_places()
+        self._restore_places()
         unsharded, flat = self._unsharded, self.buffer.tensor
         if not unsharded.are_moved:
             return []
         changed: list[int] = []
-        places = zip(unsharded.params, self.views.params, views_of(flat, self.layout), strict=True)
+        places = zip(unsharded.params, self.params, views_of(flat, self.layout), strict=True)
         for index, (param, entry, place) in enumerate(places):
             if entry.adapter is PLAIN and not is_alias(param, flat):
-                if self.state is ShardState.UNSHARDED and not _have_same_bits(param.detach(), place):
+                if self.buffer.nbytes and not _have_same_bits(param.detach(), place):
                     changed.append(index)
                 param.data = place
         return changed
@@ -378,60 +407,49 @@ class FlatParamHandle:
                     changed = written
         if changed:
             raise UsageError(
-                f"Parameter {self.views.describe(changed[0])} was changed in forward, or while it was unsharded by "
+                f"Parameter {self.describe(changed[0])} was changed in forward, or while it was unsharded by "
                 f"hand, on rank {self.spec.rank} of the shard group. It is a copy there, all-gathered or in the dtype "
                 "of compute, so the change would be lost. Change weights between steps inside summon_full_params, "
                 "compute with a changed copy in forward, or leave the module out of sharding (ignored_modules)."
             )
 
-    def reshard(self) -> None:
-        """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
-        assert self.state is ShardState.UNSHARDED
-        self.state = ShardState.SHARDED
-
-    def free(self) -> None:
-        """Free the buffer after :meth:`reshard`."""
-        assert self.state is ShardState.SHARDED
-        self._unsharded.free(self.pool)
-
-    def undo_reshard(self) -> None:
-        """Mark the parameters as unsharded again; the buffer was not freed yet."""
-        assert self.state is ShardState.SHARDED
-        self.state = ShardState.UNSHARDED
-
-    def reset(self, *, frees: bool) -> None:
-        """Reset to the sharded state from any state after an exception, drop all gradients, and free the buffer."""
-        self.state = ShardState.SHARDED
+    def reset(self, *, frees: bool, shown: bool) -> None:
+        """Drop all gradients after an exception, and free the buffer, whose parameters may be shown."""
         self.rows = None
         self.restore_unsharded_params()
-        if self._unsharded.rows is not None:
-            self._unsharded.rows.drop_staging()
+        self._unsharded.drop_staging()
         if frees:
             self.free()
-        self.views.hide_unsharded()
+        if shown:
+            self.show_sharded()
         self.grads.drop()
 
-    def expose_unreduced_grads(self) -> None:
-        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
-        self.grads.expose_unreduced(self.pool)
+    # -- changes of the shard ----------------------------------------------------------------------------------------
 
-    # -- changes of the whole module -----------------------------------------------------------------------------
+    def weights_epoch(self) -> int:
+        """Return a number that increases when sharded values change, and never falls."""
+        versions = tuple(map(VERSION_OF, self._versioned))
+        if versions != self._versions:
+            self._versions = versions
+            self._weights_epoch += 1
+        return self._weights_epoch
+
+    def raise_weights_epoch(self) -> None:
+        """Record a change of shard values that may raise no version counter on this rank.
+
+        It may be a load, a write-back, an assignment to ``.data``, or the step of an optimizer, which changes nothing
+        on a rank whose elements have no gradients.
+        """
+        self._weights_epoch += 1
 
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
-        if isinstance(self.views, DTensorViews) and self.flat_param.is_meta:
-            loaded = self.views.loaded()
-            if loaded is None:
-                return
-            like = loaded[0]
-            self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
-            self.views.fill(loaded)
         if not self._is_current(self.flat_param.data):
             self.convert(lambda tensor: tensor)
         # An exception may have ended a load below a plain module, where nothing restores the parameters.
-        if self.views.shows_names:
-            self.views.hide_names()
-        if self.views.adopt_changes() and not self._is_current(self.flat_param.data):
+        if self.shows_names:
+            self.hide_names()
+        if self._adopt_assigned() and not self._is_current(self.flat_param.data):
             if not all(each.buffer.owns_memory for each in self._by_dtype.values()):
                 self._rebuild(self.flat_param.data)
             else:
@@ -440,8 +458,8 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
         was_exposed = self.grads.hide_unreduced()
-        if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
-            self.views.check_convertible()
+        if self.is_changed_by(fn):
+            self._check_convertible()
         converted = fn(self.flat_param.data)
         spec = self.spec
         # Offloaded shards may be on the meta device still.
@@ -454,7 +472,7 @@ class FlatParamHandle:
         if not self._is_current(converted):
             self._rebuild(converted)
         if was_exposed:
-            self.expose_unreduced_grads()
+            self.grads.expose_unreduced()
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.storage_epoch += 1
@@ -463,8 +481,8 @@ class FlatParamHandle:
         device = converted.device if moved else self.spec.device
         self.spec = replace(self.spec, shard_device=converted.device, device=device)
         self._by_dtype.clear()
-        self._switch_unsharded_params()
-        self.views.bind_shard(rebuilt=True)
+        self._switch_unsharded()
+        self._bind_shard(rebuilt=True)
 
     def is_changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Return whether ``fn`` changes the dtype or device of tensors."""
@@ -477,3 +495,298 @@ class FlatParamHandle:
             and shard.dtype == self.orig_dtype
             and shard.device == self.spec.shard_device
         )
+
+    def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
+        rank, device = self.spec.rank, self.spec.shard_device
+        is_offloaded = device.type == "cpu" and self.spec.device.type != "cpu"
+        shard = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=device, pin_memory=is_offloaded)
+        clear_padding(shard, self.layout, rank)
+        for local_shard in self.layout.local_shards(rank):
+            param = params[local_shard.index].param.detach()
+            shard[local_shard.in_shard.to_slice()].copy_(local_part(self.layout, local_shard.index, rank, param))
+        return shard
+
+    # -- single parameters, and those of the optimizer ---------------------------------------------------------------
+
+    def local(self, index: int) -> torch.Tensor:
+        """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
+        return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
+
+    def unflatten(self, whole: torch.Tensor) -> None:
+        """Register ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``) permanently."""
+        self.show_full_params([view.clone() for view in views_of(whole, self.layout)])
+        self._saved_grads = None
+        for entry in self.params:
+            entry.param.__dict__.pop("_fsdp_flattened", None)
+
+    def full_local(self, index: int) -> torch.Tensor:
+        """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
+        return self.params[index].adapter.to_local(self.full_param(index))
+
+    def full_param(self, index: int) -> nn.Parameter:
+        """Return parameter ``index`` as its modules hold it while full parameters are shown."""
+        site = self.params[index].sites[0]
+        current = site.module._parameters.get(site.name)
+        if current is None:
+            raise UsageError(
+                f"Parameter {self.describe(index)} was removed from its module while full parameters were shown, but "
+                "the unit keeps its values. Set it to zero and requires_grad=False, or remove it before wrapping."
+            )
+        return current
+
+    def visible_params(self) -> list[nn.Parameter]:
+        """Return the parameters of this handle that an optimizer holds."""
+        return [each.param for each in self.visible]
+
+    def requires_grad(self) -> list[bool]:
+        """Return for each original parameter whether it requires a gradient."""
+        flags = [each.param.requires_grad for each in self.visible]
+        return flags if len(flags) > 1 else flags * len(self.params)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether any parameter of the handle requires a gradient."""
+        return self.grads.num_trainable > 0
+
+    def describe(self, index: int) -> str:
+        """Return the FQN of a parameter and its unit, for error texts."""
+        return f"{self.layout.param_infos[index].fqn!r} of unit {self.spec.unit_name!r}"
+
+    def describe_with_shape(self, index: int) -> str:
+        """Return the FQN, the unsharded shape and the unit of a parameter, for error texts."""
+        shape = tuple(self.unsharded_params[index].shape)
+        return f"{self.layout.param_infos[index].fqn!r} {shape} of unit {self.spec.unit_name!r}"
+
+    def _describe_one_of(self, module: nn.Module) -> str:
+        own = (index for index, site in self._sites if site.module is module)
+        return self.describe_with_shape(next(own, 0))  # a copy of a module is called, which has the hook too
+
+
+class HandleGradients:
+    """Collects the gradients of a handle's unsharded parameters until they are reduced.
+
+    Args:
+        params: the parameters as they were when they were flattened, with the user's gradient hooks.
+        handle: the handle.
+
+    Attributes:
+        on_ready: called after the first gradient of the handle in a backward, and again after every few.
+        fast_buffer: takes a parameter's first gradient in a backward if that needs no conversion; None where
+            :meth:`accept` has to be called: before the backward's first gradient, and for DTensors of the caller's.
+        buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
+        partial: gradient that a later backward completes.
+        hooks: the gradient hooks of each parameter before it was flattened, or None.
+    """
+
+    buffer_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+    def __init__(self, params: Sequence[ManagedParam], handle: FlatParamHandle) -> None:
+        self.on_ready: Callable[[], None] = lambda: None
+        self.num_trainable = 0
+        self.handle = handle
+        self._layout = handle.layout
+        self.hooks = [entry.param._backward_hooks for entry in params]
+        self._are_plain = all(entry.adapter is PLAIN for entry in params)
+        self._synced = [False] * len(params)
+        self._hook = partial(_accept, weakref.ref(self))
+        self._buffer: FlatGradBuffer | None = None
+        self.fast_buffer: FlatGradBuffer | None = None
+        self._num_accepted = 0  # in this backward
+        self._spare_buffer: FlatGradBuffer | None = None
+        self._unreduced: list[UnreducedGrad] = []
+        self.partial = ReduceScatteredGrad()
+
+    # -- gradients of unsharded parameters -----------------------------------------------------------------------
+
+    def use_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        """Follow the handle to other unsharded parameters, of ``compute_dtype``, on ``device``."""
+        self.buffer_dtype = torch.promote_types(compute_dtype, reduce_dtype)
+        self.reduce_dtype, self._device = reduce_dtype, device
+        # Unsharded parameters that were in use before still have their flags and hooks.
+        self._synced = [param.requires_grad for param in self.handle.unsharded_params]
+        self.sync_requires_grad()
+
+    def sync_requires_grad(self) -> None:
+        """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
+        unsharded_params, before = self.handle.unsharded_params, self._synced
+        shown = list(map(_REQUIRES_GRAD, unsharded_params))
+        if shown != before:
+            self.handle.adopt_requires_grad(shown, before)
+        wanted = self.handle.requires_grad()
+        if wanted == shown == before:
+            return
+        for index, (param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
+            param.requires_grad_(want)
+            if want and not was:
+                param._fsdp_flat_index = index  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(self._hook)
+            elif was and not want:
+                param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._synced = wanted
+        self.num_trainable = sum(wanted)
+
+    @property
+    def are_in_a_graph(self) -> bool:
+        """Return whether a caller holds an autograd graph that can still produce gradients."""
+        return any(param.requires_grad and is_in_a_graph(param) for param in self.handle.unsharded_params)
+
+    @dynamo_disabled
+    def accept(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
+
+        Raises:
+            UnsupportedError: it is differentiable.
+            UsageError: a gradient hook changes its shape.
+        """
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"A gradient of {self.handle.describe(index)} is itself "
+                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
+                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
+            )
+        if self._unreduced:
+            self.hide_unreduced()
+        if self._buffer is None:
+            spare, self._spare_buffer = self._spare_buffer, None
+            if spare is None or not spare.fits(self.buffer_dtype, grad.device):
+                spare = FlatGradBuffer(self._layout, self.buffer_dtype, grad.device)
+            self._buffer = spare
+        entry = self.handle.params[index]
+        hooks = entry.param._backward_hooks or self.hooks[index]
+        if hooks:
+            shape, grad = grad.shape, apply_hooks(hooks, grad)
+            if grad.shape != shape:
+                raise UsageError(
+                    f"A gradient hook of {self.handle.describe(index)} returned a tensor of shape {tuple(grad.shape)} "
+                    f"on rank {self.handle.spec.rank} of the shard group; expected the gradient's shape "
+                    f"{tuple(shape)}. Return a tensor of this shape, or None."
+                )
+        if entry.adapter is not PLAIN:
+            grad = entry.adapter.to_local(grad)
+        self._buffer.add_grad(index, grad)
+        if self._num_accepted % _GRADS_PER_CALL == 0:
+            self.on_ready()
+        self._num_accepted += 1
+        self.fast_buffer = self._buffer if self._are_plain else None
+
+    def end_backward(self) -> None:
+        """Have the next gradient count as the first one of a backward."""
+        self.fast_buffer, self._num_accepted = None, 0
+
+    # -- waiting gradients ---------------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a gradient may wait to be reduced."""
+        return self._buffer is not None
+
+    @property
+    def ready(self) -> bytes:
+        """One byte per parameter: 1 where a gradient waits."""
+        return bytes(len(self._layout.param_infos)) if self._buffer is None else bytes(self._buffer.grads_ready)
+
+    def take(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
+        """Return the flat gradient, with memory from the handle's pool, and remove it.
+
+        Returns:
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
+            :meth:`recycle` once the gradient is no longer used, or None.
+        """
+        self.hide_unreduced()
+        self.end_backward()
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
+        closed = buffer.close(self.handle.pool)
+        if closed.dtype == self.reduce_dtype:
+            return closed, buffer
+        flat = closed.to(self.reduce_dtype)
+        self.recycle(buffer)
+        return flat, None
+
+    def recycle(self, buffer: FlatGradBuffer) -> None:
+        """Keep a used buffer object for the next gradient, and return its memory to the handle's pool."""
+        if not buffer.is_exposed:
+            buffer.release(self.handle.pool)
+            self._spare_buffer = buffer
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        self.end_backward()
+        self._buffer = None
+        self.partial = ReduceScatteredGrad()
+        for shown in self._unreduced:
+            shown.take_back()
+        self._unreduced = []
+        for unsharded_param in self.handle.unsharded_params:
+            unsharded_param.grad = None
+
+    def zero(self) -> None:
+        """Fill all gradients that are not reduced yet with zeros; exposed ones are the caller's to fill."""
+        if self._buffer is not None:
+            self._buffer.clear(range(len(self.ready)), set_to_none=False)
+        if self.partial.shard is not None:
+            self.partial.shard.zero_()
+        for unsharded_param in self.handle.unsharded_params:
+            if unsharded_param.grad is not None:
+                unsharded_param.grad.zero_()
+
+    # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
+
+    def expose_unreduced(self) -> None:
+        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
+        handle = self.handle
+        if self._buffer is None or self._unreduced or not handle.exposes_unreduced:
+            return
+        flat, ready = self._buffer.close(handle.pool), self.ready
+        if not torch._has_compatible_shallow_copy_type(handle.flat_param, flat):
+            return  # an offloaded parameter cannot have a gradient on some kinds of devices
+        self._buffer.is_exposed = True
+        waiting = handle.unreduced_grads(flat)
+        self._unreduced = [
+            UnreducedGrad(each, grad)
+            for each, grad in zip(handle.visible, waiting, strict=True)
+            if any(ready[each.indices.start : each.indices.stop])
+        ]
+
+    def hide_unreduced(self) -> bool:
+        """Undo :meth:`expose_unreduced`, and drop the gradients that the caller has set to None.
+
+        Returns:
+            Whether any was exposed.
+        """
+        shown, self._unreduced = self._unreduced, []
+        dropped = [index for each in shown if each.take_back() for index in each.indices]
+        if dropped and self._buffer is not None:
+            self._buffer.clear(dropped, set_to_none=True)
+            if not any(self._buffer.grads_ready):
+                self._buffer = None
+                self.end_backward()
+        return bool(shown)
+
+
+@dynamo_disabled_here
+def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tensor) -> None:
+    """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
+
+    The hook must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++
+    objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
+    gradients need by itself.
+    """
+    owner, grad = gradients(), unsharded_param.grad
+    # The graph may reach the parameter although the loss does not depend on it: an unused output.
+    if owner is None or grad is None:
+        return
+    unsharded_param.grad = None
+    buffer, index = owner.fast_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
+    if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
+        owner.accept(index, grad)
+        return
+    if owner.handle.params[index].param._backward_hooks or owner.hooks[index]:
+        owner.accept(index, grad)
+        return
+    buffer.grads_ready[index] = 1
+    buffer.waiting[index] = grad
+    if not len(buffer.waiting) % _GRADS_PER_CALL:
+        owner.on_ready()

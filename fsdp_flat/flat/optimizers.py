@@ -1,4 +1,4 @@
-"""Checks each optimizer before its first step on the parameters of a unit, and tells the unit's views of each step."""
+"""Checks each optimizer before its first step on the parameters of a unit, and tells handles of each step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import FlatParameter
+from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
 from fsdp_flat.flat.torch_flat import dynamo_disabled_here
-from fsdp_flat.flat.views import Views
 from fsdp_flat.user_warnings import warn_user
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -35,29 +35,31 @@ class _Watch:
     """Checks an optimizer before its first step, and again after it has got other parameters or loaded a state dict.
 
     Attributes:
-        views: the views of every unit.
-        checked: by optimizer that was checked, the ids of its parameters, and their views.
+        handles: the handles of every unit.
+        checked: by optimizer that was checked, the ids of its parameters, and their handles.
     """
 
     def __init__(self) -> None:
-        self.views: weakref.WeakSet[Views] = weakref.WeakSet()
-        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[Views]]]
+        self.handles: weakref.WeakSet[FlatParamHandle] = weakref.WeakSet()
+        self.checked: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[FlatParamHandle]]
+        ]
         self.checked = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     @dynamo_disabled_here
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         ids = [each for group in optimizer.param_groups for each in map(id, group["params"])]
-        ids_checked, found = self.checked.get(optimizer, (None, self.views))
+        ids_checked, found = self.checked.get(optimizer, (None, self.handles))
         if ids != ids_checked:
             _check_optimizer(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
-            found = weakref.WeakSet(views for views in self.views if not held.isdisjoint(views.visible_params()))
+            found = weakref.WeakSet(handle for handle in self.handles if not held.isdisjoint(handle.visible_params()))
             self.checked[optimizer] = ids, found
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
-        for views in found:
-            views.note_step()
+        for handle in found:
+            handle.raise_weights_epoch()
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.checked.pop(optimizer, None)
@@ -68,12 +70,12 @@ def _watch() -> _Watch:
     return _Watch()
 
 
-def watch_steps_on(views: Views) -> None:
-    """Check each optimizer before its next step, and tell ``views`` of the steps of those that hold its parameters.
+def watch_steps_on(handle: FlatParamHandle) -> None:
+    """Check each optimizer before its next step, and tell ``handle`` of the steps of those that hold its parameters.
 
     It uses torch's hook for all optimizers of the process.
     """
-    _watch().views.add(views)
+    _watch().handles.add(handle)
     _watch().checked.clear()
 
 

@@ -10,6 +10,7 @@ from fsdp_flat.runtime.between_steps import (
 from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.forward import forward
+from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import (
     Ignored,
     Phase,

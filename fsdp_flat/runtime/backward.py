@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.flat import is_released, node_will_run
-from fsdp_flat.runtime.options import WeightsVersion
+from fsdp_flat.runtime.memory import WeightsVersion
 from fsdp_flat.runtime.unit import Unit
 
 # The oldest ones beyond this number are dropped: a program that evaluates with gradients enabled never runs backward.

@@ -73,7 +73,7 @@ def full_params(
     Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
     ``summon_full_params``) it does not all-gather again, so that changes not yet written back are visible.
     """
-    outer, was_shown, was_unsharded = unit.whole, unit.shows_whole, unit.shows_unsharded
+    outer, was_shown = unit.whole, unit.shows_whole
     if outer is None:
         unit.adopt_changes()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
@@ -84,14 +84,14 @@ def full_params(
     try:
         if show and not was_shown:
             for handle, tensor in whole.items():
-                handle.views.use_full_tensors(views_of(tensor, handle.layout))
+                handle.show_full_params(views_of(tensor, handle.layout))
         yield whole
     finally:
         unit.whole, unit.shows_whole = outer, was_shown
         for handle in () if was_shown else unit.handles:
-            handle.views.unregister_full_params()
-        if outer is None and was_unsharded:
-            unit.use_unsharded_views()
+            handle.hide_full_params()
+            if outer is None and unit.is_ready:
+                handle.show_unsharded()
 
 
 @contextmanager
@@ -142,10 +142,7 @@ def summon_full_params(
     if with_grads:
         _check_reduced(units)
     for unit in units if writeback else ():
-        # Parameters still unsharded from an earlier forward stay for its backward; the next forward must not use them.
-        unit.is_outdated = unit.is_unsharded
-        if not unit.is_unsharded:
-            unit.reshard()
+        unit.reshard()  # the shards may be newer from here on
     device = torch.device("cpu") if offload_to_cpu else None
     with ExitStack() as stack:
         for unit in units:
@@ -170,7 +167,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
             # Every rank checks every shape, so that all raise and none waits for the others.
             for handle in whole:
                 for index, param_info in enumerate(handle.layout.param_infos):
-                    shape = tuple(handle.views.full_local(index).shape)
+                    shape = tuple(handle.full_local(index).shape)
                     if shape != param_info.shape:
                         raise UsageError(
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
@@ -180,10 +177,10 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
             for handle, tensor in whole.items():
                 if tensor._version != versions[handle]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
-                    handle.views.raise_weights_epoch()
+                    handle.raise_weights_epoch()
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
-                    target = handle.views.local(index)
-                    source = local_part(handle.layout, index, rank, handle.views.full_local(index).detach())
+                    target = handle.local(index)
+                    source = local_part(handle.layout, index, rank, handle.full_local(index).detach())
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
 
@@ -212,9 +209,9 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 @contextmanager
 def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
     """All-gather the gradients of a unit, and set them inside the block on ranks that show full parameters."""
-    shards = {handle: sharded_grad_of(handle.views) for handle in unit.handles}
+    shards = {handle: sharded_grad_of(handle) for handle in unit.handles}
     wholes = all_gather_full(unit, shards.__getitem__)
-    flags = [have_grads(handle.views) for handle in unit.handles]
+    flags = [have_grads(handle) for handle in unit.handles]
     if unit.options.use_orig_params:
         # A rank without elements of a parameter has no gradient of it, but another may have one.
         own = [flag for row in flags for flag in row]
@@ -222,13 +219,13 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
         flags = [[next(anywhere) for _ in row] for row in flags]
     shown = list(zip(unit.handles, wholes, flags, strict=True)) if show else []
     for handle, whole, there in shown:
-        show_full_grads(handle.views, whole, there)
+        show_full_grads(handle, whole, there)
     try:
         yield
     finally:
         for handle, whole, _ in shown:
             rank = unit.options.groups.shard.rank
-            restore_sharded_grad(handle.views, shard_of(handle.layout, rank, whole) if writeback else shards[handle])
+            restore_sharded_grad(handle, shard_of(handle.layout, rank, whole) if writeback else shards[handle])
 
 
 # -- conversions and unwrapping --------------------------------------------------------------------------------------
@@ -248,12 +245,12 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     unit.reshard()
     unit.adopt_changes()
     for handle in unit.handles:
-        handle.views.remove()
+        handle.remove()
     try:
         convert_others()
     finally:
         for handle in unit.handles:
-            handle.views.use_sharded_views()
+            handle.show_sharded()
     for handle in unit.handles:
         was_meta = handle.flat_param.is_meta
         handle.convert(marking_empty(fn) if was_meta else fn)
@@ -266,7 +263,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
 
 def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
     """Return module and name of every registration of a parameter that ``units`` manage."""
-    params = [entry for unit in units for handle in unit.handles for entry in handle.views.params]
+    params = [entry for unit in units for handle in unit.handles for entry in handle.params]
     return {(site.module, site.name) for entry in params for site in entry.sites}
 
 
@@ -305,7 +302,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         unit.adopt_changes()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
         for handle, whole in zip(unit.handles, wholes, strict=True):
-            handle.views.unflatten(whole)
+            handle.unflatten(whole)
         unit.buffers.cast(full=True)
     modules = list(model.modules())
     wrappers = {child for child in modules if (own := unit_of(child)) is not None and not own.shows_dtensors}

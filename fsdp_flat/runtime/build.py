@@ -19,6 +19,7 @@ from fsdp_flat.flat import (
     ManagedParam,
     collect_params,
     inside_wrappers,
+    make_handle,
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
@@ -262,7 +263,7 @@ def handles_of(
             rows=options.rows,
         )
         with unrecorded():
-            handles.append(FlatParamHandle(group, spec))
+            handles.append(make_handle(group, spec))
     return handles
 
 

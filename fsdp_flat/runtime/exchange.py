@@ -110,7 +110,7 @@ class BackwardExchange:
         for groups, handles in self.handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             late = bytes([handle in unreduced for handle in handles])
-            trained = bytes([trains for handle in handles for trains in handle.views.requires_grad()])
+            trained = bytes([trains for handle in handles for trains in handle.requires_grad()])
             digest = hashlib.blake2b(self._log.digest(groups) + trained, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
             complement = bytes([255 - byte for byte in digest])

@@ -66,9 +66,9 @@ def check_units(units: Sequence[Unit]) -> None:
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
         for handle in unit.handles:
-            handle.views.check_plain()
+            handle.check_plain()
         for handle in unit.handles if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.unsharded_params)):
+            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.unsharded_params)):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
@@ -133,7 +133,7 @@ def _trained_lines(units: Iterable[Unit], groups: ShardingGroups) -> list[str]:
         for unit in units
         if unit.options.groups == groups
         for number, handle in enumerate(unit.handles)
-        for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
+        for param_info, trains in zip(handle.layout.param_infos, handle.requires_grad(), strict=True)
     ]
 
 

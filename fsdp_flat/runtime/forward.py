@@ -16,7 +16,8 @@ from fsdp_flat.errors import UsageError, some_of
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias, local_of
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.options import AfterForward, WeightsVersion
+from fsdp_flat.runtime.memory import WeightsVersion
+from fsdp_flat.runtime.options import AfterForward
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import (
     CallInputs,
@@ -93,7 +94,7 @@ class UnitForward:
         self._calls: list[_ModuleCall] = []
         self._outermost = False
         if schedule.recomputes:
-            self._record = ForwardRecord(unit, None, WeightsVersion(unit.wants_full_precision))
+            self._record = ForwardRecord(unit, None, WeightsVersion(unit.wants_full_precision, -1, -1))
         else:
             self._outermost = schedule.iteration is None
             self._record = schedule.begin_forward(unit)
@@ -152,7 +153,7 @@ class UnitForward:
         unit.enter_forward()
         self._entered = True
         schedule.mark_in_use(unit)
-        record.weights = WeightsVersion(record.weights.full_precision, unit.storage_epoch, unit.unsharded_version)
+        record.weights = unit.gathered
         if record.iteration is not None:
             schedule.prefetch_forward(unit)
 
@@ -249,7 +250,7 @@ class UnitForward:
             after = self._after_forward(expects_backward=expects_backward, open_ended=open_ended)
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
             unit.exit_forward(after)
-            if after is AfterForward.KEEP_BUFFERS:
+            if after is AfterForward.PARK:
                 schedule.keep_until_next_unit(unit)
             if self._outermost:
                 schedule.end_iteration()
@@ -271,7 +272,7 @@ class UnitForward:
         if may_follow and (open_ended or iteration is None or not wanted or not unit.frees_buffers):
             return AfterForward.KEEP_UNSHARDED
         if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not open_ended:
-            return AfterForward.KEEP_BUFFERS
+            return AfterForward.PARK
         return AfterForward.RESHARD
 
 

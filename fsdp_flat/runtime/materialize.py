@@ -249,7 +249,7 @@ def unwritten_params(handle: FlatParamHandle) -> list[Unwritten]:
 
     def read(index: int) -> torch.Tensor:
         handle.adopt_changes()
-        return handle.views.local(index)
+        return handle.local(index)
 
     return [
         Unwritten(param_info.fqn, partial(read, index), is_param=True)

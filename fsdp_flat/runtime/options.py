@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -195,19 +195,11 @@ class Phase(Enum):
     SUMMONED = "inside summon_full_params"
 
 
-class WeightsVersion(NamedTuple):
-    """Identifies the values that a forward computed with; its backward needs the same."""
-
-    full_precision: bool  # unsharded in the original dtype
-    storage_epoch: int = -1
-    version: int = -1  # changes with their values
-
-
 class AfterForward(Enum):
     """Enumerates what becomes of a unit's unsharded parameters at the end of its forward."""
 
     RESHARD = "they are freed"
-    KEEP_BUFFERS = "the unit is sharded, and the next backward uses the buffers if no other unit has run"
+    PARK = "the next backward uses them if no other unit has run"
     KEEP_UNSHARDED = "they stay for backward"
 
 

@@ -90,7 +90,7 @@ class Reduction:
         self._mean_divisor = options.groups.shard.size * options.groups.replicate.size
         self._prescale = self._divided_by = 1.0
         with unrecorded():
-            flat, gradient = handle.grads.take(handle.pool)
+            flat, gradient = handle.grads.take()
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -155,7 +155,7 @@ class Reduction:
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.grads.recycle(gradient, self.handle.pool)
+            self.handle.grads.recycle(gradient)
         del self._pending, self._scratch  # and with them the sum, if it is not the result
 
     def finish(self) -> None:
@@ -213,8 +213,8 @@ class Reduction:
         if partial.shard is None:
             partial.used = None
         if self._policy.zeros_for_unused:
-            used = bytes(self.handle.views.requires_grad())
-        add_reduced(self.handle.views, shard, used)
+            used = bytes(self.handle.requires_grad())
+        add_reduced(self.handle, shard, used)
 
     def discard(self) -> None:
         """Wait for the communication and drop the result."""

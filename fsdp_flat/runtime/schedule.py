@@ -22,7 +22,8 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
-from fsdp_flat.runtime.options import Phase, WeightsVersion
+from fsdp_flat.runtime.memory import MemoryState, WeightsVersion
+from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
@@ -167,7 +168,7 @@ class Schedule(CommContext):
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
             self._free_kept_buffers()
-        return ForwardRecord(unit, iteration, WeightsVersion(unit.wants_full_precision), self._position)
+        return ForwardRecord(unit, iteration, WeightsVersion(unit.wants_full_precision, -1, -1), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
         """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
@@ -192,7 +193,7 @@ class Schedule(CommContext):
         The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
         if self.is_outermost(unit) or not unit.control.keeps_last:
-            unit.regroup_kept()
+            unit.shrink_parked()
             return
         if self._last_run is not None and self._last_run.members is not unit.members:
             self._free_kept_buffers()
@@ -201,7 +202,7 @@ class Schedule(CommContext):
     def _free_kept_buffers(self) -> None:
         unit, self._last_run = self._last_run, None
         for each in () if unit is None else unit.with_inner:
-            each.regroup_kept()
+            each.shrink_parked()
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
@@ -363,7 +364,7 @@ class Schedule(CommContext):
         """Record that parameters of a unit have got their gradients, and free what completed reductions hold."""
         if unit.phase is not Phase.BACKWARD:
             # Autograd passed no output of the unit: a parameter, or a tensor that the unit stored, was used directly.
-            if not (unit.is_sharded or unit.is_unsharded):
+            if unit.state is MemoryState.GATHERING:
                 raise UsageError(
                     f"A backward came to the parameters of unit {unit.name!r} while they were being all-gathered: the "
                     "loss uses a tensor that the unit's forward stored and that is not among its outputs, so its "
@@ -445,7 +446,7 @@ class Schedule(CommContext):
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:
-            handle.expose_unreduced_grads()
+            handle.grads.expose_unreduced()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         params = cache(self._unmanaged.params)
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.

@@ -90,7 +90,7 @@ class ShardedModule(UnitSettings):
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         for each in unit.with_inner:
             try:
-                for handle in each.handles if each.is_unsharded else ():
+                for handle in each.handles if each.is_ready else ():
                     handle.check_after_compute()
             finally:
                 each.reshard()
@@ -107,7 +107,7 @@ class ShardedModule(UnitSettings):
             unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
             for handle in unit.handles:
                 handle.grads.drop() if set_to_none else handle.grads.zero()
-                for param in handle.views.visible_params():
+                for param in handle.visible_params():
                     if set_to_none:
                         param.grad = None
                     elif param.grad is not None:

@@ -22,9 +22,10 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, ShardState, graph_task_id, is_managed, joined, modules_of
+from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, joined, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions, WeightsVersion
+from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
+from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
@@ -44,8 +45,9 @@ class Unit:
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
             and ``summon_full_params`` always use these; steps may use others (``collective_choice``).
         needs_all_gather: an unshard communicates, so that beginning it early helps.
-        is_outdated: shards of some rank may be newer than the unsharded parameters, by a write-back. The next forward
-            all-gathers again; a backward of an earlier forward keeps the old values.
+        state: the state of the parameters' memory; only :meth:`_move` sets it.
+        gathered: the weights that the buffers hold, or held last.
+        holds_graph: a graph of a backward (``create_graph=True``) may need the buffers; the next backward frees them.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
@@ -74,18 +76,16 @@ class Unit:
         self.context = CommContext(options.device)
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
-        self.is_nested = self.is_outdated = self.shows_whole = False
+        self.is_nested = self.shows_whole = self.holds_graph = False
         self.collectives = collectives_for(options.groups.shard, options.device, unit=self.unit_id, name=self.name)
         self.needs_all_gather = bool(self.handles) and self.collectives is not None
         self._step_collectives = self.collectives
         self.collective_choice = CollectiveChoice()
+        self.state = MemoryState.SHARDED
+        self.gathered = WeightsVersion(False, -1, -1)
+        self._full_precision = False
         self._pending_all_gathers: list[Pending] = []
-        # Storage epoch of the parameters that the buffers still hold although the unit is sharded.
-        self._kept_epoch: int | None = None
         self._depth = 0
-        # A graph of a backward (create_graph=True) may need the unsharded parameters; the next backward frees them.
-        self._held_for_graph = False
-        self.unsharded_version = 0
         self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
         self.forward_methods: set[str] = set()
         self.optim_state_handlers: dict[str, OptimStateHandler] = {}
@@ -143,23 +143,18 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the parameters are sharded and no all-gather is in flight."""
-        return not self.handles or self.handles[0].state is ShardState.SHARDED
+        """True if the modules show the sharded parameters, and no all-gather is in flight."""
+        return self.state in (MemoryState.SHARDED, MemoryState.PARKED)
 
     @property
-    def is_unsharded(self) -> bool:
-        """True if the parameters are unsharded and ready for use."""
-        return not self.handles or self.handles[0].state is ShardState.UNSHARDED
+    def is_ready(self) -> bool:
+        """True if the modules show the unsharded parameters, or the unit has none."""
+        return self.state is MemoryState.READY or not self.handles
 
     @property
     def is_at_rest(self) -> bool:
-        """True if the end of a backward has nothing to free: the unit is sharded, and has kept nothing for later."""
-        return self.is_sharded and self._kept_epoch is None and not self._held_for_graph
-
-    @property
-    def shows_unsharded(self) -> bool:
-        """True if the modules point at unsharded parameters; not so if these are kept between steps."""
-        return bool(self.handles) and self.handles[0].views.shows_unsharded
+        """True if the end of a backward has nothing to free."""
+        return self.state is MemoryState.SHARDED and not self.holds_graph
 
     @property
     def is_trainable(self) -> bool:
@@ -171,14 +166,6 @@ class Unit:
         """True if a reshard frees memory: some unsharded parameters are not the shard itself."""
         return any(handle.buffer.owns_memory for handle in self.handles)
 
-    @property
-    def storage_epoch(self) -> int:
-        """Number of times that shards were replaced (``.to(dtype)``), and with them the unsharded buffers."""
-        epoch = 0
-        for handle in self.handles:
-            epoch += handle.storage_epoch
-        return epoch
-
     def log_event(self, event: str) -> None:
         """Append an event to the context's trace, if there is one, and to the log."""
         context = self.context
@@ -187,21 +174,32 @@ class Unit:
         if context.logs_events:
             LOGGER.debug("%s of unit %r", event, self.name)
 
+    def _move(self, event: MemoryEvent) -> None:
+        self.state = TRANSITIONS[self.state, event]
+
+    def weights(self) -> WeightsVersion:
+        """Return the version of the shards' values as they are now."""
+        storage_epoch = weights_epoch = 0
+        for handle in self.handles:
+            storage_epoch += handle.storage_epoch
+            weights_epoch += handle.weights_epoch()
+        return WeightsVersion(self._full_precision, storage_epoch, weights_epoch)
+
     def begin_unshard(self) -> None:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
-        if not self.handles or not self.is_sharded or self._reuse_kept():
+        if not self.handles or not self.is_sharded or self._unpark():
             return
         self.log_event("unshard")
-        smaller = None if self.handles[0].rows is None else self.control.smaller_group
-        self.is_outdated = self.is_outdated and smaller is not None
         context = self.context
+        smaller = None if self.handles[0].rows is None else self.control.smaller_group
         collectives = self._step_collectives if smaller is None else smaller.collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
             self.adopt_changes()
             # The values that ranks get are those of now, whatever changes before the wait.
-            self.unsharded_version = self._version()
-            inputs = [h.begin_unshard() if smaller is None else h.begin_unshard_of_rows() for h in self.handles]
+            self.gathered = self.weights()
+            inputs = [handle.begin_gather() for handle in self.handles]
+            self._move(MemoryEvent.GATHER)
             if collectives is not None:
                 for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
                     if context.trace is not None:
@@ -215,29 +213,35 @@ class Unit:
             if self.options.offload_params and context.streams.is_accelerator:
                 context.streams.shards_read()
 
-    def _reuse_kept(self) -> bool:
-        """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
-        if self._kept_epoch is None:
+    def _unpark(self) -> bool:
+        """Show the parked parameters again if the caller can use them; else free them, and return False.
+
+        A backward uses those of its forward, and :meth:`pre_backward` raises if weights have changed since. (A rank on
+        which they changed must not all-gather, because the others do not.) A forward uses current ones that a backward
+        has left.
+        """
+        if self.state is not MemoryState.PARKED:
             return False
         self.adopt_changes()
-        has_rows = self.handles[0].rows is not None
-        is_regrouped = has_rows and self.control.smaller_group is None
-        if graph_task_id() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
-            self.free_kept()
+        in_backward, now = graph_task_id() != -1, self.weights()
+        if self.handles[0].rows is not None:
+            if not in_backward or self.control.smaller_group is None:
+                self.reshard()
+            return False  # the all-gather begins with the rows
+        if in_backward:
+            is_usable = now.storage_epoch == self.gathered.storage_epoch
+        else:
+            is_usable = now == self.gathered and (self.holds_graph or not self.reshards_after_backward)
+        if not is_usable:
+            self.reshard()
             return False
-        self._kept_epoch = None
-        if has_rows:
-            return False  # the all-gather in this backward begins with them
-        for handle in self.handles:
-            handle.undo_reshard()
-        # If weights have changed since the forward, pre_backward raises by this version. A rank on which they changed
-        # must not all-gather, because the others do not.
-        self.unsharded_version = self._version()
+        self.gathered = now
+        self._show(MemoryEvent.UNPARK)
         return True
 
     def finish_unshard(self) -> None:
-        """Wait for all all-gathers in flight."""
-        if self.is_unsharded:
+        """Wait for the all-gather if one is in flight, and point the modules at the unsharded parameters."""
+        if self.state is not MemoryState.GATHERING:
             return
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.context.streams
@@ -247,33 +251,29 @@ class Unit:
                     pending.wait()
             streams.wait_for_all_gathers()
             for handle in self.handles:
-                handle.finish_unshard()
+                handle.finish_gather()
+        self._show(MemoryEvent.FINISH)
         self.log_event("wait_for_unshard")
 
-    def _version(self) -> int:
-        version = 0
+    def _show(self, event: MemoryEvent) -> None:
+        self._move(event)
         for handle in self.handles:
-            version += handle.views.weights_epoch()
-        return version
+            handle.show_unsharded()
 
     def unshard(self) -> None:
         """Unshard the current parameters and point the modules at them."""
         if not self.is_sharded:
-            for handle in self.handles if self.is_unsharded else ():
-                handle.views.check_shown()
-            if not self.needs_all_gather:
-                self.unsharded_version = self._version()
-            elif self.phase is not Phase.BACKWARD and (
-                self.is_outdated
-                or self.unsharded_version != self._version()
-                # A step of an optimizer changes nothing on a rank whose elements have no gradients.
-                or any(handle.views.is_stepped for handle in self.handles)
-            ):
-                # Unsharded or begun to be before shards may have changed, on this rank or on others.
+            if self.state is MemoryState.READY:
+                for handle in self.handles:
+                    handle.check_not_assigned(shows_unsharded=True)
+                    handle.show_unsharded()  # with the ``requires_grad`` of now
+            if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.weights():
+                # The all-gather began before shards may have changed, on this rank or on others.
                 self.reshard()
         self.begin_unshard()
         self.finish_unshard()
-        self.use_unsharded_views()
+        if not self.needs_all_gather:
+            self.gathered = self.weights()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -282,36 +282,32 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
-        if self.options.precision.full_in_eval and any(
-            handle.dtype_in(full) != handle.compute_dtype for handle in self.handles
-        ):
+        if full == self._full_precision:
+            return
+        if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
             with unrecorded():
                 for handle in self.handles:
                     handle.use_full_precision(full)
+        self._full_precision = full
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
         if self.is_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
-        return {param: own for handle in self.handles for param, own in handle.views.optimizer_param_of().items()}
-
-    def use_unsharded_views(self) -> None:
-        """Point the modules at the unsharded parameters."""
-        for handle in self.handles:
-            handle.use_unsharded_views()
+        return {param: own for handle in self.handles for param, own in handle.optimizer_param_of().items()}
 
     def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
         """Show the modules a tensor for each parameter, in the order of the handles, until :meth:`hide_names`."""
         remaining = iter(tensors)
         for handle in self.handles:
-            handle.views.show_names([next(remaining) for _ in handle.layout.param_infos])
+            handle.show_names([next(remaining) for _ in handle.layout.param_infos])
 
     def hide_names(self) -> None:
         """Show the modules the parameters again that they had before :meth:`show_names`, if that was called."""
         for handle in self.handles:
-            handle.views.hide_names()
+            handle.hide_names(shows_unsharded=self.state is MemoryState.READY)
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -328,46 +324,48 @@ class Unit:
         Raises:
             PhaseError: the unit is kept unsharded, so that the change would be lost.
         """
+        if self.state is MemoryState.READY:
+            return
+        is_parked = self.state is MemoryState.PARKED
+        is_kept = self.state is MemoryState.GATHERING or (is_parked and not self.reshards_after_backward)
         for handle in self.handles:
-            if self.is_sharded:
+            if is_kept:
+                handle.check_not_assigned(shows_unsharded=False)
+            else:
                 handle.adopt_changes()
-            elif not handle.views.shows_unsharded:
-                handle.views.check_shown()
 
-    def reshard(self, *, keep_buffers: bool = False) -> None:
-        """Free the unsharded parameters, after waiting for an all-gather in flight.
-
-        With ``keep_buffers`` the unit counts as sharded, but the next backward reuses the buffers if they are there.
-        """
-        if self.is_sharded:
-            self.free_kept()
+    def reshard(self) -> None:
+        """Free the unsharded parameters, also parked ones, after waiting for an all-gather in flight."""
+        if self.state is MemoryState.SHARDED:
             return
         self.finish_unshard()
-        for handle in self.handles:
-            handle.views.hide_unsharded()
-            handle.reshard()
-        self._kept_epoch = self.storage_epoch
-        if not keep_buffers:
-            self.free_kept()
-
-    def regroup_kept(self) -> None:
-        """Free the buffers that :meth:`reshard` has kept, except what the control keeps of them for backward."""
-        smaller = self.control.smaller_group
-        if smaller is None:
-            self.free_kept()
-        elif self._kept_epoch is not None and self.handles[0].rows is None:
-            smaller.keep(self.handles)
-            self._free_buffers()
-
-    def free_kept(self) -> None:
-        """Free the buffers, or the rows of them, that are kept for the next backward."""
-        if self._kept_epoch is None:
-            return
-        self._kept_epoch = None
+        if self.state is MemoryState.READY:
+            for handle in self.handles:
+                handle.show_sharded()
+        self._move(MemoryEvent.FREE)
         if self.handles[0].rows is None:
             self._free_buffers()
         for handle in self.handles:
             handle.rows = None
+
+    def park(self) -> None:
+        """Show the sharded parameters, and keep the memory of the unsharded ones if they are there."""
+        self.finish_unshard()
+        if self.state is MemoryState.READY:
+            for handle in self.handles:
+                handle.show_sharded()
+            self._move(MemoryEvent.PARK)
+
+    def shrink_parked(self) -> None:
+        """Free the parked buffers, except for the rows that a smaller group keeps of them for backward."""
+        smaller = self.control.smaller_group
+        if self.state is not MemoryState.PARKED:
+            return
+        if smaller is None:
+            self.reshard()
+        elif self.handles[0].rows is None:
+            smaller.keep(self.handles)
+            self._free_buffers()
 
     def _free_buffers(self) -> None:
         self.log_event("reshard")
@@ -378,6 +376,14 @@ class Unit:
             for handle in self.handles:
                 handle.free()
         self.context.streams.buffers_freed()
+
+    @property
+    def reshards_after_backward(self) -> bool:
+        """True if the end of a backward frees the parameters."""
+        control = self.control
+        if control.reshard_after_backward is not None:
+            return control.reshard_after_backward
+        return control.sync_gradients or control.reshard_after_forward is not False
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -402,9 +408,12 @@ class Unit:
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-        is_kept = self._depth > 0 or self.phase is Phase.BACKWARD or self._held_for_graph
-        if after is not AfterForward.KEEP_UNSHARDED and not is_kept:
-            self.reshard(keep_buffers=after is AfterForward.KEEP_BUFFERS)
+        if self._depth > 0 or self.phase is Phase.BACKWARD or self.holds_graph:
+            return
+        if after is AfterForward.RESHARD:
+            self.reshard()
+        elif after is AfterForward.PARK:
+            self.park()
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -412,20 +421,19 @@ class Unit:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
         if self.is_sharded:
             self.adopt_changes()
-        if weights.storage_epoch != self.storage_epoch:
+        used = self.weights()
+        if weights.storage_epoch != used.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
                 "the forward of this backward, whose buffers are gone. Convert between steps."
             )
         self.phase = Phase.BACKWARD
         self.log_event("pre_backward")
-        needs_unshard = self.control.unshard_in_backward
-        if needs_unshard:
+        if self.control.unshard_in_backward:
             self.use_full_precision(weights.full_precision)
             self.unshard()
-        # The unsharded parameters are still those of the forward, but a write-back has changed the shards since.
-        current = self._version() if self.is_outdated or not needs_unshard else self.unsharded_version
-        if weights.version != current:
+            used = self.gathered
+        if weights.weights_epoch != used.weights_epoch:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
                 "step, load_state_dict, summon_full_params or an assignment), so its gradients would mix two sets of "
@@ -438,25 +446,18 @@ class Unit:
         With ``keeps_graph`` (``create_graph=True``) a second backward may follow through tensors that the first one
         computed with the parameters.
         """
-        # A checkpoint's recomputation may have ended before its modules put their weights back.
-        for handle in () if self.is_sharded else self.handles:
-            handle.restore_unsharded_params()
-        self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
-        self._held_for_graph = keeps_graph
         for handle in self.handles:
+            if self.state is MemoryState.READY:
+                # A checkpoint's recomputation may have ended before its modules put their weights back.
+                handle.restore_unsharded_params()
             handle.grads.end_backward()
-        if self._depth > 0:
-            return
-        control = self.control
-        wanted = control.reshard_after_backward
-        if wanted is None:
-            wanted = control.sync_gradients or control.reshard_after_forward is not False
-        if not keeps_graph and wanted:
-            self.reshard()
-        elif not self.is_sharded:
-            self.finish_unshard()
-            for handle in self.handles:
-                handle.views.hide_unsharded()
+        self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
+        self.holds_graph = keeps_graph
+        if self._depth == 0:
+            if keeps_graph or not self.reshards_after_backward:
+                self.park()
+            else:
+                self.reshard()
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
@@ -473,16 +474,15 @@ class Unit:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
         if self.phase is Phase.SUMMONED:
             return  # the forward was refused, and the block continues
-        self._depth = 0
-        self._held_for_graph = False
-        self._kept_epoch = None
+        self._depth, self.holds_graph = 0, False
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         for pending in pendings:
             # A failure here adds nothing to the reason for the abort.
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
-            handle.reset(frees=not self.control.keeps_unsharded_storage)
+            handle.reset(frees=not self.control.keeps_unsharded_storage, shown=self.state is MemoryState.READY)
+        self._move(MemoryEvent.ABORT)
         self.phase = Phase.IDLE
         self.context.streams.buffers_freed()
 
@@ -497,9 +497,7 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     if not held:
         return []
     return [
-        unit
-        for unit in list(_UNITS)
-        if any(not held.isdisjoint(handle.views.visible_params()) for handle in unit.handles)
+        unit for unit in list(_UNITS) if any(not held.isdisjoint(handle.visible_params()) for handle in unit.handles)
     ]
 
 

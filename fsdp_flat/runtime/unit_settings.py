@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
+from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
@@ -316,7 +317,7 @@ def replace_collectives(choices: Mapping[Unit, CollectiveChoice]) -> None:
 
 def _check_between_steps(units: Iterable[Unit]) -> None:
     for unit in units:
-        if unit.phase is not Phase.IDLE or not (unit.is_sharded or unit.is_unsharded):
+        if unit.phase is not Phase.IDLE or unit.state is MemoryState.GATHERING:
             raise PhaseError(
                 f"Collectives of unit {unit.name!r} were replaced while it is {unit.phase.value}, with an all-gather "
                 "or a reduce-scatter under way. Replace them between steps."

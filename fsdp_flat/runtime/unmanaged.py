@@ -58,8 +58,8 @@ Params = Callable[[], Mapping[str, nn.Parameter]]
 
 def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the trainable parameters below ``root`` whose gradients nothing reduces."""
-    views = [handle.views for unit in units for handle in unit.handles]
-    managed = {param for view in views for param in (*view.visible_params(), *view.unsharded_params)}
+    handles = [handle for unit in units for handle in unit.handles]
+    managed = {param for handle in handles for param in (*handle.visible_params(), *handle.unsharded_params)}
     # DistributedDataParallel and DTensors reduce their own gradients.
     replicated = [module for module in modules_of(root) if isinstance(module, DistributedDataParallel)]
     managed.update(*[module.parameters() for module in replicated])
@@ -161,7 +161,7 @@ class UnmanagedTensors:
             for unit in units
             if unit.module in modules
             for handle in unit.handles
-            for entry in handle.views.params
+            for entry in handle.params
             for site in entry.sites
             if site.module not in modules
         }

@@ -75,7 +75,7 @@ class ModelLoad:
             else:
                 unit.hide_names()  # an exception may have ended a load below a plain module
                 for handle in unit.handles:
-                    managed.update(handle.views.visible_params())
+                    managed.update(handle.visible_params())
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         self._wrappers: list[nn.Module] = []
         for module in modules_of(wrapper):
@@ -157,7 +157,7 @@ class ModelLoad:
         """Show the sharded parameters again, and plan the load of what was copied to the deferred ones."""
         values = []
         for target, deferred, _ in self._deferred:
-            entry = target.param.handle.views.params[target.param.index]
+            entry = target.param.handle.params[target.param.index]
             # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
             there = [site.module._parameters.get(site.name) for site in entry.sites]
             others = [each for each in there if each is not entry.param and not isinstance(each, DeferredTensor)]
@@ -320,7 +320,7 @@ def load_unit(
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
-    own = {param for handle in unit.handles for param in handle.views.visible_params()}
+    own = {param for handle in unit.handles for param in handle.visible_params()}
     deferred = load.defer(unit, codec, prefix)
     for key, value in state_dict.items():
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
@@ -382,7 +382,7 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
     unit.adopt_changes()
     for handle in unit.handles:
-        load.plan.call(handle.views.raise_weights_epoch)
+        load.plan.call(handle.raise_weights_epoch)
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):
@@ -410,13 +410,13 @@ def _sites_of(unit: Unit) -> list[list[Site]]:
 
     A module that has taken the place of another one has entries of its own.
     """
-    modules, entries = set(unit.module.modules()), [entry for handle in unit.handles for entry in handle.views.params]
+    modules, entries = set(unit.module.modules()), [entry for handle in unit.handles for entry in handle.params]
     return [[site for site in entry.sites if site.module in modules] for entry in entries]
 
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
-    own = {id(param) for handle in unit.handles for param in handle.views.visible_params()}
+    own = {id(param) for handle in unit.handles for param in handle.visible_params()}
     found = []
     for param, sites in zip(params_of(unit, prefix), _sites_of(unit), strict=True):
         given = [state_dict.pop(prefix + FSDP_PREFIX + site.fqn, None) for site in sites]

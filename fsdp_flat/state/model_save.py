@@ -231,10 +231,10 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
 
 def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
     """Return this rank's elements of a parameter inside ``summon_full_params``, in memory of their own."""
-    local, views = param.local, param.handle.views
+    local, handle = param.local, param.handle
     if param.unit.shows_whole:
         rank = param.rank_group.rank
-        local = local_part(views.layout, param.index, rank, views.full_local(param.index).detach()).to(local.device)
+        local = local_part(handle.layout, param.index, rank, handle.full_local(param.index).detach()).to(local.device)
     return local.clone()
 
 
@@ -312,7 +312,7 @@ def _save_summoned(
         destination = inner()
         values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
         for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
-            shown = param.handle.views.full_local(param.index)
+            shown = param.handle.full_local(param.index)
             for name in present:
                 found = destination[name]
                 local = found.to_local() if isinstance(found, DTensor) else found
@@ -388,7 +388,7 @@ def _save_full(
             elif present:
                 stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                 # A value may be a view of the summoned parameter, unless a hook replaced it.
-                if is_summoned and _shares_memory(stored, param.handle.views.full_local(param.index)):
+                if is_summoned and _shares_memory(stored, param.handle.full_local(param.index)):
                     stored = stored.clone()
                 destination.update(dict.fromkeys(present, stored))
         if keep:
@@ -411,7 +411,7 @@ def _names_in(destination: dict[str, Any], params: Sequence[IndexedParam]) -> li
     for name, value in destination.items() if lacking else ():
         places.setdefault(_place(value), []).append(name)
     for param, names in lacking:
-        site = param.handle.views.params[param.index].sites[0]
+        site = param.handle.params[param.index].sites[0]
         place = _place(site.module._parameters.get(site.name))
         names += [name for name in places.get(place, ()) if place and name not in names]
     return found
@@ -426,13 +426,13 @@ def _place(value: Any) -> tuple[int, torch.Size] | None:
 @contextmanager
 def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Register full parameters made from ``tensors``."""
-    was_unsharded, remaining = unit.shows_unsharded, iter(tensors)
+    remaining = iter(tensors)
     try:
         for handle in unit.handles:
-            handle.views.use_full_tensors([next(remaining) for _ in handle.layout.param_infos])
+            handle.show_full_params([next(remaining) for _ in handle.layout.param_infos])
         yield
     finally:
         for handle in unit.handles:
-            handle.views.unregister_full_params()
-        if was_unsharded:
-            unit.use_unsharded_views()
+            handle.hide_full_params()
+            if unit.is_ready:
+                handle.show_unsharded()

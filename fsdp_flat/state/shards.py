@@ -80,7 +80,7 @@ class IndexedParam:
     @property
     def adapter(self) -> TensorAdapter:
         """Adapter of the tensor that its modules hold."""
-        return self.handle.views.params[self.index].adapter
+        return self.handle.params[self.index].adapter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class IndexedParam:
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
-        return self.handle.views.requires_grad()[self.index]
+        return self.handle.requires_grad()[self.index]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -99,12 +99,12 @@ class IndexedParam:
     @property
     def local_shard(self) -> LocalShard:
         """Elements of this rank."""
-        return self.handle.views.local_shards[self.index]
+        return self.handle.local_shards[self.index]
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's local shard (1-D), a view of the flat shard; see ``Views.local``."""
-        return self.handle.views.local(self.index)
+        return self.handle.local(self.index)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
@@ -118,7 +118,7 @@ class IndexedParam:
     @property
     def shown(self) -> nn.Parameter:
         """The tensor that its modules hold outside of compute."""
-        return self.handle.views.params[self.index].param
+        return self.handle.params[self.index].param
 
     @property
     def is_original(self) -> bool:
@@ -157,7 +157,7 @@ def params_of(unit: Unit, *prefixes: str) -> list[IndexedParam]:
     return [
         IndexedParam(unit, handle, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
         for handle in unit.handles
-        for index, entry in enumerate(handle.views.params)
+        for index, entry in enumerate(handle.params)
     ]
 
 
@@ -190,7 +190,7 @@ class ParamIndex:
             if unit.shows_dtensors:
                 shown = [param for each in unit.with_inner for param in params_of(each, "")]
                 rows.update((param.shown, param) for param in shown)
-                unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
+                unsharded.update({param.handle.unsharded_params[param.index]: param.shown for param in shown})
             else:
                 # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
                 ordered = found_paths if unit.options.use_orig_params else [found_paths[-1], *found_paths[:-1]]
@@ -198,9 +198,9 @@ class ParamIndex:
                 self.params += found
                 for handle in unit.handles:
                     own = tuple(param for param in found if param.handle is handle)
-                    unsharded.update(dict.fromkeys(handle.views.unsharded_params))
+                    unsharded.update(dict.fromkeys(handle.unsharded_params))
                     if handle.spec.use_orig_params:
-                        self.managed.update(zip(handle.views.visible_params(), zip(own), strict=True))
+                        self.managed.update(zip(handle.visible_params(), zip(own), strict=True))
                     else:
                         self.managed[handle.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}
@@ -268,7 +268,7 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     for unit in units:
         found.update(dict.fromkeys(unit.options.groups.rank_groups))
         for handle in unit.handles:
-            for entry in handle.views.params:
+            for entry in handle.params:
                 found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
     return [rank_group for rank_group in found if rank_group.size > 1]
 

@@ -1,4 +1,4 @@
-"""The handle: legal moves, what modules show, and changes that a user makes to the shards."""
+"""The handle: what modules show, and changes that a user makes to the shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat import FlatParameter
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import FlatParamHandle, HandleSpec, ShardState, add_reduced, collect_params
+from fsdp_flat.flat import FlatParamHandle, HandleSpec, add_reduced, collect_params, make_handle
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def handle_of(
     params = collect_params(
         module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
     )
-    return FlatParamHandle(
+    return make_handle(
         params,
         HandleSpec(
             unit_name="small",
@@ -59,50 +59,22 @@ def whole_flat(handle: FlatParamHandle) -> torch.Tensor:
 
 def gather(handle: FlatParamHandle, flat: torch.Tensor | None = None) -> None:
     own = handle.layout.shard(handle.spec.rank).to_slice()
-    buffer, _ = handle.begin_unshard()
+    buffer, _ = handle.begin_gather()
     assert_equal(buffer[own], handle.flat_param.data, what="the own slice")
     buffer.copy_(whole_flat(handle) if flat is None else flat)
-    handle.finish_unshard()
+    handle.finish_gather()
 
 
-MOVES = ["begin_unshard", "finish_unshard", "reshard"]
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize(
-    ("before", "state", "illegal"),
-    [
-        ([], ShardState.SHARDED, ["finish_unshard", "reshard"]),
-        (["begin_unshard"], ShardState.UNSHARDING, ["begin_unshard", "reshard"]),
-        (["begin_unshard", "finish_unshard"], ShardState.UNSHARDED, ["begin_unshard", "finish_unshard"]),
-    ],
-)
-def test_an_illegal_move_fails_an_assertion_and_changes_nothing(
-    before: list[str], state: ShardState, illegal: list[str], use_orig_params: bool
-) -> None:
-    handle = handle_of(Small(), rank=1, use_orig_params=use_orig_params)
-    for move in before:
-        getattr(handle, move)()
-    for move in illegal:
-        with pytest.raises(AssertionError):
-            getattr(handle, move)()
-        assert handle.state is state
-    (legal,) = set(MOVES) - set(illegal)
-    getattr(handle, legal)()
-    assert handle.state is not state
-
-
-@pytest.mark.parametrize("before", [[], ["begin_unshard"], ["begin_unshard", "finish_unshard"]])
-def test_abandoning_leads_back_to_sharded_from_anywhere(before: list[str]) -> None:
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_a_reset_frees_the_buffer_and_the_handle_can_be_gathered_again(is_gathered: bool) -> None:
     module = Small()
     handle = handle_of(module)
-    for move in before:
-        getattr(handle, move)()
-    handle.reset(frees=True)
-    assert handle.state is ShardState.SHARDED
+    if is_gathered:
+        gather(handle)
+    handle.reset(frees=True, shown=False)
     assert handle.buffer.nbytes == 0
     gather(handle)
-    handle.use_unsharded_views()
+    handle.show_unsharded()
     assert_equal(module.weight.detach(), torch.arange(6.0).view(2, 3))
 
 
@@ -120,12 +92,11 @@ def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bo
     handle = handle_of(module, use_orig_params=use_orig_params)
     for _ in range(2):
         gather(handle)
-        handle.use_unsharded_views()
+        handle.show_unsharded()
         x = torch.eye(3)
         assert_equal(module(x).detach(), torch.arange(6.0).view(2, 3).t() + torch.tensor([10.0, 11.0]))
-        assert module.weight is handle.views.unsharded_params[0]
-        handle.views.use_sharded_views()
-        handle.reshard()
+        assert module.weight is handle.unsharded_params[0]
+        handle.show_sharded()
         handle.free()
         assert handle.buffer.nbytes == 0
         with pytest.raises(UsageError, match=r"'weight' \(2, 3\) of unit 'small'"):
@@ -144,7 +115,7 @@ def test_with_original_parameters_shards_share_memory_with_the_flat_shard() -> N
     handle = handle_of(module)
     with torch.no_grad():
         module.weight.fill_(5.0)
-    local_shard = handle.views.local_shards[0]
+    local_shard = handle.local_shards[0]
     assert_equal(handle.flat_param.data[local_shard.in_shard.to_slice()], torch.full((local_shard.numel,), 5.0))
 
 
@@ -152,13 +123,13 @@ def test_with_original_parameters_shards_share_memory_with_the_flat_shard() -> N
 def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bool) -> None:
     module = Small()
     handle = handle_of(module, use_orig_params=use_orig_params)
-    before = handle.views.weights_epoch()
+    before = handle.weights_epoch()
     with torch.no_grad():
-        for param in handle.views.visible_params():
+        for param in handle.visible_params():
             param.mul_(2.0)
-    assert handle.views.weights_epoch() != before
+    assert handle.weights_epoch() != before
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.begin_unshard()[0][own], 2 * whole_flat(handle)[own])
+    assert_equal(handle.begin_gather()[0][own], 2 * whole_flat(handle)[own])
 
 
 # -- what users assign between steps ---------------------------------------------------------------------------------
@@ -170,14 +141,14 @@ def adopted(handle: FlatParamHandle) -> dict[str, torch.Tensor]:
     data = handle.flat_param.data
     return {
         param_info.fqn: data[local_shard.in_shard.to_slice()].clone()
-        for param_info, local_shard in zip(handle.layout.param_infos, handle.views.local_shards, strict=True)
+        for param_info, local_shard in zip(handle.layout.param_infos, handle.local_shards, strict=True)
     }
 
 
 def slices(handle: FlatParamHandle, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         param_info.fqn: values[param_info.fqn].reshape(-1)[local_shard.in_param.to_slice()]
-        for param_info, local_shard in zip(handle.layout.param_infos, handle.views.local_shards, strict=True)
+        for param_info, local_shard in zip(handle.layout.param_infos, handle.local_shards, strict=True)
     }
 
 
@@ -221,9 +192,9 @@ def test_a_new_flat_shard_is_taken_over(use_orig_params: bool) -> None:
     handle.flat_param.data = fresh
     handle.adopt_changes()
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.begin_unshard()[0][own], fresh)
+    assert_equal(handle.begin_gather()[0][own], fresh)
     if use_orig_params:
-        assert_equal(module.weight.detach(), fresh[handle.views.local_shards[0].in_shard.to_slice()])
+        assert_equal(module.weight.detach(), fresh[handle.local_shards[0].in_shard.to_slice()])
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -233,9 +204,9 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
     fresh = torch.arange(float(handle.layout.shard_numel)) + 50
     handle.flat_param.data = fresh
     handle.adopt_changes()
-    handle.begin_unshard()
-    handle.finish_unshard()
-    handle.use_unsharded_views()
+    handle.begin_gather()
+    handle.finish_gather()
+    handle.show_unsharded()
     assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
 
 
@@ -249,19 +220,19 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     grads_ready: list[Any] = []
     handle.grads.on_ready = lambda: grads_ready.append(handle)
     gather(handle)
-    handle.use_unsharded_views()
+    handle.show_unsharded()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
         handle.grads.end_backward()
     assert grads_ready == [handle] * 2  # once a backward: there are few gradients
-    assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
+    assert all(leaf.grad is None for leaf in handle.unsharded_params)
     assert sum(handle.grads.ready) == 2
     expected = torch.zeros(handle.layout.numel)
     for param_info in handle.layout.param_infos:
         expected[param_info.interval.to_slice()] = 8.0
-    assert_equal(handle.grads.take(handle.pool)[0], expected)
+    assert_equal(handle.grads.take()[0], expected)
     assert not any(handle.grads.ready)
-    assert_equal(handle.grads.take(handle.pool)[0], torch.zeros(handle.layout.numel))
+    assert_equal(handle.grads.take()[0], torch.zeros(handle.layout.numel))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -276,7 +247,7 @@ def test_a_gradient_after_one_that_was_refused_is_examined_as_the_first_one(use_
 
     handle.grads.on_ready = refuse
     gather(handle)
-    handle.use_unsharded_views()
+    handle.show_unsharded()
     for number in range(2):
         with pytest.raises(UsageError, match="not now"):
             module(torch.ones(4, 3)).sum().backward()
@@ -287,8 +258,8 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
     module = Small()
     handle = handle_of(module, rank=0)
     shard = torch.ones(handle.layout.shard_numel)
-    add_reduced(handle.views, shard.clone(), [True, False])
-    add_reduced(handle.views, shard.clone(), [True, False])
+    add_reduced(handle, shard.clone(), [True, False])
+    add_reduced(handle, shard.clone(), [True, False])
     assert module.weight.grad is not None
     assert_equal(module.weight.grad, torch.full_like(module.weight, 2.0).detach())
     assert module.bias.grad is None
@@ -297,14 +268,14 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
 def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     module = Small()
     handle = handle_of(module)
-    assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 2
+    assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 2
     module.bias.requires_grad_(False)
     gather(handle)
-    handle.use_unsharded_views()
-    assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 1
+    handle.show_unsharded()
+    assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
     assert handle.grads.ready == b"\x01\x00"
-    handle.views.use_sharded_views()
+    handle.show_sharded()
     module.bias.requires_grad_(True)
-    handle.use_unsharded_views()
-    assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 2
+    handle.show_unsharded()
+    assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 2

@@ -106,7 +106,7 @@ def assert_idle(model: nn.Module) -> None:
         assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
         for handle in unit.handles:
             assert not any(handle.grads.ready), f"{unit.name} has a gradient waiting"
-            assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
+            assert all(leaf.grad is None for leaf in handle.unsharded_params)
             if unit.needs_all_gather:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
         assert unit.context.reductions.is_empty

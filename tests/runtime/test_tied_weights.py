@@ -84,7 +84,7 @@ def test_the_tied_weight_moves_up_to_the_innermost_common_unit() -> None:
         (type(unit.module).__name__, site.fqn)
         for unit in units_of(model)
         for handle in unit.handles
-        for entry in handle.views.params
+        for entry in handle.params
         for site in entry.sites
     }
     assert ("Language", "embedding.weight") in held

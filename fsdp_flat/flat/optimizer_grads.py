@@ -1,0 +1,90 @@
+"""Reads and sets the gradients of the parameters that an optimizer holds: reduced ones, and full ones in a summon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_flat.flat.arrangement import views_of
+from fsdp_flat.flat.gradients import apply_hooks
+from fsdp_flat.flat.guards import set_grad
+from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.params import PLAIN, TensorAdapter
+
+
+def add_reduced(handle: FlatParamHandle, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
+    """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
+
+    ``used`` holds for each parameter whether any rank has used it; others get no gradient.
+    """
+    if handle.visible[0].param is handle.flat_param and any(used):
+        shard_grad = apply_hooks(handle.flat_param._backward_hooks or {}, shard_grad)
+    hooked, all_used = [], all(used)
+    for each, grad in zip(handle.visible, handle.reduced_grads(shard_grad), strict=True):
+        # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+        if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
+            continue
+        param = each.param
+        if param.grad is None:
+            set_grad(param, grad)
+        else:
+            param.grad.add_(grad)
+        if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
+            hooked.append(param)
+    # The user's gradient hooks and in-backward optimizers, which torch skips: the parameter is not in the graph.
+    for param in hooked:
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            hook(param)
+        for optimizer in getattr(param, "_in_backward_optimizers", ()):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sharded_grad_of(handle: FlatParamHandle) -> torch.Tensor:
+    """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
+    whole = torch.zeros_like(handle.flat_param.data)
+    for each, grad in zip(handle.visible, handle.visible_grads(), strict=True):
+        if grad is not None:
+            each.part_of(whole).copy_(grad)
+    return whole
+
+
+def have_grads(handle: FlatParamHandle) -> list[bool]:
+    """Return for each original parameter whether this rank's local shard has a gradient."""
+    grads = zip(handle.visible, handle.visible_grads(), strict=True)
+    return [grad is not None for each, grad in grads for _ in each.indices]
+
+
+def show_full_grads(handle: FlatParamHandle, whole: torch.Tensor, there: Sequence[bool]) -> None:
+    """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
+    for index, (is_there, grad) in enumerate(zip(there, views_of(whole, handle.layout), strict=True)):
+        if is_there:
+            handle.full_param(index).grad = handle.params[index].adapter.from_local(grad)
+
+
+def restore_sharded_grad(handle: FlatParamHandle, own: torch.Tensor) -> None:
+    """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :func:`show_full_grads`."""
+    for each, grad in zip(handle.visible, handle.visible_grads(), strict=True):
+        if grad is not None:
+            grad.copy_(each.part_of(own))
+
+
+def grads_by_adapter(
+    handle: FlatParamHandle, *, one_by_one: bool = False
+) -> Iterator[tuple[nn.Parameter, TensorAdapter, torch.Tensor | None]]:
+    """Iterate over the parameters that an optimizer holds, each with its adapter and this rank's gradient.
+
+    With ``one_by_one`` a flat gradient is yielded as those of its parameters, without the padding.
+    """
+    all_plain = all(entry.adapter is PLAIN for entry in handle.params)
+    for each, grad in zip(handle.visible, handle.visible_grads(), strict=True):
+        if not one_by_one and (len(each.indices) == 1 or all_plain):
+            yield each.param, handle.params[each.indices.start].adapter, grad
+            continue
+        for index in each.indices:
+            local, part = handle.local_shards[index], grad
+            if grad is not None and grad.numel() != local.numel:
+                part = grad[local.in_shard.to_slice()]
+            yield each.param, handle.params[index].adapter, part

@@ -1,0 +1,80 @@
+"""Configures how the parameters of a handle are sharded one by one, and makes their DTensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.errors import ShardingError
+from fsdp_flat.flat.params import PLAIN, DataParallelDims, ManagedParam, check_adapter
+from fsdp_flat.flat.torch_flat import dtensor_of
+
+_specs: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[tuple[Any, ...], Any]]
+_specs = weakref.WeakKeyDictionary()
+"""torch's descriptions of DTensors that exist, by shard group, shape, dim and dtype: to make one takes long.
+
+A mesh may equal one whose groups are destroyed, so only one that has the same group counts as the same.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSharding:
+    """Configures the DTensors of a handle.
+
+    Attributes:
+        mesh: the data-parallel mesh; its last dim shards, another one replicates.
+        offloads: shards have to be in host memory.
+        data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
+        suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
+        hooks: handles of hooks of the unit's modules and of other changes; ``remove()`` undoes each with the unit.
+    """
+
+    mesh: DeviceMesh
+    offloads: bool = False
+    data_dims: DataParallelDims | None = None
+    suffix: str = ""
+    hooks: list[Any] = field(default_factory=list, compare=False)
+
+    def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
+        """Return a parameter with the adapter by which it is sharded over ``groups``, or raise an OptionError."""
+        if self.data_dims is not None:
+            return replace(entry, adapter=self.data_dims.adapted(entry.adapter, entry.fqn))
+        check_adapter(entry.adapter, entry.fqn, groups)
+        return entry
+
+    def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
+        """Return the sharded dim of each parameter, non-negative; raise a ShardingError if one has no such dim."""
+        dims = []
+        for entry in params:
+            dims.append(entry.dim + entry.param.dim() if entry.dim < 0 else entry.dim)
+            if not 0 <= dims[-1] < max(1, entry.param.dim()):
+                raise ShardingError(
+                    f"Parameter {entry.fqn!r} of shape {tuple(entry.shape)} has no dim {entry.dim} to shard; "
+                    "shard_placement_fn returned it."
+                )
+        return dims
+
+    def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
+        """Create the DTensor of a parameter whose part on this rank is ``local``, on any device."""
+        key = entry.shape, dim, local.dtype
+        known = _specs.setdefault(self.mesh.get_group(self.mesh.ndim - 1), weakref.WeakValueDictionary())
+        spec = known.get(key) if entry.adapter is PLAIN else None
+        # The replicate group of another mesh may be another one.
+        if spec is None or (spec.mesh is not self.mesh and (self.mesh.ndim > 1 or spec.mesh != self.mesh)):
+            shape = entry.adapter.full_shape(tuple(entry.shape))
+            mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
+            stride = torch.empty(shape, device="meta").stride()
+            made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+            # One object for all of a shape: DTensor's dispatch finds it faster than an equal one. That of a detached
+            # tensor would be of an equal mesh that torch remembers.
+            spec = made._spec
+            if entry.adapter is PLAIN:
+                known[key] = spec
+        return dtensor_of(local, spec)
