@@ -37,6 +37,7 @@ from fsdp_flat.flat.params import (
 )
 from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import (
+    VERSION_OF,
     active_compiler,
     concatenated_mesh,
     dynamo_disabled,

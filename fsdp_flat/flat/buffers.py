@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
 
-from fsdp_flat.flat.arrangement import RowTarget, row_target, views_of
+from fsdp_flat.flat.arrangement import row_target, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.torch_flat import VERSION_OF, is_alias, set_versions, swap_memory
+from fsdp_flat.flat.torch_flat import VERSION_OF, set_versions, swap_memory
 from fsdp_flat.layout import FlatLayout
 
 # Blocks of one size that the pool keeps.
@@ -116,7 +115,12 @@ class UnshardedParams:
 
     Attributes:
         params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
+        plain: those that are plain tensors.
+        buffer: their memory.
+        own_slice: this rank's shard in the buffer, of a flat layout.
         rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
+        versions: version counters from before :meth:`expire`; None while the buffer holds values.
+        filled: version counters when the buffer was filled.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class UnshardedParams:
         flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=device)
         self.buffer = FlatBuffer(flat, owns_memory=not is_shard)
         self.rows = row_target(flat, layout)
-        self._own_slice = flat[layout.shard(rank).to_slice()]
+        self.own_slice = flat[layout.shard(rank).to_slice()]
         params = []
         for entry, view in zip(managed, views_of(flat, layout), strict=True):
             # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
@@ -142,55 +146,15 @@ class UnshardedParams:
             param.__dict__.update(entry.param.__dict__)
             params.append(param)
         self.params = tuple(params)
-        self._plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
-        self._is_in_buffer = partial(is_alias, flat)
-        self._versions: tuple[int, ...] | None = None
-        self._filled: tuple[int, ...] | None = None
-        self.free(MemoryPool())
+        self.plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
+        self.versions: tuple[int, ...] | None = None
+        self.filled: tuple[int, ...] | None = None
+        self.expire()
+        self.buffer.free(MemoryPool())
 
-    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, RowTarget | None]:
-        """Allocate the buffer, and return the input of its all-gather: see :meth:`FlatParamHandle.begin_gather`."""
-        buffer = self.buffer
-        buffer.alloc(pool)
-        if shard.device != buffer.tensor.device:
-            # Copy in the shard's dtype first: a converting copy between devices would block the host.
-            shard = shard.to(buffer.tensor.device, non_blocking=True)
-        if self.rows is not None:
-            dtype = buffer.tensor.dtype
-            return shard if shard.dtype == dtype else shard.to(dtype), self.rows
-        if buffer.owns_memory:
-            self._own_slice.copy_(shard)
-        return buffer.tensor, None
-
-    def free(self, pool: MemoryPool) -> None:
-        """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
+    def expire(self) -> None:
+        """Have autograd refuse what it saved of the parameters, whose memory is freed."""
         # Where nothing is freed, nothing can be used too late.
-        if self._versions is None and self.buffer.owns_memory:
-            self._versions = tuple(map(VERSION_OF, self.params))
-            set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
-        self.buffer.free(pool)
-
-    def mark_filled(self) -> None:
-        """Have autograd accept the parameters again: the buffer has their values."""
-        if self._versions is not None:
-            set_versions(self.params, self._versions)
-            self._versions = None
-        if self.buffer.owns_memory:
-            self._filled = tuple(map(VERSION_OF, self.params))
-
-    def written(self) -> list[int]:
-        """Return the parameters that were written since the buffer was filled; none if the buffer is the shard."""
-        filled = self._filled
-        if filled is None or filled == tuple(map(VERSION_OF, self.params)):
-            return []
-        return [index for index, param in enumerate(self.params) if param._version != filled[index]]
-
-    def drop_staging(self) -> None:
-        """Drop the memory of an all-gather that failed."""
-        if self.rows is not None:
-            self.rows.drop_staging()
-
-    @property
-    def are_moved(self) -> bool:
-        """True if parameters were given other memory than the buffer's, by an assignment to ``.data``."""
-        return not all(map(self._is_in_buffer, self._plain))
+        if self.versions is None and self.buffer.owns_memory:
+            self.versions = tuple(map(VERSION_OF, self.params))
+            set_versions(self.params, tuple(map(_EXPIRED.__add__, self.versions)))

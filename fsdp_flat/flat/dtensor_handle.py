@@ -71,7 +71,7 @@ class DTensorHandle(FlatParamHandle):
         """Use these parameters, whose local tensors are views of the shard, from now on."""
         self.params = tuple(params)
         parts = zip(self.params, self._local_parts, strict=True)
-        self.visible = tuple(
+        self._set_visible(
             VisibleParam(entry.param, range(index, index + 1), in_shard.to_slice(), shape)
             for index, (entry, (in_shard, shape)) in enumerate(parts)
         )
@@ -122,6 +122,7 @@ class DTensorHandle(FlatParamHandle):
 
     def begin_gather(self) -> tuple[torch.Tensor, RowTarget | None]:
         if self.rows is None:
+            self._check_materialized()
             return super().begin_gather()
         rows, self.rows = self.rows, None
         self.buffer.alloc(self.pool)

@@ -17,13 +17,15 @@ from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.layout import FLAT_PARAM
 
+_DATA_PTR = torch.Tensor.data_ptr
+
 
 class OriginalsHandle(FlatParamHandle):
     """Shows the user's Parameters (``use_orig_params=True``)."""
 
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
         is_sharded = self.layout.world_size > 1
-        self.visible = tuple(
+        self._set_visible(
             VisibleParam(
                 entry.param,
                 range(index, index + 1),
@@ -43,7 +45,8 @@ class OriginalsHandle(FlatParamHandle):
     def show_full_params(self, tensors: Sequence[torch.Tensor]) -> None:
         self._saved_grads = self.visible_grads()
         self.show_sharded()
-        self._unguard()
+        for hooks in self._guarded:
+            hooks.pop(self._guard_key, None)
         for entry, tensor in zip(self.params, tensors, strict=True):
             entry.param.grad = None
             entry.param.data = tensor
@@ -73,11 +76,10 @@ class OriginalsHandle(FlatParamHandle):
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
-        self._pointers = tuple(each.param.data_ptr() for each in self.visible)
+        self._pointers = tuple(map(_DATA_PTR, self._visible_params))
 
     def changed(self) -> list[int]:
-        pointers = tuple([each.param.data_ptr() for each in self.visible])
-        if self._pointers == pointers and self._hold_sharded():
+        if self._pointers == tuple(map(_DATA_PTR, self._visible_params)) and self._hold_sharded():
             return []
         return [
             index
@@ -131,7 +133,7 @@ class FlatHandle(FlatParamHandle):
         return [entry.replaced_by(shown) for entry, shown in zip(params, self.unsharded_params, strict=True)]
 
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
-        self.visible = (VisibleParam(self.flat_param, range(len(params))),)
+        self._set_visible([VisibleParam(self.flat_param, range(len(params)))])
         self._versioned = (self.flat_param,)
         self._registered = [site.module._parameters for _, site in self._sites]
         warn_of_lost_hooks(params, self.spec.unit_name)
@@ -162,11 +164,12 @@ class FlatHandle(FlatParamHandle):
             site.module._parameters.pop(site.name, None)
         super().hide_full_params()
 
-    def _restore_places(self) -> None:
+    def restore_unsharded_params(self) -> list[int]:
         # torch.func.functional_call puts back the Parameter that it found by an assignment, which registers it.
         for index, site in self._sites if any(map(operator.contains, self._registered, self._bindings.names)) else ():
             if site.module._parameters.get(site.name) is self.unsharded_params[index]:
                 site.module.__dict__[site.name] = site.module._parameters.pop(site.name)
+        return super().restore_unsharded_params()
 
     def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
         self._remove_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.guards import set_grad
 from fsdp_flat.flat.torch_flat import chunk_cat
 from fsdp_flat.layout import FlatLayout
+
+_DTYPE = attrgetter("dtype")
 
 
 class FlatGradBuffer:
@@ -25,12 +28,13 @@ class FlatGradBuffer:
         grads_ready: one byte per parameter: 1 where it has a gradient.
         waiting: the gradients that are not in the flat buffer yet, by the parameter's index.
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
+        kind: dtype and device of the buffer.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(torch.empty(layout.numel, dtype=dtype, device=device))
         flat = self._buffer.tensor
-        self._layout = layout
+        self._layout, self.kind = layout, (dtype, device)
         self._places = grad_places(flat, layout)
         # The gradient as a matrix with a row for each rank, if one operation can write it.
         self._rows = flat.view(layout.world_size, -1) if can_chunk(layout) else None
@@ -39,10 +43,6 @@ class FlatGradBuffer:
         self.grads_ready = bytearray(len(layout.param_infos))
         self.is_exposed = False
         self._buffer.free(MemoryPool())
-
-    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether the buffer has this dtype and device."""
-        return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
 
     @property
     def nbytes(self) -> int:
@@ -78,19 +78,22 @@ class FlatGradBuffer:
         if self._buffer.nbytes == 0:
             self._buffer.alloc(pool)
             if self._rows is not None and len(self.waiting) == len(self._places):
-                grads = [self.waiting[index] for index in range(len(self._places))]
-                if {grad.dtype for grad in grads} == {self._rows.dtype}:  # it converts slowly
+                grads = list(map(self.waiting.__getitem__, range(len(self._places))))
+                if set(map(_DTYPE, grads)) == {self._rows.dtype}:  # it converts slowly
                     chunk_cat(grads, 0, self._layout.world_size, out=self._rows)
                     self.waiting.clear()
                     return self._buffer.tensor
             for padding in self._paddings:
                 padding.zero_()
-            for places, there in zip(self._places, self.grads_ready, strict=True):
+            for index, there in enumerate(self.grads_ready):
                 if not there:
-                    torch._foreach_zero_(places)
+                    torch._foreach_zero_(self._places[index])
         if self.waiting:
-            pieces = [p for index, grad in self.waiting.items() for p in split_grad(grad, self._layout, index)]
-            torch._foreach_copy_([place for index in self.waiting for place in self._places[index]], pieces)
+            places, pieces = [], []
+            for index, grad in self.waiting.items():
+                places += self._places[index]
+                pieces += split_grad(grad, self._layout, index)
+            torch._foreach_copy_(places, pieces)
             self.waiting.clear()
         return self._buffer.tensor
 

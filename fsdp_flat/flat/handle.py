@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -40,7 +40,14 @@ from fsdp_flat.flat.gradients import FlatGradBuffer, ReduceScatteredGrad, Unredu
 from fsdp_flat.flat.guards import as_flat_parameter, module_guard, replace_shard, set_grad
 from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
 from fsdp_flat.flat.row_sharding import RowSharding
-from fsdp_flat.flat.torch_flat import VERSION_OF, dynamo_disabled, dynamo_disabled_here, is_alias, is_in_a_graph
+from fsdp_flat.flat.torch_flat import (
+    VERSION_OF,
+    dynamo_disabled,
+    dynamo_disabled_here,
+    is_alias,
+    is_in_a_graph,
+    set_versions,
+)
 from fsdp_flat.layout import FlatLayout, LocalShard, alignment_numel
 
 # Number of gradients between two calls of on_ready, which looks for completed reductions: a system call a rank.
@@ -106,6 +113,7 @@ class FlatParamHandle:
     """
 
     visible: tuple[VisibleParam, ...]
+    _visible_params: tuple[nn.Parameter, ...]
     exposes_unreduced = True
     # Tensors whose version counters rise with each change of this rank's values.
     _versioned: tuple[torch.Tensor, ...]
@@ -143,6 +151,10 @@ class FlatParamHandle:
     def _mark_params(self) -> None:
         for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
             entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
+
+    def _set_visible(self, visible: Iterable[VisibleParam]) -> None:
+        self.visible = tuple(visible)
+        self._visible_params = tuple([each.param for each in self.visible])
 
     @functools.cached_property
     def local_shards(self) -> tuple[LocalShard, ...]:
@@ -183,7 +195,8 @@ class FlatParamHandle:
 
     def show_full_params(self, tensors: Sequence[torch.Tensor]) -> None:
         """Point the modules at full Parameters made from ``tensors``, until :meth:`hide_full_params`."""
-        self._unguard()
+        for hooks in self._guarded:
+            hooks.pop(self._guard_key, None)
         full = [
             nn.Parameter(entry.adapter.from_local(tensor), requires_grad)
             for entry, tensor, requires_grad in zip(self.params, tensors, self.requires_grad(), strict=True)
@@ -215,14 +228,8 @@ class FlatParamHandle:
         """Adopt tensors that the user assigned to sharded parameters; return whether there were any."""
         raise NotImplementedError
 
-    def _restore_places(self) -> None:
-        """Hold unsharded parameters where they belong, if a caller has put them back elsewhere in a forward."""
-
     def _bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
-
-    def _check_materialized(self) -> None:
-        """Raise a UsageError if parameters that may stay on the meta device until a step are still there."""
 
     def check_plain(self) -> None:
         """Raise an UnsupportedError if local tensors have extensions that would not be called."""
@@ -320,21 +327,35 @@ class FlatParamHandle:
         It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
         of the shards of all ranks.
         """
-        self._check_materialized()
-        return self._unsharded.load(self.flat_param.data, self.pool)
+        unsharded, buffer, shard = self._unsharded, self.buffer, self.flat_param.data
+        buffer.alloc(self.pool)
+        if shard.device != buffer.tensor.device:
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
+            shard = shard.to(buffer.tensor.device, non_blocking=True)
+        if unsharded.rows is not None:
+            return shard.to(buffer.tensor.dtype), unsharded.rows
+        if buffer.owns_memory:
+            unsharded.own_slice.copy_(shard)
+        return buffer.tensor, None
 
     def finish_gather(self) -> None:
-        """Record that the buffer has the values of all ranks."""
-        self._unsharded.mark_filled()
+        """Have autograd accept the parameters again: the buffer has the values of all ranks."""
+        unsharded = self._unsharded
+        if unsharded.versions is not None:
+            set_versions(unsharded.params, unsharded.versions)
+            unsharded.versions = None
+        unsharded.filled = tuple(map(VERSION_OF, unsharded.params)) if self.buffer.owns_memory else None
 
     def free(self) -> None:
-        """Free the buffer."""
-        self._unsharded.free(self.pool)
+        """Free the buffer, and have autograd refuse what it saved of it."""
+        self._unsharded.expire()
+        self.buffer.free(self.pool)
 
     def show_unsharded(self) -> None:
         """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
         self.grads.sync_requires_grad()
-        self._unguard()
+        for hooks in self._guarded:
+            hooks.pop(self._guard_key, None)
         attributes, names, unsharded, _ = self._bindings
         for held, name, tensor in zip(attributes, names, unsharded, strict=True):
             held[name] = tensor
@@ -347,14 +368,11 @@ class FlatParamHandle:
         for hooks in self._guarded:
             hooks[self._guard_key] = self._guard
 
-    def _unguard(self) -> None:
-        for hooks in self._guarded:
-            hooks.pop(self._guard_key, None)
-
     def _hold_sharded(self) -> bool:
         """Return whether every place in a module has its sharded tensor."""
-        attributes, names, _, own = self._bindings
-        return False not in [held.get(name) is each for held, name, each in zip(attributes, names, own, strict=True)]
+        attributes, names, _, sharded = self._bindings
+        # A mapping of a module whose class keeps parameters elsewhere too is no dict.
+        return all(map(is_, [held.get(name) for held, name in zip(attributes, names, strict=True)], sharded))
 
     def check_not_assigned(self, *, shows_unsharded: bool) -> None:
         """Raise a PhaseError if a parameter was assigned while the buffer was kept, which would be lost."""
@@ -379,9 +397,8 @@ class FlatParamHandle:
 
     def restore_unsharded_params(self) -> list[int]:
         """Undo assignments to the ``.data`` of unsharded parameters; return those whose values were changed by them."""
-        self._restore_places()
         unsharded, flat = self._unsharded, self.buffer.tensor
-        if not unsharded.are_moved:
+        if all(map(partial(is_alias, flat), unsharded.plain)):
             return []
         changed: list[int] = []
         places = zip(unsharded.params, self.params, views_of(flat, self.layout), strict=True)
@@ -398,13 +415,13 @@ class FlatParamHandle:
         A module may put other values in the place of its weights while it computes (quantized ones, for example), by
         an assignment to ``.data``, and put the weights back. Writes through ``.data`` are not seen.
         """
-        written = self._unsharded.written()
+        filled, versions = self._unsharded.filled, tuple(map(VERSION_OF, self.unsharded_params))
         changed = self.restore_unsharded_params()
-        if written and not changed:
+        if filled is not None and filled != versions and not changed:
             with torch.no_grad():
                 own = shard_of(self.layout, self.spec.rank, self.buffer.tensor)
                 if not _have_same_bits(own, self.flat_param.data.to(own.device, own.dtype)):
-                    changed = written
+                    changed = [index for index, version in enumerate(versions) if version != filled[index]]
         if changed:
             raise UsageError(
                 f"Parameter {self.describe(changed[0])} was changed in forward, or while it was unsharded by "
@@ -417,7 +434,8 @@ class FlatParamHandle:
         """Drop all gradients after an exception, and free the buffer, whose parameters may be shown."""
         self.rows = None
         self.restore_unsharded_params()
-        self._unsharded.drop_staging()
+        if self._unsharded.rows is not None:
+            self._unsharded.rows.drop_staging()
         if frees:
             self.free()
         if shown:
@@ -536,11 +554,11 @@ class FlatParamHandle:
 
     def visible_params(self) -> list[nn.Parameter]:
         """Return the parameters of this handle that an optimizer holds."""
-        return [each.param for each in self.visible]
+        return list(self._visible_params)
 
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""
-        flags = [each.param.requires_grad for each in self.visible]
+        flags = list(map(_REQUIRES_GRAD, self._visible_params))
         return flags if len(flags) > 1 else flags * len(self.params)
 
     @property
@@ -649,7 +667,7 @@ class HandleGradients:
             self.hide_unreduced()
         if self._buffer is None:
             spare, self._spare_buffer = self._spare_buffer, None
-            if spare is None or not spare.fits(self.buffer_dtype, grad.device):
+            if spare is None or spare.kind != (self.buffer_dtype, grad.device):
                 spare = FlatGradBuffer(self._layout, self.buffer_dtype, grad.device)
             self._buffer = spare
         entry = self.handle.params[index]
@@ -693,7 +711,8 @@ class HandleGradients:
             The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
             :meth:`recycle` once the gradient is no longer used, or None.
         """
-        self.hide_unreduced()
+        if self._unreduced:
+            self.hide_unreduced()
         self.end_backward()
         buffer, self._buffer = self._buffer, None
         if buffer is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -12,15 +11,22 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import profiled
-from fsdp_flat.errors import UsageError, some_of
-from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, graph_task_id, is_alias, local_of
-from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE, clean_fqn
+from fsdp_flat.flat import (
+    VERSION_OF,
+    active_compiler,
+    dynamo_disabled,
+    dynamo_disabled_here,
+    graph_task_id,
+    is_alias,
+    local_of,
+)
+from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.memory import WeightsVersion
 from fsdp_flat.runtime.options import AfterForward
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import (
     CallInputs,
+    Inputs,
     are_tensors,
     cast_floats,
     differentiable_tensors,
@@ -66,21 +72,28 @@ def run_forward(
     return forward.leave(output)
 
 
-class _ModuleCall:
-    """Holds the inputs that one module of a unit gets: all, hooked ones, and those in containers if there are any."""
+class _Call(NamedTuple):
+    """Holds what one module of a unit was called with.
 
-    __slots__ = ("given", "hooked", "inputs")
+    Attributes:
+        given: arguments and keyword arguments as the module gets them.
+        hooked: the tensors of the caller that were replaced by hooked aliases.
+        inputs: those in containers; None for a call with one tensor.
+    """
 
-    def __init__(self) -> None:
-        self.given: Any = None
-        self.hooked: list[_HookedInput] = []
-        self.inputs: CallInputs | None = None
+    given: Inputs
+    hooked: Sequence[_HookedInput] = ()
+    inputs: CallInputs | None = None
 
 
 class UnitForward:
-    """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
+    """Runs one forward of a unit, from the all-gather to the hooks on its outputs.
 
-    __slots__ = ("_calls", "_entered", "_outermost", "_record", "_schedule", "_unit")
+    A unit of several modules has one, which :meth:`enter` begins with the first module that runs, and which
+    :meth:`leave` ends with the last one.
+    """
+
+    __slots__ = ("_calls", "_is_outermost", "_record", "_schedule", "_unit")
 
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -90,72 +103,40 @@ class UnitForward:
             wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
             assert wrapped is not None
             _check_compiles(schedule, unit, wrapped, compiler)
-        self._entered = False
-        self._calls: list[_ModuleCall] = []
-        self._outermost = False
-        if schedule.recomputes:
-            self._record = ForwardRecord(unit, None, WeightsVersion(unit.wants_full_precision, -1, -1))
-        else:
-            self._outermost = schedule.iteration is None
-            self._record = schedule.begin_forward(unit)
+        # The calls of its modules that are under way; None before the first one.
+        self._calls: list[_Call] | None = None
+        self._is_outermost = schedule.iteration is None and not schedule.recomputes
+        self._record = schedule.begin_forward(unit)
 
     @dynamo_disabled
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Unshard the parameters, prefetch the next unit, and prepare the inputs.
 
         In a unit of several modules this is called for each; all after the first only prepare the inputs. The unit's
         part of the backward is complete once the first module's inputs have their gradients.
         """
-        unit, schedule, record = self._unit, self._schedule, self._record
-        is_first, call = not self._entered, _ModuleCall()
-        self._calls.append(call)
+        unit, schedule, record, is_first = self._unit, self._schedule, self._record, self._calls is None
         with profiled("pre_forward", unit.name):
-            if self._outermost and schedule.streams.is_accelerator:
+            if self._is_outermost and schedule.streams.is_accelerator:
                 device = unit.options.device
                 args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
-            if is_first:
-                self._unshard()
+            if self._calls is None:
+                unit.log_event("pre_forward")
+                if record.iteration is not None and schedule.rank_checks.in_forward:
+                    schedule.rank_checks.before_forward(unit)
+                unit.enter_forward(record.weights.full_precision)
+                self._calls = []
+                record.weights = unit.gathered
+                schedule.prefetch_forward(record)
             if unit.cast_inputs is not None and not record.weights.full_precision:
                 precision = unit.options.precision
                 if precision.cast_forward_inputs or (unit is schedule.root and precision.cast_root_forward_inputs):
                     args, kwargs = unit.cast_inputs(args, kwargs)
+            call = _Call((args, kwargs))
             if unit.handles:
-                args, kwargs = self._hook_inputs(call, args, kwargs, hooks=is_first and torch.is_grad_enabled())
-        call.given = args, kwargs
-        return args, kwargs
-
-    def _hook_inputs(
-        self, call: _ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keep the inputs; if ``hooks``, put an autograd node on those that require gradients.
-
-        Without such inputs, the forward's part of the backward ends with the backward.
-        """
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            if not hooks or not args[0].requires_grad:
-                return args, kwargs
-            aliases = _PostBackwardNode.apply(self._record, args[0])
-            call.hooked.append(_HookedInput(args[0], aliases[0], aliases[0]._version))
-            return aliases, kwargs
-        call.inputs = inputs = CallInputs(args, kwargs)
-        given = inputs.trainable() if hooks else []
-        if not given:
-            return args, kwargs
-        aliases = _PostBackwardNode.apply(self._record, *given)
-        call.hooked += [_HookedInput(each, alias, alias._version) for each, alias in zip(given, aliases, strict=True)]
-        return inputs.replaced(given, aliases)
-
-    def _unshard(self) -> None:
-        unit, schedule, record = self._unit, self._schedule, self._record
-        unit.log_event("pre_forward")
-        if record.iteration is not None and schedule.rank_checks.in_forward:
-            schedule.rank_checks.before_forward(unit)
-        unit.enter_forward()
-        self._entered = True
-        schedule.mark_in_use(unit)
-        record.weights = unit.gathered
-        if record.iteration is not None:
-            schedule.prefetch_forward(unit)
+                call = _with_hooked_inputs(record, args, kwargs, hooks=is_first and torch.is_grad_enabled())
+        self._calls.append(call)
+        return call.given
 
     @dynamo_disabled
     def check(self) -> None:
@@ -165,7 +146,7 @@ class UnitForward:
 
     @dynamo_disabled
     def fail(self, error: BaseException) -> None:
-        """Leave a forward that raised ``error``; raise a UsageError from it if ignored parameters explain it.
+        """Leave a forward that raised ``error``.
 
         Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
         backward. Elsewhere the step ends, unless an outer caller catches the exception.
@@ -175,20 +156,18 @@ class UnitForward:
         recomputes = graph_task_id() != -1
         for handle in self._unit.handles:
             handle.restore_unsharded_params()
-        if self._outermost and not recomputes:
+        if self._is_outermost and not recomputes:
             self._schedule.fail(error)
-        else:
-            if self._entered:
-                self._unit.exit_forward(AfterForward.KEEP_UNSHARDED if recomputes else AfterForward.RESHARD)
-            if self._outermost:
-                self._schedule.end_iteration()
-        if type(error) is RuntimeError and not self._record.weights.full_precision:
-            _check_ignored_dtypes(self._unit, error)
+            return
+        if self._calls is not None:
+            self._unit.exit_forward(AfterForward.KEEP_UNSHARDED if recomputes else AfterForward.RESHARD)
+        if self._is_outermost:
+            self._schedule.end_iteration()
 
     @dynamo_disabled
-    def pass_through(self, output: Any) -> Any:
+    def leave_one(self, output: Any) -> Any:
         """Hook the outputs of a module that is not the last of its unit to run; return them."""
-        return self._hooked(output)[0]
+        return self._hook_outputs(output)[0]
 
     @dynamo_disabled
     def leave(self, output: Any) -> Any:
@@ -198,106 +177,141 @@ class UnitForward:
         a generator, or stored outside of the model. Not so if it returns inputs alone: a layer that this rank skips
         does, and a graph of an earlier step may be alive.
         """
-        call, found = self._calls[-1], output
-        output, returns = self._hooked(output)
-        hidden = False
-        if not returns and torch.is_grad_enabled() and not are_tensors(found, among=call.given):
-            hidden = any(handle.grads.are_in_a_graph for handle in self._unit.handles)
-        self._close(returns or hidden, open_ended=hidden)
+        assert self._calls is not None
+        given, found = self._calls[-1].given, output
+        output, is_reached = self._hook_outputs(output)
+        is_hidden = False
+        if not is_reached and torch.is_grad_enabled() and not are_tensors(found, among=given):
+            is_hidden = any(handle.grads.are_in_a_graph for handle in self._unit.handles)
+        self._close(is_reached or is_hidden, is_open_ended=is_hidden)
         return output
-
-    def _hooked(self, output: Any) -> tuple[Any, bool]:
-        """Cast and hook the outputs; return them, and whether a backward may reach them."""
-        call = self._calls.pop()
-        for hooked in call.hooked:
-            hooked.follow_changes()
-        dtype = self._unit.options.precision.output_dtype
-        output = output if dtype is None else cast_floats(output, dtype)
-        flats = [handle.buffer.tensor for handle in self._unit.handles if handle.buffer.owns_memory]
-        copied = functools.partial(_outside, flats)
-        if flats and isinstance(output, torch.Tensor):
-            output = copied(output)
-        elif flats and any(copied(tensor) is not tensor for tensor in tensors_in(output)):
-            output = map_tensors(output, copied)
-        if call.inputs is None:
-            return output, _hook_outputs(self._record, output, [], always=self._outermost)
-        if flats:
-            call.inputs.replace(copied)
-        returns = _hook_outputs(self._record, output, call.inputs.written(), always=self._outermost)
-        call.inputs.restore()
-        return output, returns
 
     def leave_open(self) -> None:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
-        self._close(torch.is_grad_enabled(), open_ended=True)
+        self._close(torch.is_grad_enabled(), is_open_ended=True)
 
-    def _close(self, is_reached: bool, *, open_ended: bool = False) -> None:
-        """End the forward; ``is_reached`` if a backward may reach it, ``open_ended`` if not through hooked outputs."""
+    def _hook_outputs(self, output: Any) -> tuple[Any, bool]:
+        """Cast the outputs, and register backward hooks; return them, and whether a backward may reach the unit."""
+        unit, record = self._unit, self._record
+        assert self._calls is not None
+        call = self._calls.pop()
+        for hooked in call.hooked:
+            hooked.follow_changes()
+        dtype = unit.options.precision.output_dtype
+        output = output if dtype is None else cast_floats(output, dtype)
+        output = _copy_parts_of_buffers(unit, output, call.inputs)
+        written: list[torch.Tensor] = []
+        if call.inputs is not None:
+            written = call.inputs.written()
+            call.inputs.restore()
+        # Those of an outermost unit without parameters too: a backward begins there.
+        if not torch.is_grad_enabled() or not (unit.handles or self._is_outermost):
+            return output, False
+        if isinstance(output, torch.Tensor):
+            found = [output] if output.requires_grad else []
+        else:
+            found = differentiable_tensors(output)
+        found += written
+        if unit.handles:
+            unit.stored.num_until_search -= 1
+            found += unit.stored.tensors()
+        if not found:
+            return output, False
+        hook = functools.partial(_outputs_reached, record)
+        if record.iteration is not None and self._is_outermost:
+            record.iteration.outputs.append(weakref.ref(hook))
+        for tensor in found:
+            # A leaf that is passed through outlives the graph, and so would its hook.
+            if not tensor.is_leaf:
+                tensor.register_hook(hook)
+                hooks: Any = tensor._backward_hooks
+                # First, before hooks of the module itself, which may compute with the parameters.
+                for key in list(hooks)[:-1] if len(hooks) > 1 else ():
+                    hooks[key] = hooks.pop(key)
+        return output, bool(unit.handles)
+
+    def _close(self, is_reached: bool, *, is_open_ended: bool) -> None:
+        """End the forward, which a backward may reach (``is_reached``), and not through hooked outputs alone."""
         unit, schedule, record = self._unit, self._schedule, self._record
-        if self._outermost:
+        if self._is_outermost:
             # Units of several modules of which some did not run.
             groups, schedule.open_groups = schedule.open_groups, {}
             for forward, _ in groups.values():
                 forward.leave_open()
         with profiled("post_forward", unit.name):
             unit.log_event("post_forward")
-            iteration = record.iteration
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
-            is_outermost = iteration is not None and iteration.order[0].members is unit.members
-            in_grad = torch.is_grad_enabled() and not (is_outermost and schedule.ran_units_without_gradients)
+            in_grad = torch.is_grad_enabled() and not schedule.ran_without_gradients(record)
             expects_backward = is_reached or (in_grad and unit.is_trainable)
-            after = self._after_forward(expects_backward=expects_backward, open_ended=open_ended)
-            schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
+            after = self._after_forward(expects_backward=expects_backward, is_open_ended=is_open_ended)
+            schedule.end_forward(record, expects_backward=expects_backward and not is_open_ended)
             unit.exit_forward(after)
             if after is AfterForward.PARK:
                 schedule.keep_until_next_unit(unit)
-            if self._outermost:
+            if self._is_outermost:
                 schedule.end_iteration()
 
-    def _after_forward(self, *, expects_backward: bool, open_ended: bool) -> AfterForward:
+    def _after_forward(self, *, expects_backward: bool, is_open_ended: bool) -> AfterForward:
         """Choose what becomes of the parameters.
 
         * They stay if a backward may follow and would find them: inside a backward (a recomputation), if the unit does
           not reshard after forward, or if nothing would unshard it, because its outputs are not hooked.
-        * The buffers stay if the backward of this iteration would all-gather them.
+        * They are parked if the backward of this iteration would all-gather them.
         """
         unit, iteration = self._unit, self._record.iteration
         wanted = unit.control.reshard_after_forward
         if wanted is None:
-            wanted = not self._schedule.is_outermost(unit)
+            wanted = unit.members is not self._schedule.root.members
         # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
         trains = iteration is not None and iteration.trains
         may_follow = expects_backward or (trains and unit.shows_dtensors and unit.is_trainable)
-        if may_follow and (open_ended or iteration is None or not wanted or not unit.frees_buffers):
+        if may_follow and (is_open_ended or iteration is None or not wanted or not unit.frees_buffers):
             return AfterForward.KEEP_UNSHARDED
-        if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not open_ended:
+        if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:
             return AfterForward.PARK
         return AfterForward.RESHARD
 
 
-# Names of dtypes in the texts of torch's operators.
-_DTYPE_NAMES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
+def _with_hooked_inputs(record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool) -> _Call:
+    """Return the call of a module; with ``hooks`` its inputs that require gradients get an autograd node.
+
+    Without such inputs, the forward's part of the backward ends with the backward.
+    """
+    inputs = None
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        given = [args[0]] if hooks and args[0].requires_grad else []
+    else:
+        inputs = CallInputs(args, kwargs)
+        given = inputs.trainable() if hooks else []
+    if not given:
+        return _Call((args, kwargs), (), inputs)
+    aliases = _PostBackwardNode.apply(record, *given)
+    hooked = list(map(_HookedInput, given, aliases, map(VERSION_OF, aliases)))
+    return _Call((aliases, kwargs) if inputs is None else inputs.replaced(given, aliases), hooked, inputs)
 
 
-def _check_ignored_dtypes(unit: Unit, error: RuntimeError) -> None:
-    """Raise a UsageError if torch names the unit's compute dtype in ``error`` and that of ignored parameters."""
-    computes = unit.options.precision.param_dtype
-    words = set(re.findall(r"\w+", str(error).lower()))
-    if computes is None or _DTYPE_NAMES.get(computes) not in words:
-        return
-    ignored = [(name, param) for name, param in unit.module.named_parameters() if unit.ignored.has(param)]
-    others = [
-        f"{clean_fqn(name)!r} ({param.dtype})"
-        for name, param in ignored
-        if param.dtype != computes and _DTYPE_NAMES.get(param.dtype) in words
-    ]
-    if others:
-        raise UsageError(
-            f"{error}\nUnit {unit.name!r} computes in {computes}, and parameters that it ignores keep their dtype: "
-            f"{some_of(others, 4)}. Convert the ignored module to {computes} before it is ignored, or cast its inputs "
-            "to its dtype and its outputs back (forward hooks do), or run the model under torch.autocast."
-        ) from error
+def _copy_parts_of_buffers(unit: Unit, output: Any, inputs: CallInputs | None) -> Any:
+    """Return the outputs, with copies in the place of views of a buffer, whose memory is freed meanwhile."""
+    buffers = [handle.buffer.tensor for handle in unit.handles if handle.buffer.owns_memory]
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        local = local_of(tensor)
+        if local.layout is torch.strided:  # others are without a storage
+            for buffer in buffers:
+                if is_alias(local, buffer):
+                    return tensor.clone()
+        return tensor
+
+    if not buffers:
+        return output
+    if inputs is not None:
+        inputs.replace(copied)
+    if isinstance(output, torch.Tensor):
+        return copied(output)
+    if any(copied(tensor) is not tensor for tensor in tensors_in(output)):
+        return map_tensors(output, copied)
+    return output
 
 
 def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
@@ -319,54 +333,6 @@ def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler
 def _is_compiled(module: nn.Module) -> bool:
     asked = COMPILED_MODULE in module._modules or module._compiled_call_impl is not None
     return asked and getattr(module, "_is_fsdp_managed_module", False)
-
-
-def _hook_outputs(record: ForwardRecord, output: Any, written: list[torch.Tensor], *, always: bool) -> bool:
-    """Register backward hooks on the outputs; return whether a backward may need the unit's parameters.
-
-    Those ``written`` to inputs are outputs too.
-
-    With ``always`` those of a unit without parameters too, so that a backward begins at the outermost unit.
-    """
-    unit = record.unit
-    if not torch.is_grad_enabled() or not (unit.handles or always):
-        return False
-    if isinstance(output, torch.Tensor):
-        outputs = [output] if output.requires_grad else []
-    else:
-        outputs = differentiable_tensors(output)
-    outputs += written
-    stored = unit.stored
-    stored.num_until_search -= 1
-    if unit.handles:
-        is_search_due = stored.num_until_search <= 0 or sum(map(len, stored.attributes)) != stored.num_attributes
-        if stored.places or is_search_due:
-            outputs += stored.tensors()
-    if not outputs:
-        return False
-    hook = functools.partial(_outputs_reached, record)
-    if record.iteration is not None and always:
-        record.iteration.outputs.append(weakref.ref(hook))
-    for tensor in outputs:
-        # A leaf that is passed through outlives the graph, and so would its hook.
-        if not tensor.is_leaf:
-            tensor.register_hook(hook)
-            hooks: Any = tensor._backward_hooks
-            # First, before hooks of the module itself, which may compute with the parameters.
-            for key in list(hooks)[:-1] if len(hooks) > 1 else ():
-                hooks[key] = hooks.pop(key)
-    return bool(unit.handles)
-
-
-def _outside(flats: Sequence[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for the caller, as a copy if it is a view of a buffer, whose memory is freed meanwhile."""
-    local = local_of(tensor)
-    if local.layout is not torch.strided:
-        return tensor  # without a storage
-    for flat in flats:
-        if is_alias(local, flat):
-            return tensor.clone()
-    return tensor
 
 
 def _schedule_now(unit: Unit) -> Schedule:
@@ -392,7 +358,7 @@ class _PostBackwardNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if record.iteration is not None:
             record.iteration.post_backward_nodes.append(weakref.ref(ctx))
-        return tuple([tensor.detach() for tensor in tensors])
+        return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
     @dynamo_disabled

@@ -92,7 +92,7 @@ def _run_member(
         raise
     waiting.discard(module)
     if waiting:
-        return forward.pass_through(output)
+        return forward.leave_one(output)
     del schedule.open_groups[unit]
     return forward.leave(output)
 

@@ -83,7 +83,7 @@ class Schedule(CommContext):
         self._used: dict[FlatParamHandle, bytes] = {}
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
-        self._prefetched: list[Unit] = []
+        self._prefetched: dict[Unit, None] = {}  # their all-gathers began early, and they have not run
         self._last_run: Unit | None = None
         self.open_groups: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.is_left_open = False
@@ -105,10 +105,6 @@ class Schedule(CommContext):
             for handle in unit.handles:
                 handle.grads.on_ready = partial(self.grads_ready, unit)
 
-    def is_outermost(self, unit: Unit) -> bool:
-        """Return whether a unit is the root, or another one of the root's modules."""
-        return unit.members is self.root.members
-
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
         full = self.root.wants_full_precision
@@ -124,12 +120,12 @@ class Schedule(CommContext):
         """True if a forward now is a recomputation: a backward of this tree is running."""
         return self.backward is not None and graph_task_id() != -1
 
-    @property
-    def ran_units_without_gradients(self) -> bool:
-        """True if units ran below the running outermost ones, all of them with gradients disabled."""
-        assert self.iteration is not None
-        outermost = self.iteration.order[0].members
-        nested = [event for event in self.iteration.events if event.unit.members is not outermost]
+    def ran_without_gradients(self, record: ForwardRecord) -> bool:
+        """Return whether the forward is the outermost one, and units ran below it, all with gradients disabled."""
+        outermost = self.root.members if record.iteration is None else record.iteration.order[0].members
+        if record.iteration is None or record.unit.members is not outermost:
+            return False
+        nested = [event for event in record.iteration.events if event.unit.members is not outermost]
         return bool(nested) and not any(event.in_grad for event in nested)
 
     @property
@@ -148,7 +144,10 @@ class Schedule(CommContext):
             )
 
     def begin_forward(self, unit: Unit) -> ForwardRecord:
-        """Record the begin of a unit's forward outside of a backward of this tree."""
+        """Record the begin of a unit's forward; inside a backward of this tree it is a recomputation."""
+        weights = WeightsVersion(unit.wants_full_precision, -1, -1)
+        if self.recomputes:
+            return ForwardRecord(unit, None, weights)
         if self.iteration is None:
             self.recover()
             self._adopt_units()
@@ -168,7 +167,7 @@ class Schedule(CommContext):
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
             self._free_kept_buffers()
-        return ForwardRecord(unit, iteration, WeightsVersion(unit.wants_full_precision, -1, -1), self._position)
+        return ForwardRecord(unit, iteration, weights, self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
         """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
@@ -192,7 +191,7 @@ class Schedule(CommContext):
 
         The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
-        if self.is_outermost(unit) or not unit.control.keeps_last:
+        if unit.members is self.root.members or not unit.control.keeps_last:
             unit.shrink_parked()
             return
         if self._last_run is not None and self._last_run.members is not unit.members:
@@ -260,22 +259,20 @@ class Schedule(CommContext):
         for each in () if unit is None else unit.with_inner:
             if each.needs_all_gather and each.is_sharded and each.context is self:
                 each.log_event(event)
-                self._prefetched.append(each)
+                self._prefetched[each] = None
                 each.begin_unshard()
 
-    def mark_in_use(self, unit: Unit) -> None:
-        """Record that a unit's parameters are in use, so that it no longer counts as prefetched."""
-        if unit in self._prefetched:
-            self._prefetched.remove(unit)
-
     def _drop_prefetched(self) -> None:
-        units, self._prefetched = self._prefetched, []
+        units, self._prefetched = self._prefetched, {}
         for unit in units:
             unit.reshard()
 
-    def prefetch_forward(self, unit: Unit) -> None:
+    def prefetch_forward(self, record: ForwardRecord) -> None:
         """Begin the all-gathers of the caller's list, else of the unit that followed in the last such iteration."""
-        assert self.iteration is not None
+        unit = record.unit
+        self._prefetched.pop(unit, None)
+        if record.iteration is None:
+            return
         for module in unit.control.forward_prefetch:
             self._begin_early(unit_of(module), "forward_prefetch")
         if self._prefetched or unit.control.forward_prefetch:
@@ -283,8 +280,8 @@ class Schedule(CommContext):
         # Without streams nothing overlaps unless it begins early, so forward prefetch is always on there.
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
-        order = self._last_order.get(self.iteration.order[0])
-        here = len(self.iteration.order) - 1
+        running = record.iteration.order
+        order, here = self._last_order.get(running[0]), len(running) - 1
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
                 if following.needs_all_gather:
@@ -347,7 +344,7 @@ class Schedule(CommContext):
         self._make_room_for(unit)
         with profiled("pre_backward", unit.name):
             unit.pre_backward(record.weights)
-        self.mark_in_use(unit)
+        self._prefetched.pop(unit, None)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def inputs_complete(self, record: ForwardRecord, node: Any) -> None:
@@ -379,7 +376,7 @@ class Schedule(CommContext):
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._last_run:
             self._last_run = None
-        elif unit.needs_all_gather and unit.is_sharded and not self.is_outermost(unit):
+        elif unit.needs_all_gather and unit.is_sharded and unit.members is not self.root.members:
             self._free_kept_buffers()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
@@ -388,7 +385,7 @@ class Schedule(CommContext):
             self._make_room_for(unit)
             unit.use_full_precision(weights.full_precision)
             unit.begin_unshard()
-            self.mark_in_use(unit)
+            self._prefetched.pop(unit, None)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def _post_backward(self, unit: Unit) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from weakref import WeakSet
 
 import torch
@@ -29,6 +30,9 @@ from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl,
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
+
+_OWNS_MEMORY = attrgetter("buffer.owns_memory")
+_BEGIN_GATHER = methodcaller("begin_gather")
 
 
 @dataclass(eq=False, repr=False)
@@ -164,7 +168,7 @@ class Unit:
     @property
     def frees_buffers(self) -> bool:
         """True if a reshard frees memory: some unsharded parameters are not the shard itself."""
-        return any(handle.buffer.owns_memory for handle in self.handles)
+        return any(map(_OWNS_MEMORY, self.handles))
 
     def log_event(self, event: str) -> None:
         """Append an event to the context's trace, if there is one, and to the log."""
@@ -177,8 +181,23 @@ class Unit:
     def _move(self, event: MemoryEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
+    def adopt_changes(self) -> None:
+        """Adopt tensors that the user assigned to sharded parameters.
+
+        Raises:
+            PhaseError: the buffers are kept for the next forward, so that an assignment would be lost.
+        """
+        is_parked = self.state is MemoryState.PARKED
+        is_kept = self.state is MemoryState.GATHERING or (is_parked and not self.reshards_after_backward)
+        for handle in self.handles if self.state is not MemoryState.READY else ():
+            if is_kept:
+                handle.check_not_assigned(shows_unsharded=False)
+            else:
+                handle.adopt_changes()
+
     def weights(self) -> WeightsVersion:
         """Return the version of the shards' values as they are now."""
+        self.adopt_changes()
         storage_epoch = weights_epoch = 0
         for handle in self.handles:
             storage_epoch += handle.storage_epoch
@@ -195,10 +214,9 @@ class Unit:
         collectives = self._step_collectives if smaller is None else smaller.collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
-            self.adopt_changes()
             # The values that ranks get are those of now, whatever changes before the wait.
             self.gathered = self.weights()
-            inputs = [handle.begin_gather() for handle in self.handles]
+            inputs = list(map(_BEGIN_GATHER, self.handles))
             self._move(MemoryEvent.GATHER)
             if collectives is not None:
                 for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
@@ -222,7 +240,6 @@ class Unit:
         """
         if self.state is not MemoryState.PARKED:
             return False
-        self.adopt_changes()
         in_backward, now = graph_task_id() != -1, self.weights()
         if self.handles[0].rows is not None:
             if not in_backward or self.control.smaller_group is None:
@@ -236,7 +253,9 @@ class Unit:
             self.reshard()
             return False
         self.gathered = now
-        self._show(MemoryEvent.UNPARK)
+        self._move(MemoryEvent.UNPARK)
+        for handle in self.handles:
+            handle.show_unsharded()
         return True
 
     def finish_unshard(self) -> None:
@@ -252,13 +271,9 @@ class Unit:
             streams.wait_for_all_gathers()
             for handle in self.handles:
                 handle.finish_gather()
-        self._show(MemoryEvent.FINISH)
+                handle.show_unsharded()
+            self._move(MemoryEvent.FINISH)
         self.log_event("wait_for_unshard")
-
-    def _show(self, event: MemoryEvent) -> None:
-        self._move(event)
-        for handle in self.handles:
-            handle.show_unsharded()
 
     def unshard(self) -> None:
         """Unshard the current parameters and point the modules at them."""
@@ -282,8 +297,6 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
-        if full == self._full_precision:
-            return
         if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
@@ -317,22 +330,6 @@ class Unit:
                 f"{what} was called while unit {self.name!r} is {self.phase.value}. Call it between steps and outside "
                 "of other summon_full_params contexts."
             )
-
-    def adopt_changes(self) -> None:
-        """Adopt tensors that the user assigned to sharded parameters.
-
-        Raises:
-            PhaseError: the unit is kept unsharded, so that the change would be lost.
-        """
-        if self.state is MemoryState.READY:
-            return
-        is_parked = self.state is MemoryState.PARKED
-        is_kept = self.state is MemoryState.GATHERING or (is_parked and not self.reshards_after_backward)
-        for handle in self.handles:
-            if is_kept:
-                handle.check_not_assigned(shows_unsharded=False)
-            else:
-                handle.adopt_changes()
 
     def reshard(self) -> None:
         """Free the unsharded parameters, also parked ones, after waiting for an all-gather in flight."""
@@ -387,8 +384,8 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def enter_forward(self) -> None:
-        """Begin the module's forward with unsharded parameters."""
+    def enter_forward(self, full_precision: bool) -> None:
+        """Begin the module's forward with unsharded parameters, of the shards' dtype if in ``full_precision``."""
         if self.phase is Phase.SUMMONED:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
@@ -399,8 +396,8 @@ class Unit:
         self._depth += 1
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
-        if self._depth == 1 and self.phase is not Phase.BACKWARD:
-            self.use_full_precision(self.wants_full_precision)
+        if self._depth == 1 and self.phase is not Phase.BACKWARD and full_precision != self._full_precision:
+            self.use_full_precision(full_precision)
         self.unshard()
 
     def exit_forward(self, after: AfterForward) -> None:
@@ -419,8 +416,6 @@ class Unit:
 
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
-        if self.is_sharded:
-            self.adopt_changes()
         used = self.weights()
         if weights.storage_epoch != used.storage_epoch:
             raise UsageError(
@@ -430,7 +425,8 @@ class Unit:
         self.phase = Phase.BACKWARD
         self.log_event("pre_backward")
         if self.control.unshard_in_backward:
-            self.use_full_precision(weights.full_precision)
+            if weights.full_precision != self._full_precision:
+                self.use_full_precision(weights.full_precision)
             self.unshard()
             used = self.gathered
         if weights.weights_epoch != used.weights_epoch:

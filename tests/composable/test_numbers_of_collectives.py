@@ -215,7 +215,7 @@ def trace_of_torch() -> Iterator[list[tuple[str, str]]]:
             events.append(("unshard", self._module_fqn))
 
     def note_reshard(self: Any) -> None:
-        if self.is_ready:
+        if self.is_unsharded:
             events.append(("reshard", self._module_fqn))
         reshard(self)
 

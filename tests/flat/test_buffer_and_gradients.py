@@ -252,7 +252,7 @@ def test_a_released_window_is_empty_when_it_is_opened_again() -> None:
     grad_buffer.close(POOL)
     grad_buffer.release(pool)
     assert grad_buffer.nbytes == 0
-    assert grad_buffer.fits(torch.float32, CPU)
+    assert grad_buffer.kind == (torch.float32, CPU)
     assert not grad_buffer.fits(torch.float64, CPU)
     pool.clear()
     assert not any(grad_buffer.grads_ready)
