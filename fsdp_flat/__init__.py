@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fsdp_flat.extras.describe import describe
     from fsdp_flat.flat import FlatParameter
     from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-    from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
+    from fsdp_flat.runtime import check_replicas, participate, register_forward_method, unshard_for, unwrap
     from fsdp_flat.state import register_optim_state_handler
 
 __all__ = [
@@ -94,6 +94,7 @@ __all__ = [
     "StateDictType",
     "StatePart",
     "UnshardHandle",
+    "check_replicas",
     "clean_named_modules",
     "clean_named_parameters",
     "clean_tensor_name",

@@ -40,4 +40,4 @@ from fsdp_flat.runtime.unit_settings import (
     set_divide_factor_of_tree,
     without_reduction,
 )
-from fsdp_flat.runtime.unmanaged import RankZeroTensors, average_buffers
+from fsdp_flat.runtime.unmanaged import RankZeroTensors, average_buffers, check_replicas

@@ -8,7 +8,7 @@ gradients are set and an optimizer can step:
 * which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
   a weight was used outside of its unit's forward), so that all ranks reduce them;
 * whether all ranks issued the same collectives in the same order, and train the same parameters;
-* whether any rank requests a comparison of tensors that no unit manages, or an average of such gradients;
+* whether any rank requests an average of gradients that no unit manages;
 * whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
@@ -54,13 +54,11 @@ class Outcome:
 
     Attributes:
         differing: groups whose ranks issued different collectives or train different parameters, or None.
-        to_compare: groups in which any rank requests a comparison of tensors that no unit manages.
         average: the largest request of a rank.
         retains_graph: autograd keeps the graph of this backward on any rank.
     """
 
     differing: ShardingGroups | None
-    to_compare: tuple[ShardingGroups, ...]
     average: AverageRequest
     retains_graph: bool
 
@@ -96,11 +94,10 @@ class BackwardExchange:
         used: Mapping[FlatParamHandle, bytes],
         unreduced: set[FlatParamHandle],
         *,
-        compare: bool,
         average: AverageRequest,
         retains_graph: bool,
     ) -> None:
-        """Begin the exchange; for the last three arguments see :class:`Outcome`.
+        """Begin the exchange; for the last two arguments see :class:`Outcome`.
 
         Args:
             used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing handle
@@ -114,7 +111,7 @@ class BackwardExchange:
             digest = hashlib.blake2b(self._log.digest(groups) + trained, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
             complement = bytes([255 - byte for byte in digest])
-            row = bytearray(b"".join([*flags, late, bytes([compare, average, retains_graph]), digest, complement]))
+            row = bytearray(b"".join([*flags, late, bytes([average, retains_graph]), digest, complement]))
             pending = Pending((), torch.frombuffer(row, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
@@ -131,7 +128,7 @@ class BackwardExchange:
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
-        differing, to_compare, average, retains_graph = None, [], AverageRequest.NONE, False
+        differing, average, retains_graph = None, AverageRequest.NONE, False
         for groups, pending in self._in_flight.items():
             row = bytes(pending.wait().numpy())
             position = 0
@@ -143,11 +140,9 @@ class BackwardExchange:
             late = row[position : position + len(handles)]
             unreduced.update([handle for handle, is_late in zip(handles, late, strict=True) if is_late])
             position += len(handles)
-            if row[position]:
-                to_compare.append(groups)
-            average = max(average, AverageRequest(row[position + 1]))
-            retains_graph = retains_graph or bool(row[position + 2])
-            greatest, least = row[position + 3 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
+            average = max(average, AverageRequest(row[position]))
+            retains_graph = retains_graph or bool(row[position + 1])
+            greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups
-        return Outcome(differing, tuple(to_compare), average, retains_graph)
+        return Outcome(differing, average, retains_graph)

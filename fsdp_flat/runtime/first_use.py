@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 import torch
 
-from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
+from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
-from fsdp_flat.runtime.unmanaged import COMPARED, UnmanagedTensors
+from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
 
 _logger = logging.getLogger("fsdp_flat")
@@ -169,13 +168,11 @@ class RankChecks:
         self._checked_values = False
         self._checked_modules = False
         self._checked_gradients = False
-        self._is_new_iteration = False
-        self._num_forwards = 0
+        self._compared_values = False
         self.in_forward = bool(self._ahead)
 
     def before_iteration(self) -> None:
         """Check before the first forward for tensors without values, before one that trains for replaced modules."""
-        self._is_new_iteration = True
         if not self._checked_values:
             _check_values(self._units)
             self._checked_values = True
@@ -184,28 +181,14 @@ class RankChecks:
             self._unmanaged.warn_of_replaced()
 
     def before_forward(self, unit: Unit) -> None:
-        """Compare which parameters are trained, before the first forward with gradients over a unit's groups.
-
-        If all units are frozen, no backward reduces anything, so tensors that no unit manages are compared here too,
-        in a few forwards. These are chosen by count, since every rank must choose the same ones.
-        """
+        """Compare which parameters are trained, before the first forward with gradients over a unit's groups."""
         if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
         groups = unit.options.groups
         if groups in self._ahead:
             agree(_trained_lines(self._units, groups), None, [groups.shard], unit.options.device, _TRAINED)
             self._ahead.remove(groups)
-        if self._is_new_iteration and self._num_forwards < COMPARED[-1]:
-            self._is_new_iteration = False
-            if any(handle.is_trainable for handle in self._handles[groups]):
-                self._num_forwards = COMPARED[-1]
-            else:
-                self._num_forwards += 1
-                if self._num_forwards in COMPARED:
-                    shard_group = replace(groups, replicate=ALONE)
-                    is_second = self._num_forwards == COMPARED[1]
-                    self._unmanaged.compare([shard_group], self._unmanaged.params, buffers=is_second)
-        self.in_forward = bool(self._ahead) or self._num_forwards < COMPARED[-1]
+        self.in_forward = bool(self._ahead)
 
     def before_backward(self) -> None:
         """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas."""
@@ -240,6 +223,12 @@ class RankChecks:
                 "precision by param_dtype; or pass MixedPrecision(master_dtype=torch.float32) to "
                 "FullyShardedDataParallel."
             )
+
+    def after_reduction(self) -> None:
+        """Compare tensors that no unit manages, at the end of the first backward that reduces gradients."""
+        if not self._compared_values:
+            self._compared_values = True
+            self._unmanaged.compare(list(dict.fromkeys(one for groups in self._handles for one in groups.rank_groups)))
 
 
 def log_units(units: Sequence[Unit]) -> None:

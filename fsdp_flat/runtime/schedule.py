@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unmanaged import Params, UnmanagedTensors
+from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 
 class Schedule(CommContext):
@@ -445,17 +446,17 @@ class Schedule(CommContext):
         for handle in [handle for unit in waiting for handle in unit.handles]:
             handle.grads.expose_unreduced()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
-        params = cache(self._unmanaged.params)
+        trains = any(unit.is_trainable for unit in self.units)
+        params = self._unmanaged.params() if self.root.averages_ignored or not trains else {}
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
-        if reduced and (any(unit.is_trainable for unit in self.units) or params()):
+        if reduced and (trains or params):
             outcome = self._set_sharded_grads(reduced, params)
             if outcome.average is not AverageRequest.NONE:
                 self._unmanaged.average(params, compare=outcome.average is AverageRequest.COMPARE_FIRST)
             # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
-            if outcome.to_compare:
-                self._unmanaged.compare(outcome.to_compare, params)
+            self.rank_checks.after_reduction()
 
-    def _set_sharded_grads(self, reduced: list[Unit], params: Params) -> Outcome:
+    def _set_sharded_grads(self, reduced: list[Unit], params: Mapping[str, nn.Parameter]) -> Outcome:
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.grads.is_waiting and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
@@ -465,7 +466,6 @@ class Schedule(CommContext):
             used,
             unreduced,
             retains_graph=backward.retains_graph,
-            compare=self._unmanaged.requests_comparison(params),
             average=self._unmanaged.request_for_average(params),
         )
         self.reductions.finish_all()

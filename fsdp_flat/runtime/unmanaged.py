@@ -1,9 +1,9 @@
 """Compares and averages tensors that no unit manages: ignored and later added trainable parameters, and buffers.
 
-Each rank has its own copy of these. Ranks compare the values and warn of those that differ; they average gradients and
-buffers only at the caller's request. They compare at the end of a few of the first backwards that reduce gradients, and
-then of every 64th, by which parameters that appear later are found. Gradients are not compared, because they may differ
-on purpose: a script may average ignored gradients by hand, or each rank may hold different experts.
+Each rank has its own copy of these. Ranks compare the values and warn of those that differ, at the end of the first
+backward that reduces gradients, at saves, and on request. They average gradients and buffers only on request. Gradients
+are not compared, because they may differ on purpose: a script may average ignored gradients by hand, or each rank may
+hold different experts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import compress
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_flat.comm import (
     ErrorTexts,
@@ -30,18 +30,12 @@ from fsdp_flat.comm import (
     exchange_if_different,
     fingerprint,
 )
-from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import is_managed, modules_of
+from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.flat import check_module, is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.exchange import AverageRequest
 from fsdp_flat.runtime.unit import Unit, units_of
 from fsdp_flat.user_warnings import warn_user
-
-# Backwards that compare, by number: the first, and later ones, since gradients may be accumulated and learning rates
-# may begin at zero. If all units are frozen, so that no backward reduces anything, forwards.
-COMPARED = (1, 2, 4, 8)
-# Later ones, for parameters that have appeared since.
-_COMPARED_EVERY = 64
 
 _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
 _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
@@ -50,10 +44,6 @@ _GRADIENTS = ErrorTexts(
     "Ranks average different parameters outside of units.",
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
 )
-
-
-# Returns the parameters by name; the calls of one backward share the result of one walk.
-Params = Callable[[], Mapping[str, nn.Parameter]]
 
 
 def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
@@ -96,10 +86,6 @@ class UnmanagedTensors:
         self._root_module = weakref.ref(root_module)
         self._units = units
         self._any_rank = any_rank
-        self._num_backwards = 0
-        self._compared: set[ShardingGroups] = set()
-        # Names that differed from the start, so on purpose, or that a warning has listed already.
-        self._passed_over: set[str] = set()
         # Description of the parameters to average, as ranks last compared it.
         self._agreed: list[str] | None = None
 
@@ -108,44 +94,13 @@ class UnmanagedTensors:
         root = self._root_module()
         return {} if root is None else _trainable(root, self._units)
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def compare(self, rank_groups: Sequence[RankGroup]) -> None:
+        """Compare values, and warn of those that differ. Every rank of the groups must call this."""
         root = self._root_module()
-        return {} if root is None else _persistent_buffers(root)
-
-    def requests_comparison(self, params: Params) -> bool:
-        """Return whether this rank requests a comparison at the end of a backward; call this once per backward."""
-        self._num_backwards += 1
-        if self._num_backwards == 1:
-            return bool(params() or self._buffers())
-        is_due = self._num_backwards in COMPARED or self._num_backwards % _COMPARED_EVERY == 0
-        return is_due and self._units[0].averages_ignored is not False and bool(params())
-
-    def compare(self, groups: Iterable[ShardingGroups], found: Params, *, buffers: bool | None = None) -> None:
-        """Compare values over ``groups``, and warn on the first rank of each. Every rank of the groups must call this.
-
-        ``found`` is :meth:`params`, or returns its result. ``buffers`` are compared too; by default at the first
-        backward only.
-        """
-        begins = self._num_backwards <= 1
-        averages = self._units[0].averages_ignored
-        ignored = {param for unit in self._units for param in unit.ignored.params}
-        params = {} if averages is False else found()
-        persistent = self._buffers() if (begins if buffers is None else buffers) else {}
-        kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
-        kinds.update(dict.fromkeys(persistent, _BUFFER))
-        tensors = {name: each for name, each in {**params, **persistent}.items() if name not in self._passed_over}
-        prints = {name: _print(tensor) for name, tensor in tensors.items()}
-        named: list[str] = []
-        for each in groups:
-            is_first = begins and each not in self._compared
-            self._compared.add(each)
-            differing = _differing(prints, each.rank_groups, self._units[0].options.device) - self._passed_over
-            self._passed_over |= differing
-            if all(rank_group.rank == 0 for rank_group in each.rank_groups):
-                # Ignored parameters that differ at the start do so on purpose, as experts do.
-                named += [n for n in sorted(differing) if not is_first or averages or kinds.get(n) != _IGNORED]
-        # Warn last: a warning may raise on this rank alone, and others wait for all of the above.
-        _warn({name: kinds[name] for name in named if name in kinds})
+        if root is not None:
+            tensors = RankZeroTensors(root)
+            tensors.compare(rank_groups, self._units[0].options.device)
+            tensors.warn()
 
     def warn_of_replaced(self) -> None:
         """Warn of trainable parameters that nothing reduces, in the place of parameters that a unit still holds.
@@ -181,13 +136,13 @@ class UnmanagedTensors:
         first = f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"
         return [first, *(f"parameter {name!r} {tuple(p.shape)} of {p.dtype}" for name, p in params.items())]
 
-    def request_for_average(self, params: Params) -> AverageRequest:
+    def request_for_average(self, params: Mapping[str, nn.Parameter]) -> AverageRequest:
         """Return the request of this rank."""
         if not self._units[0].averages_ignored:
             return AverageRequest.NONE
-        return AverageRequest.AVERAGE if self._lines(params()) == self._agreed else AverageRequest.COMPARE_FIRST
+        return AverageRequest.AVERAGE if self._lines(params) == self._agreed else AverageRequest.COMPARE_FIRST
 
-    def average(self, found: Params, *, compare: bool) -> None:
+    def average(self, params: Mapping[str, nn.Parameter], *, compare: bool) -> None:
         """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
 
         A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
@@ -196,7 +151,7 @@ class UnmanagedTensors:
         """
         options, policy = self._units[0].options, self._units[0].policy
         rank_groups = connected(options.groups.rank_groups)
-        params = found() if self._units[0].averages_ignored else {}
+        params = params if self._units[0].averages_ignored else {}
         if compare:
             lines = self._lines(params)
             agree(lines, None, rank_groups, options.device, _GRADIENTS)
@@ -257,43 +212,74 @@ def _warn(kinds: Mapping[str, str]) -> None:
         )
 
 
-# By module that is saved, the tensors that a warning at a save has named.
-_named_at_saves: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+# For each tensor that was compared, whether it has been equal on the ranks that compared it, each time.
+_WERE_EQUAL = WeakTensorKeyDictionary()
 
 
 class RankZeroTensors:
-    """Compares the tensors of which a state dict of ``module`` holds rank 0's, between the ranks that save together.
+    """Compares the tensors of which each rank has its own, and a state dict of ``module`` holds rank 0's.
 
-    They are the buffers, and trainable parameters that were added after wrapping. Ignored ones may differ on purpose.
+    They are trainable parameters that no unit manages, and persistent buffers. Parameters that are each rank's own on
+    purpose, as ``average_ignored_gradients(False)`` says, are compared only with ``every``.
 
     Attributes:
         prints: a hash of each tensor on this rank, by name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, every: bool = False) -> None:
         units = units_of(module)
+        self._averages = units[0].averages_ignored if units else None
         ignored = {param for unit in units for param in unit.ignored.params}
         ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
-        trained = _trainable(module, units) if units and units[0].averages_ignored is not False else {}
-        tensors: dict[str, torch.Tensor] = {name: param for name, param in trained.items() if param not in ignored}
-        self._kinds = dict.fromkeys(tensors, _ADDED)
-        tensors.update(_persistent_buffers(module))
-        self.prints = {name: _print(tensor) for name, tensor in tensors.items()}
+        params = _trainable(module, units) if every or (units and self._averages is not False) else {}
+        self._kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
+        self._tensors = {**params, **_persistent_buffers(module)}
+        self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
 
-    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device) -> None:
-        """Find the tensors that differ. Every rank of the groups must call this."""
+    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device) -> list[str]:
+        """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this."""
         differing = _differing(self.prints, rank_groups, device)
-        if all(rank_group.rank == 0 for rank_group in rank_groups):
-            self._named = sorted(differing)
+        for name, tensor in self._tensors.items() if all(each.rank == 0 for each in rank_groups) else ():
+            before = _WERE_EQUAL.get(tensor)
+            # Ignored parameters that differ when they are first compared do so on purpose, as experts do.
+            expected = before is None and self._kinds.get(name) == _IGNORED and not self._averages
+            if name in differing and before is not False and not expected:
+                self._named.append(name)
+            _WERE_EQUAL[tensor] = before is not False and name not in differing
+        return sorted(differing)
 
     def warn(self) -> None:
         """Warn on the first rank, once for each tensor. A warning may raise: no rank may wait for this one after it."""
-        known = _named_at_saves.setdefault(self._module, set())
-        new = [name for name in self._named if name not in known]
-        known.update(new)
-        _warn({name: self._kinds.get(name, _BUFFER) for name in new})
+        _warn({name: self._kinds.get(name, _BUFFER) for name in sorted(self._named)})
+
+
+def check_replicas(model: nn.Module) -> list[str]:
+    """Compare the tensors of which each rank has its own copy: buffers, and trainable parameters that no unit manages.
+
+    The latter are ignored ones, and those of modules added after wrapping. Values are compared bit by bit over the
+    groups of the outermost unit. Every rank of the group must call this. It reads every such tensor once::
+
+        for step, batch in enumerate(batches):
+            train_step(model, optimizer, batch)
+            if step % 1000 == 0:
+                assert fsdp_flat.check_replicas(model) == []
+
+    Args:
+        model: a wrapper, or any module that holds wrappers or modules of ``fully_shard``.
+
+    Returns:
+        The names of the tensors that differ between ranks, sorted, the same on all ranks.
+
+    Raises:
+        OptionError: nothing at or below ``model`` is sharded.
+    """
+    check_module(model)
+    units = units_of(model)
+    if not units:
+        raise OptionError(f"check_replicas takes a sharded model; a {type(model).__name__} without a unit was given.")
+    options = units[0].options
+    return RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
 
 
 def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:

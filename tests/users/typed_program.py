@@ -18,6 +18,7 @@ from fsdp_flat import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    check_replicas,
     clean_named_parameters,
     compare_with,
     describe,
@@ -107,6 +108,8 @@ def wrapper() -> None:
     scaler.step(optimizer)
     scaler.update()
     compare_with(model, plain, lambda m: m(torch.zeros(2, 16)).sum())
+    names: list[str] = check_replicas(model)
+    print(names)
     block = model.module
     print(block, fsdp_flat.install(), fsdp_flat.install(fully_shard=True), fsdp_flat.__version__)
     fsdp_flat.uninstall()

@@ -44,6 +44,7 @@ PUBLIC = {
     "StateDictType",
     "StatePart",
     "UnshardHandle",
+    "check_replicas",
     "clean_named_modules",
     "clean_named_parameters",
     "clean_tensor_name",
