@@ -35,7 +35,7 @@ def use_collectives(
         PhaseError: a step is under way.
     """
     own = CollectiveChoice(all_gather, reduce_scatter)
-    choices = {unit: unit.collective_choice for unit in units_of(module)}
-    replace_collectives(
-        {unit: replace(own, reduce_group=was.reduce_group, backend=was.backend) for unit, was in choices.items()}
-    )
+    units = units_of(module)
+    meshes = [mesh for unit in units for mesh in unit.meshes]
+    kept = {mesh: replace(own, reduce_group=mesh.choice.reduce_group, backend=mesh.choice.backend) for mesh in meshes}
+    replace_collectives(units, kept)

@@ -171,7 +171,8 @@ def _groups_of(unit: Unit) -> list[RankGroup]:
     tensor_parallel = [
         RankGroup.of(group) for handle in unit.handles for entry in handle.params for group in entry.adapter.groups
     ]
-    return [group for group in (unit.options.groups.shard, *tensor_parallel) if group.size > 1]
+    shard = [mesh.groups.shard for mesh in unit.meshes if mesh.handles]
+    return [group for group in (*shard, *tensor_parallel) if group.size > 1]
 
 
 # -- scaling -----------------------------------------------------------------------------------------------------------
@@ -185,7 +186,10 @@ def _unscale_grads_(
     found = _torch_unscale_grads_(self, optimizer, inv_scale, found_inf, *args)
     units = _trees_of(units_holding(param for group in optimizer.param_groups for param in group["params"]))
     groups = dict.fromkeys(
-        group for unit in units for group in (*_groups_of(unit), unit.options.groups.replicate) if group != ALONE
+        group
+        for unit in units
+        for group in (*_groups_of(unit), *[mesh.groups.replicate for mesh in unit.meshes])
+        if group != ALONE
     )
     if not connected(groups):
         return found

@@ -44,7 +44,7 @@ class FSDPState:
 
     Attributes:
         module: the module that ``fully_shard`` was called on.
-        unit: its unit, the outer one of several.
+        unit: its unit.
     """
 
     module: nn.Module
@@ -61,7 +61,7 @@ class FSDPState:
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return [FSDPParamGroup(unit) for unit in self.unit.with_inner if unit.handles]
+        return [FSDPParamGroup(self.unit) for mesh in self.unit.meshes if mesh.handles]
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:
@@ -71,8 +71,7 @@ class FSDPState:
     def _state_ctx(self) -> SimpleNamespace:
         """Return FSDP2's state context, with a state for each module or list of modules, the outermost first."""
         units = schedule_of(self.module, self.unit).units
-        inner = {each for unit in units for each in unit.inner}
-        return SimpleNamespace(all_states=[FSDPState(unit.module, unit) for unit in units if unit not in inner])
+        return SimpleNamespace(all_states=[FSDPState(unit.module, unit) for unit in units])
 
     @property
     def _comm_ctx(self) -> object:

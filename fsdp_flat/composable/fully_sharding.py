@@ -197,14 +197,13 @@ def fully_shard(
 
     unit = build_rows(members, options, _ignored(members, ignored_params), place)
     is_one = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
-    if is_one and any(each.options.strategy.shards for each in unit.with_inner):
+    if is_one and any(mesh.options.strategy.shards for mesh in unit.meshes):
         warn_user(
             "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
             "them."
         )
-    for each in unit.with_inner:
-        _set_resharding(each, reshard_after_forward)
-        hook_state_dicts(each)
+    _set_resharding(unit, reshard_after_forward)
+    hook_state_dicts(unit)
     assert unit.options.rows is not None
     replace_at_first_unit()
     for member in members:
@@ -331,17 +330,18 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
 
 def _set_resharding(unit: Unit, value: bool | int | None) -> None:
     """Have a unit reshard after forward: whether, or to how many ranks."""
-    shard, control = unit.options.groups.shard, unit.control
-    # Where nothing is sharded, nothing is resharded, as in torch.
-    value = value if unit.options.strategy.shards else None
-    if value is None or isinstance(value, bool):
-        control.reshard_after_forward = value
-    else:
-        control.reshard_after_forward = value > 1
-        if 1 < value < shard.size:
-            device = unit.options.device
-            control.smaller_group = SmallerGroup(shard, value, device, unit=unit.unit_id, name=unit.name)
+    control = unit.control
     control.reshard_after_backward = True
+    # Where nothing is sharded, nothing is resharded, as in torch.
+    if value is None or not any(mesh.options.strategy.shards for mesh in unit.meshes):
+        control.reshard_after_forward = None
+        return
+    control.reshard_after_forward = value if isinstance(value, bool) else value > 1
+    for mesh in unit.meshes:
+        shard = mesh.groups.shard
+        if not isinstance(value, bool) and 1 < value < shard.size:
+            device = mesh.options.device
+            mesh.smaller_group = SmallerGroup(shard, value, device, unit=mesh.unit_id, name=mesh.name)
 
 
 def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None) -> tuple[int, Any]:

@@ -86,9 +86,10 @@ def clip_grads(
 
     managed = []
     for unit in units:
-        rank_group = unit.options.groups.shard
-        split_over(rank_group, PLAIN)
-        for handle in unit.handles:
+        for mesh in unit.meshes:
+            split_over(mesh.groups.shard, PLAIN)
+        sharded = [(mesh.groups.shard, handle) for mesh in unit.meshes for handle in mesh.handles]
+        for rank_group, handle in sharded:
             for param, adapter, grad in grads_by_adapter(handle, one_by_one=norm_type <= 0):
                 is_meant = among is None or param in among
                 managed += [param] if is_meant else []

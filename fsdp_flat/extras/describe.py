@@ -133,15 +133,16 @@ def describe(model: nn.Module) -> ModelDescription:
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = {
-        unit: _described(
-            (paths[unit] or type(unit.module).__name__) + unit.options.suffix,
-            unit.options,
-            unit.handles,
+        unit if mesh is unit.meshes[0] else mesh: _described(
+            mesh.name if mesh.options.rows is not None else paths[unit] or type(unit.module).__name__,
+            mesh.options,
+            mesh.handles,
             unit.control.reshard_after_forward,
             is_gathered=unit.state is not MemoryState.SHARDED,
         )
         for unit in units
-        if unit.handles
+        for mesh in unit.meshes
+        if mesh.handles
     }
     return _summed(described, units[0], units[0].options.groups)
 

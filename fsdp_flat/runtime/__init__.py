@@ -14,7 +14,6 @@ from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import (
     Ignored,
     Phase,
-    SmallerGroup,
     UnitControl,
     UnitOptions,
     check_callable,
@@ -34,6 +33,7 @@ from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule, s
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_holding, units_of
+from fsdp_flat.runtime.unit_mesh import SmallerGroup, UnitMesh
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,

@@ -30,6 +30,7 @@ from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.schedule import outermost_of, schedule_of
 from fsdp_flat.runtime.tensors import drop_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.user_warnings import warn_user
 
 # The name component that torch.compile adds.
@@ -49,19 +50,19 @@ def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -
     with unrecorded():
         streams.shards_written()
         with streams.all_gathers:
-            pendings = [_begin_gather(unit, handle, of(handle)) for handle in unit.handles]
+            pendings = [_begin_gather(mesh, handle, of(handle)) for mesh in unit.meshes for handle in mesh.handles]
             gathered = [pending.wait() for pending in pendings]
             wholes = [unsharded_of(h.layout, each) for h, each in zip(unit.handles, gathered, strict=True)]
     streams.wait_for_all_gathers()
     return wholes
 
 
-def _begin_gather(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
-    if unit.collectives is None:
+def _begin_gather(mesh: UnitMesh, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
+    if mesh.collectives is None:
         return Pending((), shard)
     whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
-    whole[handle.layout.shard(unit.options.groups.shard.rank).to_slice()].copy_(shard)
-    return unit.collectives.begin_all_gather(whole)
+    whole[handle.layout.shard(handle.spec.rank).to_slice()].copy_(shard)
+    return mesh.collectives.begin_all_gather(whole)
 
 
 @contextmanager
@@ -173,8 +174,8 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
                             f"shape {shape}; expected {param_info.shape}. Nothing of this unit was written back."
                         )
-            rank = unit.options.groups.shard.rank
             for handle, tensor in whole.items():
+                rank = handle.spec.rank
                 if tensor._version != versions[handle]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
                     handle.raise_weights_epoch()
@@ -194,7 +195,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     waiting = [unit for unit in sharded if any(any(handle.grads.ready) for handle in unit.handles)]
     found = bool(waiting)
     # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
-    for groups in dict.fromkeys(unit.options.groups for unit in units if sharded):
+    for groups in dict.fromkeys(mesh.groups for unit in units if sharded for mesh in unit.meshes):
         (found,) = true_on_any_rank([found], groups.rank_groups, units[0].options.device)
     if found:
         told = f"of unit {waiting[0].name!r}" if waiting else "on another rank"
@@ -214,9 +215,12 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
     flags = [have_grads(handle) for handle in unit.handles]
     if unit.options.use_orig_params:
         # A rank without elements of a parameter has no gradient of it, but another may have one.
-        own = [flag for row in flags for flag in row]
-        anywhere = iter(true_on_any_rank(own, [unit.options.groups.shard], unit.options.device))
-        flags = [[next(anywhere) for _ in row] for row in flags]
+        found = dict(zip(unit.handles, flags, strict=True))
+        flags = []
+        for mesh in unit.meshes:
+            own = [flag for handle in mesh.handles for flag in found[handle]]
+            anywhere = iter(true_on_any_rank(own, [mesh.groups.shard], unit.options.device))
+            flags += [[next(anywhere) for _ in found[handle]] for handle in mesh.handles]
     shown = list(zip(unit.handles, wholes, flags, strict=True)) if show else []
     for handle, whole, there in shown:
         show_full_grads(handle, whole, there)
@@ -224,8 +228,8 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
         yield
     finally:
         for handle, whole, _ in shown:
-            rank = unit.options.groups.shard.rank
-            restore_sharded_grad(handle, shard_of(handle.layout, rank, whole) if writeback else shards[handle])
+            shard = shard_of(handle.layout, handle.spec.rank, whole) if writeback else shards[handle]
+            restore_sharded_grad(handle, shard)
 
 
 # -- conversions and unwrapping --------------------------------------------------------------------------------------
@@ -326,9 +330,9 @@ def _restore_module(module: nn.Module) -> None:
     if unit is not None:
         del module.__dict__["_unit"]
     if unit is not None and unit.shows_dtensors:
-        for each in unit.with_inner:
-            assert each.options.rows is not None
-            for hook in each.options.rows.hooks:
+        for mesh in unit.meshes:
+            assert mesh.options.rows is not None
+            for hook in mesh.options.rows.hooks:
                 hook.remove()
         for name in unit.forward_methods:
             module.__dict__.pop(name, None)

@@ -36,6 +36,7 @@ from fsdp_flat.runtime.materialize import (
 from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.user_warnings import warn_user
 
 WRAPPING = ErrorTexts(
@@ -112,7 +113,7 @@ def build_unit(
     handles = handles_of(params, module, name, options)
     low = [child for _, child in modules if child not in full_precision]
     casts, stored = BufferCasts(module, low, precision.buffer_dtype), StoredTensors(child for _, child in modules)
-    unit = Unit(module, name, options, handles, ignored, casts, stored, unit_id)
+    unit = Unit(module, name, [UnitMesh(options, handles, unit_id, name)], ignored, casts, stored, (module,))
     for inner in nested:
         inner.is_nested = True
     if call.on_meta:
@@ -171,9 +172,8 @@ def build_rows(
 ) -> Unit:
     """Build the unit of modules whose parameters are sharded one by one, without communication.
 
-    For each parameter ``place`` returns the options of its unit, and the dim along which it is sharded. Parameters with
-    other options, of another mesh, are in further units, inside the one that is returned. Every rank must call this in
-    the same order. Parameters on the meta device stay there.
+    For each parameter ``place`` returns the options of its mesh, and the dim along which it is sharded. Every rank must
+    call this in the same order. Parameters on the meta device stay there.
     """
     module = members[0] if len(members) == 1 else nn.ModuleList(members)
     name = ", ".join(type(member).__name__ for member in members)
@@ -181,8 +181,8 @@ def build_rows(
     move_to_device(modules, options, ignored)
     nested = units_of(module)
     _check_renormalisation(modules, options, ignored)
-    # The outer unit, of the call's own mesh, comes first, also without parameters: the outermost unit's groups have to
-    # be those of all ranks of the model.
+    # The call's own mesh comes first, also without parameters: the outermost unit's groups have to be those of all
+    # ranks of the model.
     divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {id(options): (options, [])}
     for entry in _managed_params(module, name, ignored, {}, nested):
         own, dim = place(entry.original)
@@ -192,23 +192,18 @@ def build_rows(
     for own, params in divided.values():
         assert own.rows is not None
         own.rows.dims_of(params)  # raises before any parameter is replaced
-    units, shared = [], tuple(members)
+    meshes = []
     for own, params in divided.values():
+        assert own.rows is not None
         unit_id = digest_of(f"{count_call(own.groups.primary.group)}/rows".encode())
-        full_name = name + own.suffix
-        handles = handles_of(params, module, full_name, own)
-        stored = StoredTensors(child for _, child in modules)
-        unit = Unit(module, full_name, own, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
+        full_name = name + own.rows.suffix
+        meshes.append(UnitMesh(own, handles_of(params, module, full_name, own), unit_id, full_name))
         _mark_holders(params, full_name)
-        unit.members = shared  # the same tuple shows that units run together
-        units.append(unit)
-    outer, *inner = units
-    outer.inner = tuple(inner)
-    for each in inner:
-        each.use_context(outer.context)
-    for each in (*inner, *nested):
+    stored = StoredTensors(child for _, child in modules)
+    unit = Unit(module, name, meshes, ignored, BufferCasts(module, (), None), stored, tuple(members))
+    for each in nested:
         each.is_nested = True
-    return outer
+    return unit
 
 
 def process_groups(options: UnitOptions) -> list[dist.ProcessGroup]:

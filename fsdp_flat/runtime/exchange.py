@@ -73,8 +73,9 @@ class BackwardExchange:
         self._log = log
         self.handles: dict[ShardingGroups, list[FlatParamHandle]] = {}
         for unit in units:
-            if unit.handles and unit.options.groups.num_ranks > 1:
-                self.handles.setdefault(unit.options.groups, []).extend(unit.handles)
+            for mesh in unit.meshes:
+                if mesh.handles and mesh.groups.num_ranks > 1:
+                    self.handles.setdefault(mesh.groups, []).extend(mesh.handles)
         if not self.handles and units[0].options.groups.num_ranks > 1:
             # Everything is ignored; gradients that no unit manages may still be averaged.
             self.handles[units[0].options.groups] = []

@@ -127,11 +127,12 @@ def _check_values(units: Sequence[Unit]) -> None:
 def _trained_lines(units: Iterable[Unit], groups: ShardingGroups) -> list[str]:
     # Names may differ between ranks that ignore different modules; wrapping has compared them.
     return [
-        f"{unit.unit_id or unit.name} {number} {param_info.shape} {trains}\t"
-        f"parameter {param_info.fqn!r} of unit {unit.name!r} with requires_grad={trains}"
+        f"{mesh.unit_id or mesh.name} {number} {param_info.shape} {trains}\t"
+        f"parameter {param_info.fqn!r} of unit {mesh.name!r} with requires_grad={trains}"
         for unit in units
-        if unit.options.groups == groups
-        for number, handle in enumerate(unit.handles)
+        for mesh in unit.meshes
+        if mesh.groups == groups
+        for number, handle in enumerate(mesh.handles)
         for param_info, trains in zip(handle.layout.param_infos, handle.requires_grad(), strict=True)
     ]
 
@@ -163,7 +164,9 @@ class RankChecks:
         self._handles = handles
         self._unmanaged = unmanaged
         # Groups over which no forward has compared yet.
-        self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
+        self._ahead = {
+            mesh.groups for unit in units for mesh in unit.meshes if mesh.handles and mesh.collectives is not None
+        }
         self._compared_in_backward = False
         self._checked_values = False
         self._checked_modules = False
@@ -184,8 +187,7 @@ class RankChecks:
         """Compare which parameters are trained, before the first forward with gradients over a unit's groups."""
         if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
-        groups = unit.options.groups
-        if groups in self._ahead:
+        for groups in [mesh.groups for mesh in unit.meshes if mesh.groups in self._ahead]:
             agree(_trained_lines(self._units, groups), None, [groups.shard], unit.options.device, _TRAINED)
             self._ahead.remove(groups)
         self.in_forward = bool(self._ahead)

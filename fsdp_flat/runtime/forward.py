@@ -262,7 +262,7 @@ class UnitForward:
         unit, iteration = self._unit, self._record.iteration
         wanted = unit.control.reshard_after_forward
         if wanted is None:
-            wanted = unit.members is not self._schedule.root.members
+            wanted = unit is not self._schedule.root
         # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
         trains = iteration is not None and iteration.trains
         may_follow = expects_backward or (trains and unit.shows_dtensors and unit.is_trainable)

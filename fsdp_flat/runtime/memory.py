@@ -15,7 +15,8 @@ class MemoryState(Enum):
     SHARDED = "the buffers are freed"
     GATHERING = "an all-gather into the buffers is in flight"
     READY = "the buffers hold all parameters, and the modules point at them"
-    PARKED = "the buffers, or the rows of a smaller group, are kept for a later step of the unit"
+    PARKED = "the buffers are kept, and another use of them is near"
+    SHRUNK = "the buffers are freed, and smaller groups keep the parameters for the backward that follows"
 
 
 class MemoryEvent(Enum):
@@ -23,8 +24,9 @@ class MemoryEvent(Enum):
 
     GATHER = "an all-gather begins"
     FINISH = "the all-gather is complete"
-    PARK = "the parameters are not in use, and another use is near"
+    PARK = "the parameters are not in use any more"
     UNPARK = "they are used again as they are"
+    SHRINK = "smaller groups take what they keep"
     FREE = "the memory is freed"
     ABORT = "a step raised"
 
@@ -32,12 +34,14 @@ class MemoryEvent(Enum):
 _State, _Event = MemoryState, MemoryEvent
 TRANSITIONS = {
     (_State.SHARDED, _Event.GATHER): _State.GATHERING,
-    (_State.PARKED, _Event.GATHER): _State.GATHERING,  # from the rows of a smaller group
+    (_State.SHRUNK, _Event.GATHER): _State.GATHERING,
     (_State.GATHERING, _Event.FINISH): _State.READY,
     (_State.READY, _Event.PARK): _State.PARKED,
     (_State.PARKED, _Event.UNPARK): _State.READY,
+    (_State.PARKED, _Event.SHRINK): _State.SHRUNK,
     (_State.READY, _Event.FREE): _State.SHARDED,
     (_State.PARKED, _Event.FREE): _State.SHARDED,
+    (_State.SHRUNK, _Event.FREE): _State.SHARDED,
     **dict.fromkeys([(state, _Event.ABORT) for state in _State], _State.SHARDED),
 }
 """The state after each event; an event that is missing for a state is a defect of this library."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,17 +13,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, is_a
-from fsdp_flat.comm import (
-    CollectiveChoice,
-    RankGroup,
-    ShardingGroups,
-    Strategy,
-    collectives_for,
-    subgroup_of,
-    unrecorded,
-)
+from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle, RowSharding
+from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime.torch_runtime import BatchNorm
 from fsdp_flat.user_warnings import warn_user
 
@@ -114,39 +106,6 @@ class UnitOptions:
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
 
-    @property
-    def suffix(self) -> str:
-        """Return the part of the unit's name after its path: its mesh, if that is not the one of its modules."""
-        return "" if self.rows is None else self.rows.suffix
-
-
-class SmallerGroup:
-    """Holds the parameters of a unit sharded over some consecutive ranks of its shard group, from forward to backward.
-
-    After forward each rank keeps the shards of several ranks of the shard group, so that the smaller group has all of
-    them, and backward all-gathers over that group alone: the ranks of one host, for example.
-    Every rank of the shard group must create it. ``num_ranks`` is a factor of the shard group's.
-    """
-
-    def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
-        self.rank_group = subgroup_of(shard, num_ranks)
-        self._device, self._unit, self._name = device, unit, name
-        num_rows = shard.size // num_ranks
-        self._ranks = range(self.rank_group.rank * num_rows, (self.rank_group.rank + 1) * num_rows)
-        self.use_collectives(CollectiveChoice())
-
-    def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use other collectives in later steps, as the unit does."""
-        collectives = collectives_for(self.rank_group, self._device, choice, unit=self._unit, name=self._name)
-        assert collectives is not None
-        self.collectives = collectives
-
-    def keep(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Keep this rank's part of the unsharded parameters."""
-        with unrecorded():
-            for handle in handles:
-                handle.keep_rows(self._ranks)
-
 
 @dataclass(slots=True)
 class UnitControl:
@@ -154,7 +113,6 @@ class UnitControl:
 
     Attributes:
         reshard_after_forward: free the unsharded parameters after forward; None: unless the unit is the outermost.
-        smaller_group: holds all parameters between forward and backward, if they are freed; None: the shard group does.
         reshard_after_backward: free them after backward; None: where gradients are reduced or
             ``reshard_after_forward`` is not False.
         sync_gradients: reduce gradients at the end of the unit's backward; False accumulates unreduced ones.
@@ -169,7 +127,6 @@ class UnitControl:
     """
 
     reshard_after_forward: bool | None = None
-    smaller_group: SmallerGroup | None = None
     reshard_after_backward: bool | None = None
     sync_gradients: bool = True
     unshard_in_backward: bool = True

@@ -28,46 +28,23 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gather, and point the modules at the unsharded parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
-        for each in () if unit is None else unit.with_inner:
-            if not each.is_sharded:
-                each.unshard()
+        if unit is not None and not unit.is_sharded:
+            unit.unshard()
 
 
 @dynamo_disabled_here
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-    """Run ``call``, the module's own ``__call__``, with the parameters of the module's units unsharded.
+    """Run ``call``, the module's own ``__call__``, with the parameters of the module's unit unsharded.
 
     Outside of the forward of an outer unit, which ends forwards of which some modules do not run, each of several
-    modules is a forward: of the unit, and inside it of each of its inner ones.
+    modules is a forward of the unit.
     """
     unit = own_unit(module)
-    run: Callable[..., Any] = run_forward
     if len(unit.members) > 1:
         schedule = schedule_of(module, unit)
-        run = run_forward if schedule.recomputes or schedule.iteration is None else _run_member
-    return _run_nested(module, unit, args, kwargs, call, run)
-
-
-@dynamo_disabled_here
-def _run_nested(
-    module: nn.Module,
-    unit: Unit,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    call: Callable[..., Any],
-    run: Callable[..., Any] = run_forward,
-) -> Any:
-    """Run ``call`` by ``run`` as the forward of a unit, and inside it as that of each of its inner ones."""
-    for inner in reversed(unit.inner):
-        call = functools.partial(_run_inner, module, inner, run, call)
-    return run(module, unit, args, kwargs, call)
-
-
-@dynamo_disabled_here
-def _run_inner(
-    module: nn.Module, unit: Unit, run: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    return run(module, unit, args, kwargs, call)
+        if not schedule.recomputes and schedule.iteration is not None:
+            return _run_member(module, unit, args, kwargs, call)
+    return run_forward(module, unit, args, kwargs, call)
 
 
 @dynamo_disabled_here
@@ -200,7 +177,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return _run_nested(module, unit, args, kwargs, own or getattr(inner(), method_name))
+        return run_forward(module, unit, args, kwargs, own or getattr(inner(), method_name))
 
     module.__dict__[method_name] = gathered
     unit.forward_methods.add(method_name)

@@ -123,10 +123,9 @@ class Schedule(CommContext):
 
     def ran_without_gradients(self, record: ForwardRecord) -> bool:
         """Return whether the forward is the outermost one, and units ran below it, all with gradients disabled."""
-        outermost = self.root.members if record.iteration is None else record.iteration.order[0].members
-        if record.iteration is None or record.unit.members is not outermost:
+        if record.iteration is None or record.unit is not record.iteration.order[0]:
             return False
-        nested = [event for event in record.iteration.events if event.unit.members is not outermost]
+        nested = [event for event in record.iteration.events if event.unit is not record.unit]
         return bool(nested) and not any(event.in_grad for event in nested)
 
     @property
@@ -192,17 +191,17 @@ class Schedule(CommContext):
 
         The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
-        if unit.members is self.root.members or not unit.control.keeps_last:
+        if unit is self.root or not unit.control.keeps_last:
             unit.shrink_parked()
             return
-        if self._last_run is not None and self._last_run.members is not unit.members:
+        if self._last_run is not unit:
             self._free_kept_buffers()
         self._last_run = unit
 
     def _free_kept_buffers(self) -> None:
         unit, self._last_run = self._last_run, None
-        for each in () if unit is None else unit.with_inner:
-            each.shrink_parked()
+        if unit is not None:
+            unit.shrink_parked()
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
@@ -236,9 +235,10 @@ class Schedule(CommContext):
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
         rank_groups: set[RankGroup] = set()
         for unit in self.units:
-            smaller, separate = unit.control.smaller_group, unit.collective_choice.reduce_group
-            rank_groups.update(unit.options.groups.rank_groups)
-            rank_groups.update([] if separate is None else [separate], [] if smaller is None else [smaller.rank_group])
+            for mesh in unit.meshes:
+                smaller, separate = mesh.smaller_group, mesh.choice.reduce_group
+                rank_groups.update(mesh.groups.rank_groups)
+                rank_groups.update([separate] if separate else [], [smaller.rank_group] if smaller else [])
         for rank_group in rank_groups:
             follows = isinstance(error, PeerFailureError)
             report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
@@ -257,11 +257,10 @@ class Schedule(CommContext):
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
-        for each in () if unit is None else unit.with_inner:
-            if each.needs_all_gather and each.is_sharded and each.context is self:
-                each.log_event(event)
-                self._prefetched[each] = None
-                each.begin_unshard()
+        if unit is not None and unit.needs_all_gather and unit.is_sharded and unit.context is self:
+            unit.log_event(event)
+            self._prefetched[unit] = None
+            unit.begin_unshard()
 
     def _drop_prefetched(self) -> None:
         units, self._prefetched = self._prefetched, {}
@@ -377,7 +376,7 @@ class Schedule(CommContext):
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._last_run:
             self._last_run = None
-        elif unit.needs_all_gather and unit.is_sharded and unit.members is not self.root.members:
+        elif unit.needs_all_gather and unit.is_sharded and unit is not self.root:
             self._free_kept_buffers()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
@@ -401,7 +400,7 @@ class Schedule(CommContext):
                 for handle in unit.handles:
                     if handle.is_trainable:
                         self._take_grads_ready(handle)
-                        unit.begin_reduction(handle)
+                unit.begin_reductions()
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
@@ -481,9 +480,7 @@ class Schedule(CommContext):
             if unit.policy.all_reduce:
                 unreduced.update([handle for handle in unit.handles if handle.grads.partial.shard is not None])
         for unit in reduced if unreduced else ():
-            for handle in unit.handles:
-                if handle in unreduced:
-                    unit.begin_reduction(handle)
+            unit.begin_reductions(unreduced)
         self.reductions.set_grads(self.streams, used)
         return outcome
 

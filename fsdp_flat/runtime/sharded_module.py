@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.flat import graph_task_id
+from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import Phase, listed
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, schedule_of
@@ -34,8 +35,7 @@ class ShardedModule(UnitSettings):
     def extra_repr(self) -> str:
         """Return the module's own line of ``repr``, and one with the unit's strategy, ranks, dtypes and bytes."""
         unit = unit_of(self)
-        own = [] if unit is None else [each.summary() for each in unit.with_inner]
-        return ", ".join(filter(None, [super().extra_repr(), "; ".join(own)]))
+        return ", ".join(filter(None, [super().extra_repr(), "" if unit is None else unit.summary()]))
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
         """Refuse to be copied: process groups cannot be, and FSDP1's and FSDP2's modules refuse it too.
@@ -71,12 +71,11 @@ class ShardedModule(UnitSettings):
         if not isinstance(context, Schedule) or (context.iteration is None and context.backward is None):
             # No step runs, so the optimizer may have written the shards.
             context.streams.shards_written()
-        for each in unit.with_inner:
-            if async_op:
-                each.begin_unshard()
-            else:
-                each.unshard()
-        return UnshardHandle(unit) if async_op else None
+        if not async_op:
+            unit.unshard()
+            return None
+        unit.begin_unshard()
+        return UnshardHandle(unit)
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this module, which then holds the sharded ones.
@@ -88,12 +87,11 @@ class ShardedModule(UnitSettings):
         unit = _unit_for(self, "reshard")
         if unit.phase is Phase.FORWARD:
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
-        for each in unit.with_inner:
-            try:
-                for handle in each.handles if each.is_ready else ():
-                    handle.check_after_compute()
-            finally:
-                each.reshard()
+        try:
+            for handle in unit.handles if unit.is_ready else ():
+                handle.check_after_compute()
+        finally:
+            unit.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward, and those that are not reduced yet.
@@ -141,7 +139,10 @@ class ShardedModule(UnitSettings):
             raise OptionError(f"reshard_after_forward must be True or False here; got {reshard_after_forward!r}.")
         for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_forward = reshard_after_forward
-            unit.control.smaller_group = None
+            if unit.state is MemoryState.SHRUNK:
+                unit.reshard()
+            for mesh in unit.meshes:
+                mesh.smaller_group = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free unsharded parameters after backward, or keep them for the next forward.
@@ -184,7 +185,7 @@ class ShardedModule(UnitSettings):
             OptionError: (a ValueError) a module without a unit.
             OptionTypeError: (a TypeError) no modules.
         """
-        _last_unsharded(self).control.forward_prefetch = _with_units(modules)
+        own_unit(self).control.forward_prefetch = _with_units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Begin the all-gathers of these modules' units in backward, once this unit's parameters are there.
@@ -198,7 +199,7 @@ class ShardedModule(UnitSettings):
             OptionError: (a ValueError) a module without a unit.
             OptionTypeError: (a TypeError) no modules.
         """
-        _last_unsharded(self).control.backward_prefetch = _with_units(modules)
+        own_unit(self).control.backward_prefetch = _with_units(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set gradients at the end of later backwards of the tree, or only at the end of the next last one.
@@ -275,7 +276,8 @@ class ShardedModule(UnitSettings):
         which saves an all-gather; ``enable=False`` restores this.
         """
         units = units_of(self)
-        replace_collectives({unit: replace(unit.collective_choice, backend=enable) for unit in units})
+        choices = {mesh: replace(mesh.choice, backend=enable) for unit in units for mesh in unit.meshes}
+        replace_collectives(units, choices)
         for unit in units:
             unit.control.keeps_last = not enable
 
@@ -323,11 +325,6 @@ def _outermost(module: nn.Module, action: str) -> tuple[Unit, Schedule | None]:
     unit.context.recover()
     require_root(unit, action)
     return unit, unit.context if isinstance(unit.context, Schedule) else None
-
-
-def _last_unsharded(module: nn.Module) -> Unit:
-    """Return the unit of a module that forward and backward unshard last: the innermost one."""
-    return units_of(module, recurse=False)[-1]
 
 
 def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

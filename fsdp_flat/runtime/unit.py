@@ -5,10 +5,10 @@ The tree's forwards and schedule drive a unit, which uses the context passed dow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from weakref import WeakSet
 
 import torch
@@ -21,18 +21,18 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
+from fsdp_flat.comm import Pending, profiled, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, joined, modules_of
+from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
-from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl, UnitOptions
+from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
+from fsdp_flat.runtime.unit_mesh import UnitMesh
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
-_BEGIN_GATHER = methodcaller("begin_gather")
 
 
 @dataclass(eq=False, repr=False)
@@ -41,13 +41,11 @@ class Unit:
 
     Attributes:
         name: its path in its tree, once that is known.
-        handles: one per flat parameter; none if the module has no parameters of its own.
-        unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
+        meshes: the handles by the mesh that they are sharded over; the first is that of the unit, also without handles.
         members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
-        inner: units of the same modules, the same tuple, on other meshes; their forwards run inside this one's.
+        handles: one per flat parameter, of all meshes; none if the module has no parameters of its own.
+        options: those of the first mesh.
         phase: the state of the step; written by this class and by ``summon_full_params``.
-        collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
-            and ``summon_full_params`` always use these; steps may use others (``collective_choice``).
         needs_all_gather: an unshard communicates, so that beginning it early helps.
         state: the state of the parameters' memory; only :meth:`_move` sets it.
         gathered: the weights that the buffers hold, or held last.
@@ -59,17 +57,16 @@ class Unit:
 
     module: nn.Module
     name: str
-    options: UnitOptions
-    handles: list[FlatParamHandle]
+    meshes: Sequence[UnitMesh]
     ignored: Ignored
     buffers: BufferCasts
     stored: StoredTensors
-    unit_id: int
+    members: tuple[nn.Module, ...]
 
     def __post_init__(self) -> None:
-        options, precision = self.options, self.options.precision
-        self.members: tuple[nn.Module, ...] = (self.module,)
-        self.inner: tuple[Unit, ...] = ()
+        self.options = options = self.meshes[0].options
+        precision = options.precision
+        self.handles = [handle for mesh in self.meshes for handle in mesh.handles]
         dtype = precision.param_dtype
         self.cast_inputs = None if dtype is None else input_cast(self.module, dtype, precision.uncast_inputs)
         self.phase = Phase.IDLE
@@ -77,14 +74,10 @@ class Unit:
         self.state_dict_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
-        self.context = CommContext(options.device)
-        self._issued = self.context.collectives.of(options.groups)
+        self.use_context(CommContext(options.device))
         self.policy = ReductionPolicy()
         self.is_nested = self.shows_whole = self.holds_graph = False
-        self.collectives = collectives_for(options.groups.shard, options.device, unit=self.unit_id, name=self.name)
-        self.needs_all_gather = bool(self.handles) and self.collectives is not None
-        self._step_collectives = self.collectives
-        self.collective_choice = CollectiveChoice()
+        self.needs_all_gather = any(mesh.handles and mesh.collectives is not None for mesh in self.meshes)
         self.state = MemoryState.SHARDED
         self.gathered = WeightsVersion(False, -1, -1)
         self._full_precision = False
@@ -98,47 +91,27 @@ class Unit:
         _UNITS.add(self)
 
     def rename(self, path: str) -> None:
-        """Set the name to the unit's path in its tree, if it has one, and its mesh if that is not its modules'."""
-        self.name = name = path + self.options.suffix if path else self.name
-        group = self.options.groups.shard.group
-        if group is not None:
-            unit_names(group)[self.unit_id] = name
-        for handle in self.handles:
-            handle.rename(name)
+        """Set the name to the unit's path in its tree, if it has one."""
+        self.name = path or self.name
+        for mesh in self.meshes:
+            mesh.rename(self.name)
 
     def use_context(self, context: CommContext) -> None:
         """Use the streams, memory and records of the tree that the unit belongs to."""
         self.context = context
-        self._issued = context.collectives.of(self.options.groups)
-        for handle in self.handles:
-            handle.pool = context.pool
-
-    def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use other collectives in later steps; :func:`replace_collectives` checks that none is under way."""
-        self.collective_choice = choice
-        shard, device = self.options.groups.shard, self.options.device
-        self._step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)
-        if self.control.smaller_group is not None:
-            self.control.smaller_group.use_collectives(choice)
+        for mesh in self.meshes:
+            mesh.use_context(context)
 
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
     @property
-    def with_inner(self) -> tuple[Unit, ...]:
-        """This unit, and those inside it."""
-        return (self, *self.inner)
+    def unit_id(self) -> int:
+        """Id of the unit between ranks, the same on all of them; 0 if it has none."""
+        return self.meshes[0].unit_id
 
     def summary(self) -> str:
         """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""
-        shard, replicate = self.options.groups.shard.size, self.options.groups.replicate.size
-        ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else f"{shard} ranks"
-        kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in self.handles}
-        dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
-        of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
-        num_params = sum(len(handle.layout.param_infos) for handle in self.handles)
-        nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in self.handles)
-        name = self.options.strategy.member.name
-        return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"
+        return "; ".join(_summary(mesh) for mesh in self.meshes if mesh.handles or len(self.meshes) == 1)
 
     @property
     def shows_dtensors(self) -> bool:
@@ -148,7 +121,7 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """True if the modules show the sharded parameters, and no all-gather is in flight."""
-        return self.state in (MemoryState.SHARDED, MemoryState.PARKED)
+        return self.state not in (MemoryState.GATHERING, MemoryState.READY)
 
     @property
     def is_ready(self) -> bool:
@@ -210,24 +183,13 @@ class Unit:
             return
         self.log_event("unshard")
         context = self.context
-        smaller = None if self.handles[0].rows is None else self.control.smaller_group
-        collectives = self._step_collectives if smaller is None else smaller.collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
             # The values that ranks get are those of now, whatever changes before the wait.
             self.gathered = self.weights()
-            inputs = list(map(_BEGIN_GATHER, self.handles))
+            for mesh in self.meshes:
+                self._pending_all_gathers += mesh.begin_all_gather(context)
             self._move(MemoryEvent.GATHER)
-            if collectives is not None:
-                for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
-                    if context.trace is not None:
-                        context.trace.append(("all_gather", self.name))
-                    self._issued.append(("all-gather", self))
-                    self._pending_all_gathers.append(
-                        collectives.begin_all_gather(tensor)
-                        if rows is None
-                        else collectives.begin_all_gather_rows(tensor, rows)
-                    )
             if self.options.offload_params and context.streams.is_accelerator:
                 context.streams.shards_read()
 
@@ -238,13 +200,13 @@ class Unit:
         which they changed must not all-gather, because the others do not.) A forward uses current ones that a backward
         has left.
         """
-        if self.state is not MemoryState.PARKED:
+        if self.state is MemoryState.SHARDED:
             return False
         in_backward, now = graph_task_id() != -1, self.weights()
-        if self.handles[0].rows is not None:
-            if not in_backward or self.control.smaller_group is None:
+        if self.state is MemoryState.SHRUNK:
+            if not in_backward:
                 self.reshard()
-            return False  # the all-gather begins with the rows
+            return False
         if in_backward:
             is_usable = now.storage_epoch == self.gathered.storage_epoch
         else:
@@ -339,8 +301,9 @@ class Unit:
         if self.state is MemoryState.READY:
             for handle in self.handles:
                 handle.show_sharded()
+        is_freed = self.state is MemoryState.SHRUNK
         self._move(MemoryEvent.FREE)
-        if self.handles[0].rows is None:
+        if not is_freed:
             self._free_buffers()
         for handle in self.handles:
             handle.rows = None
@@ -354,15 +317,19 @@ class Unit:
             self._move(MemoryEvent.PARK)
 
     def shrink_parked(self) -> None:
-        """Free the parked buffers, except for the rows that a smaller group keeps of them for backward."""
-        smaller = self.control.smaller_group
+        """Free the parked buffers, except for the rows that smaller groups keep of them for backward."""
         if self.state is not MemoryState.PARKED:
             return
-        if smaller is None:
-            self.reshard()
-        elif self.handles[0].rows is None:
-            smaller.keep(self.handles)
+        shrinks = False
+        for mesh in self.meshes:
+            if mesh.smaller_group is not None:
+                mesh.smaller_group.keep(mesh.handles)
+                shrinks = True
+        if shrinks:
+            self._move(MemoryEvent.SHRINK)
             self._free_buffers()
+        else:
+            self.reshard()
 
     def _free_buffers(self) -> None:
         self.log_event("reshard")
@@ -455,16 +422,29 @@ class Unit:
             else:
                 self.reshard()
 
-    def begin_reduction(self, handle: FlatParamHandle) -> None:
-        """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
-        self.log_event("reduce_scatter")
-        reductions, streams = self.context.reductions, self.context.streams
-        self._issued.append(("reduction", self))
-        reductions.make_room(self.policy.max_in_flight)
-        with profiled("reduce_scatter", self.name):
-            reductions.add(
-                Reduction(handle, self.options, collectives=self._step_collectives, streams=streams, policy=self.policy)
-            )
+    def begin_reductions(self, chosen: Container[FlatParamHandle] | None = None) -> None:
+        """Begin to reduce the gradients of handles, zeros for one without any; those ``chosen``, or all trainable ones.
+
+        Every rank of their groups must call this.
+        """
+        reductions = self.context.reductions
+        for mesh in self.meshes:
+            for handle in mesh.handles:
+                if handle not in chosen if chosen is not None else not handle.is_trainable:
+                    continue
+                self.log_event("reduce_scatter")
+                mesh.note_reduction()
+                reductions.make_room(self.policy.max_in_flight)
+                with profiled("reduce_scatter", mesh.name):
+                    reductions.add(
+                        Reduction(
+                            handle,
+                            mesh.options,
+                            collectives=mesh.step_collectives,
+                            streams=self.context.streams,
+                            policy=self.policy,
+                        )
+                    )
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
@@ -498,7 +478,7 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit of a wrapper, the outer one of several, or None for any other module."""
+    """Return the unit of a wrapper or of a module of ``fully_shard``, or None for any other module."""
     unit = module.__dict__.get("_unit")
     return unit if isinstance(unit, Unit) else None
 
@@ -513,4 +493,16 @@ def own_unit(module: nn.Module) -> Unit:
 def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
     modules = modules_of(module) if recurse else (module,)
-    return list(dict.fromkeys(u for m in modules if (unit := unit_of(m)) is not None for u in unit.with_inner))
+    return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
+
+
+def _summary(mesh: UnitMesh) -> str:
+    shard, replicate = mesh.groups.shard.size, mesh.groups.replicate.size
+    ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else f"{shard} ranks"
+    kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in mesh.handles}
+    dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
+    of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
+    num_params = sum(len(handle.layout.param_infos) for handle in mesh.handles)
+    nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in mesh.handles)
+    name = mesh.options.strategy.member.name
+    return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"

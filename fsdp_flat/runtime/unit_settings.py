@@ -17,6 +17,7 @@ from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
+from fsdp_flat.runtime.unit_mesh import UnitMesh
 
 
 @contextmanager
@@ -156,10 +157,11 @@ class UnitSettings(nn.Module):
             OptionTypeError: ``hook`` is not callable.
             OptionError: ``stream`` was given on a hybrid mesh, or the module's parameters are on several meshes.
         """
-        unit = _only_unit(self, "An all-reduce hook")
+        unit = own_unit(self)
+        mesh = _only_mesh(unit, "An all-reduce hook")
         if not callable(hook):
             raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
-        if stream is not None and unit.options.strategy.replicates:
+        if stream is not None and mesh.options.strategy.replicates:
             raise OptionError(
                 f"Unit {unit.name!r} is on a hybrid mesh, whose all-reduce has a stream of its own: leave stream out. "
                 "It is for a hook that does the all-reduce of a mesh of one dim."
@@ -212,17 +214,17 @@ class UnitSettings(nn.Module):
             UnsupportedError: the backend has no allocator, as gloo.
         """
         choices = {}
-        for unit in units_of(self, recurse=False):
-            choice, shard, device = unit.collective_choice, unit.options.groups.shard, unit.options.device
+        for mesh in own_unit(self).meshes:
+            choice, shard, device = mesh.choice, mesh.groups.shard, mesh.options.device
             if choice.all_gather is not None or choice.reduce_scatter is not None:
                 raise PhaseError(
-                    f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate "
+                    f"Unit {mesh.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate "
                     "returns. Use either those or set_allocate_memory_from_process_group_for_comm."
                 )
             groups = [shard.group, (choice.reduce_group or shard).group]
             gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
-            choices[unit] = replace(choice, gather_memory=gather, reduce_memory=reduce)
-        replace_collectives(choices)
+            choices[mesh] = replace(choice, gather_memory=gather, reduce_memory=reduce)
+        replace_collectives([own_unit(self)], choices)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Replace the all-gather of this module's unit in later steps. Every rank must replace it.
@@ -239,7 +241,10 @@ class UnitSettings(nn.Module):
             OptionError: the module's parameters are on several meshes.
             PhaseError: a step is under way.
         """
-        _replace(_only_unit(self, "A custom all-gather"), all_gather=comm, gather_memory=_allocate_of(comm))
+        unit = own_unit(self)
+        mesh = _only_mesh(unit, "A custom all-gather")
+        choice = replace(mesh.choice, all_gather=comm, gather_memory=_allocate_of(comm))
+        replace_collectives([unit], {mesh: choice})
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Replace the reduce-scatter of this module's unit in later steps. Every rank must replace it.
@@ -254,7 +259,10 @@ class UnitSettings(nn.Module):
             OptionError: the module's parameters are on several meshes.
             PhaseError: a step is under way.
         """
-        _replace(_only_unit(self, "A custom reduce-scatter"), reduce_scatter=comm, reduce_memory=_allocate_of(comm))
+        unit = own_unit(self)
+        mesh = _only_mesh(unit, "A custom reduce-scatter")
+        choice = replace(mesh.choice, reduce_scatter=comm, reduce_memory=_allocate_of(comm))
+        replace_collectives([unit], {mesh: choice})
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
@@ -265,18 +273,17 @@ class UnitSettings(nn.Module):
         Raises:
             PhaseError: a step is under way.
         """
-        units = [unit for unit in units_of(self, recurse=recurse) if unit.options.groups.shard.size > 1]
+        units = units_of(self, recurse=recurse)
         _check_between_steps(units)  # before a group is created
-        second = {
-            unit.options.groups.shard: unit.collective_choice.reduce_group
-            for unit in units_of(self)
-            if enable and unit.collective_choice.reduce_group is not None
-        }
-        for unit in units:
-            shard = unit.options.groups.shard
+        every = [mesh for unit in units_of(self) for mesh in unit.meshes]
+        second = {mesh.groups.shard: mesh.choice.reduce_group for mesh in every if mesh.choice.reduce_group is not None}
+        choices = {}
+        for mesh in [mesh for unit in units for mesh in unit.meshes if mesh.groups.shard.size > 1]:
+            shard = mesh.groups.shard
             if enable and shard not in second:
                 second[shard] = second_group(shard)
-            _replace(unit, reduce_group=second.get(shard))
+            choices[mesh] = replace(mesh.choice, reduce_group=second[shard] if enable else None)
+        replace_collectives(units, choices)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
         """Refuse symmetric memory, which the library does not allocate.
@@ -291,28 +298,23 @@ class UnitSettings(nn.Module):
         )
 
 
-def _only_unit(module: nn.Module, what: str) -> Unit:
-    """Return the unit of a module whose parameters are all on one mesh, which a caller's communication is for."""
-    unit = own_unit(module)
-    units = [each for each in unit.with_inner if each.handles] or [unit]
-    if len(units) > 1:
+def _only_mesh(unit: Unit, what: str) -> UnitMesh:
+    """Return the mesh of a unit whose parameters are all on one, which a caller's communication is for."""
+    meshes = [mesh for mesh in unit.meshes if mesh.handles] or list(unit.meshes)
+    if len(meshes) > 1:
         raise OptionError(
             f"{what} communicates over one mesh, but the parameters of unit {unit.name!r} are on "
-            f"{len(units)}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
+            f"{len(meshes)}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
             "hold those of another mesh, and set it for each."
         )
-    return units[0]
+    return meshes[0]
 
 
-def _replace(unit: Unit, **changes: Any) -> None:
-    replace_collectives({unit: replace(unit.collective_choice, **changes)})
-
-
-def replace_collectives(choices: Mapping[Unit, CollectiveChoice]) -> None:
-    """Have units use other collectives in later steps, all of them or none."""
-    _check_between_steps(choices)
-    for unit, choice in choices.items():
-        unit.use_collectives(choice)
+def replace_collectives(units: Iterable[Unit], choices: Mapping[UnitMesh, CollectiveChoice]) -> None:
+    """Have the meshes of ``units`` use other collectives in later steps, all of them or none."""
+    _check_between_steps(units)
+    for mesh, choice in choices.items():
+        mesh.use_collectives(choice)
 
 
 def _check_between_steps(units: Iterable[Unit]) -> None:

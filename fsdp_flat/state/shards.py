@@ -75,7 +75,7 @@ class IndexedParam:
     @property
     def rank_group(self) -> RankGroup:
         """Shard group of its unit."""
-        return self.unit.options.groups.shard
+        return next(mesh.groups.shard for mesh in self.unit.meshes if self.handle in mesh.handles)
 
     @property
     def adapter(self) -> TensorAdapter:
@@ -188,7 +188,7 @@ class ParamIndex:
                 paths.setdefault(unit, []).append(clean_fqn(path))
         for unit, found_paths in paths.items():
             if unit.shows_dtensors:
-                shown = [param for each in unit.with_inner for param in params_of(each, "")]
+                shown = params_of(unit, "")
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.unsharded_params[param.index]: param.shown for param in shown})
             else:
@@ -266,7 +266,7 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
     found: dict[RankGroup, None] = {}
     for unit in units:
-        found.update(dict.fromkeys(unit.options.groups.rank_groups))
+        found.update(dict.fromkeys(group for mesh in unit.meshes for group in mesh.groups.rank_groups))
         for handle in unit.handles:
             for entry in handle.params:
                 found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))

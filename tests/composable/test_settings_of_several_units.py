@@ -32,15 +32,15 @@ def test_collectives_of_all_units_are_replaced_or_none(call: str) -> None:
     model = blocks_and_root(seeded(Stack))
     handle = model.blocks[1].unshard(async_op=True)
     units = units_of(model)
-    before = [(unit.collective_choice, unit.control.keeps_last) for unit in units]
+    before = [(unit.meshes[0].choice, unit.control.keeps_last) for unit in units]
     num_groups = len(torch.distributed.distributed_c10d._world.pg_map)
     with pytest.raises(PhaseError, match=r"unit 'Block' were replaced while"):
         CALLS[call](model)
-    assert [(unit.collective_choice, unit.control.keeps_last) for unit in units] == before
+    assert [(unit.meshes[0].choice, unit.control.keeps_last) for unit in units] == before
     assert len(torch.distributed.distributed_c10d._world.pg_map) == num_groups
     handle.wait()
     CALLS[call](model)
-    assert all(unit.collective_choice != choice for unit, (choice, _) in zip(units, before, strict=True))
+    assert all(unit.meshes[0].choice != choice for unit, (choice, _) in zip(units, before, strict=True))
 
 
 @needs_mesh_infos
@@ -48,21 +48,22 @@ def test_collectives_of_all_units_are_replaced_or_none(call: str) -> None:
 @pytest.mark.parametrize("enable", [True, False])
 def test_memory_is_allocated_by_the_groups_of_all_meshes_or_none(enable: bool) -> None:
     model = Meshes.of(4, 2).shard(seeded(Moe), fully_shard)
-    outer, inner = units_of(model.blocks[0])
+    (unit,) = units_of(model.blocks[0])
+    outer, inner = unit.meshes
     error: Any = UnsupportedError
     if not enable:
         error = PhaseError
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_comm, "tensor_allocator", lambda *_: torch.empty)
             model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
-        inner.begin_unshard()
-    before = outer.collective_choice
+        unit.begin_unshard()
+    before = outer.choice, inner.choice
     with pytest.MonkeyPatch.context() as patch:
         of_outer = outer.options.groups.shard.group
         patch.setattr(torch_comm, "tensor_allocator", lambda group, _: torch.empty if group is of_outer else None)
         with pytest.raises(error):
             model.blocks[0].set_allocate_memory_from_process_group_for_comm(enable)
-    assert outer.collective_choice == before
+    assert (outer.choice, inner.choice) == before
     model.blocks[0].reshard()
 
 

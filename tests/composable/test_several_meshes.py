@@ -188,10 +188,11 @@ def test_the_numbers_and_the_order_of_collectives_are_those_of_torch(reshards: A
         square_loss(theirs, inputs(3)).backward()
     found = [(event, name.removesuffix(" (efsdp)")) for event, name in own]
     expected = [(event, name or "Moe") for event, name in other]
-    for event in ("unshard", "reshard"):
-        assert [each for each in found if each[0] == event] == [each for each in expected if each[0] == event]
+    # A unit of ours has the parameters of all its meshes, where torch has a group of parameters for each.
+    gathered = [("unshard", name) for event, name in found if event == "all_gather"]
+    assert gathered == [each for each in expected if each[0] == "unshard"]
     kept = [each for each in found if each[0] in ("unshard", "reshard", "post_backward")]
-    assert in_backward(kept) == in_backward(expected)
+    assert list(dict.fromkeys(in_backward(kept))) == list(dict.fromkeys(in_backward(expected)))
 
 
 @on_ranks(4)
@@ -216,13 +217,15 @@ def test_the_trace_names_the_mesh_of_experts() -> None:
     with trace(model) as events:
         square_loss(model, inputs(0)).backward()
     names = [name for event, name in events if event == "reduce_scatter"]
-    assert names == ["blocks.1 (efsdp)", "blocks.1", "blocks.0 (efsdp)", "blocks.0", "Moe"]
+    assert names == ["blocks.1", "blocks.1", "blocks.0", "blocks.0", "Moe"]
+    gathered = [name for event, name in events if event == "all_gather"]
+    assert gathered[1:3] == ["blocks.0", "blocks.0 (efsdp)"]
     assert "blocks.0 (efsdp)" in str(describe(model))
     nameless = init_device_mesh("cpu", (2, 2))
     info = _fsdp_common.HSDPMeshInfo(nameless, shard_mesh_dim=1, replicate_mesh_dim=0)
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(block, shard_placement_fn=lambda each: _fsdp_common.ShardPlacementResult(None, info))
-    assert [unit.name for unit in units_of(block) if unit.handles] == ["Sequential (mesh of 2 x 2)"]
+    assert [mesh.name for mesh in units_of(block)[0].meshes if mesh.handles] == ["Sequential (mesh of 2 x 2)"]
 
 
 # -- methods of a module with several units ---------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def test_methods_of_a_module_are_for_its_parameters_on_all_meshes() -> None:
     train(model, range(1))
     block: Any = model.blocks[0]
     units = units_of(block)
-    assert [unit.name for unit in units] == ["blocks.0", "blocks.0 (efsdp)"]
+    assert [mesh.name for unit in units for mesh in unit.meshes] == ["blocks.0", "blocks.0 (efsdp)"]
     handle = block.unshard(async_op=True)
     assert not any(unit.is_sharded or unit.is_ready for unit in units)
     handle.wait()
@@ -252,7 +255,7 @@ def test_methods_of_a_module_are_for_its_parameters_on_all_meshes() -> None:
     for unit in units:
         assert unit.control.reshard_after_forward is False
         assert unit.policy.divide_factor == 2.0
-        assert unit.collective_choice.reduce_group is not None
+        assert all(mesh.choice.reduce_group is not None for mesh in unit.meshes)
     block.set_unshard_in_backward(False)
     assert not any(unit.control.unshard_in_backward for unit in units)
     block.set_unshard_in_backward(True)
@@ -473,9 +476,6 @@ def test_a_call_that_raises_changes_nothing() -> None:
     dims[model.bias] = 0
     fully_shard(model, mesh=one, shard_placement_fn=place)
     assert isinstance(model.weight, DTensor)
-    # Before the first use, too, what is issued for the units of one module is in one order.
-    outer, inner = units_of(model)
-    assert inner.context is outer.context
     square_loss(model, torch.ones(2, 4)).backward()
 
 

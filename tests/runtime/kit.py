@@ -107,7 +107,7 @@ def assert_idle(model: nn.Module) -> None:
         for handle in unit.handles:
             assert not any(handle.grads.ready), f"{unit.name} has a gradient waiting"
             assert all(leaf.grad is None for leaf in handle.unsharded_params)
-            if unit.needs_all_gather:
+            if handle.buffer.owns_memory:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
         assert unit.context.reductions.is_empty
         if isinstance(unit.context, Schedule):

@@ -20,7 +20,7 @@ def test_each_state_can_be_reached_and_left() -> None:
 
 
 def test_an_all_gather_begins_only_where_none_is_in_flight_or_complete() -> None:
-    assert {state for state, event in TRANSITIONS if event is E.GATHER} == {S.SHARDED, S.PARKED}
+    assert {state for state, event in TRANSITIONS if event is E.GATHER} == {S.SHARDED, S.SHRUNK}
 
 
 def test_parameters_are_ready_only_after_an_all_gather_or_where_they_were_kept() -> None:

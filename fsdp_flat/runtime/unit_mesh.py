@@ -1,0 +1,127 @@
+"""Holds what the handles of a unit on one mesh share: their groups, and the collectives of the shard group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+
+from fsdp_flat.comm import (
+    CollectiveChoice,
+    Pending,
+    RankGroup,
+    ShardingGroups,
+    collectives_for,
+    subgroup_of,
+    unit_names,
+    unrecorded,
+)
+from fsdp_flat.flat import FlatParamHandle, joined
+from fsdp_flat.runtime.options import UnitOptions
+from fsdp_flat.runtime.reduction import CommContext
+
+_BEGIN_GATHER = methodcaller("begin_gather")
+
+
+class SmallerGroup:
+    """Holds the parameters of a mesh sharded over some consecutive ranks of its shard group, from forward to backward.
+
+    After forward each rank keeps the shards of several ranks of the shard group, so that the smaller group has all of
+    them, and backward all-gathers over that group alone: the ranks of one host, for example.
+    Every rank of the shard group must create it. ``num_ranks`` is a factor of the shard group's.
+    """
+
+    def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
+        self.rank_group = subgroup_of(shard, num_ranks)
+        self._device, self._unit, self._name = device, unit, name
+        num_rows = shard.size // num_ranks
+        self._ranks = range(self.rank_group.rank * num_rows, (self.rank_group.rank + 1) * num_rows)
+        self.use_collectives(CollectiveChoice())
+
+    def use_collectives(self, choice: CollectiveChoice) -> None:
+        """Use other collectives in later steps, as the mesh does."""
+        collectives = collectives_for(self.rank_group, self._device, choice, unit=self._unit, name=self._name)
+        assert collectives is not None
+        self.collectives = collectives
+
+    def keep(self, handles: Sequence[FlatParamHandle]) -> None:
+        """Keep this rank's part of the unsharded parameters."""
+        with unrecorded():
+            for handle in handles:
+                handle.keep_rows(self._ranks)
+
+
+class UnitMesh:
+    """Holds the handles of a unit that are sharded over one mesh, and their collectives.
+
+    Attributes:
+        options: the unit's options with the groups of this mesh.
+        handles: one per flat parameter; none if the unit has no parameters on this mesh.
+        unit_id: id of the unit on this mesh between ranks, the same on all of them; 0 if it has none.
+        name: the unit's name, with that of the mesh if it is not the one of the unit's modules.
+        collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
+            and ``summon_full_params`` always use these; steps may use others (``choice``).
+        step_collectives: those that steps use.
+        smaller_group: holds all parameters between forward and backward, if they are freed; None: the shard group does.
+    """
+
+    def __init__(self, options: UnitOptions, handles: Sequence[FlatParamHandle], unit_id: int, name: str) -> None:
+        self.options, self.handles, self.unit_id, self.name = options, list(handles), unit_id, name
+        self.choice = CollectiveChoice()
+        self.collectives = collectives_for(self.groups.shard, options.device, unit=unit_id, name=name)
+        self.step_collectives = self.collectives
+        self.smaller_group: SmallerGroup | None = None
+        self._issued: list[tuple[str, Any]] = []
+
+    @property
+    def groups(self) -> ShardingGroups:
+        """The groups over which the handles are sharded and replicated."""
+        return self.options.groups
+
+    def rename(self, unit_name: str) -> None:
+        """Follow the unit to another name."""
+        rows, group = self.options.rows, self.groups.shard.group
+        self.name = unit_name if rows is None else unit_name + rows.suffix
+        if group is not None:
+            unit_names(group)[self.unit_id] = self.name
+        for handle in self.handles:
+            handle.rename(self.name)
+
+    def use_context(self, context: CommContext) -> None:
+        """Use the memory and the records of the tree that the unit belongs to."""
+        self._issued = context.collectives.of(self.groups)
+        for handle in self.handles:
+            handle.pool = context.pool
+
+    def use_collectives(self, choice: CollectiveChoice) -> None:
+        """Use other collectives in later steps; :func:`replace_collectives` checks that none is under way."""
+        self.choice = choice
+        shard, device = self.groups.shard, self.options.device
+        self.step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)
+        if self.smaller_group is not None:
+            self.smaller_group.use_collectives(choice)
+
+    def begin_all_gather(self, context: CommContext) -> list[Pending]:
+        """Begin the all-gathers of the handles, one for each dtype; those with rows gather over the smaller group."""
+        smaller, collectives, pendings = self.smaller_group, self.step_collectives, []
+        if smaller is not None and self.handles and self.handles[0].rows is not None:
+            collectives = smaller.collectives
+        inputs = list(map(_BEGIN_GATHER, self.handles))
+        if collectives is None:
+            return []
+        for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
+            if context.trace is not None:
+                context.trace.append(("all_gather", self.name))
+            self._issued.append(("all-gather", self))
+            pendings.append(
+                collectives.begin_all_gather(tensor)
+                if rows is None
+                else collectives.begin_all_gather_rows(tensor, rows)
+            )
+        return pendings
+
+    def note_reduction(self) -> None:
+        """Record that a reduction is issued, for the comparison of ranks."""
+        self._issued.append(("reduction", self))
