@@ -163,7 +163,7 @@ class FlatParamHandle(GroupMember):
     _sharding_strategy = derived("_unit.options.strategy.member")
     _offload_params = derived("_unit.options.offload_params")
     _fwd_bwd_param_dtype = derived("_real.compute_dtype")
-    _reduce_dtype = derived("_real.grads.reduce_dtype")
+    _reduce_dtype = derived("_real.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
     device = derived("_real.spec.device")
     _training_state = property(lambda self: TRAINING_STATES[self._unit.phase][1])

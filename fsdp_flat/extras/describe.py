@@ -293,11 +293,11 @@ def _described(
         shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
         grad_nbytes=sum(
             handle.layout.shard_numel
-            * (handle.grads.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype).itemsize
+            * (handle.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype).itemsize
             for handle in trainable
         ),
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
-        whole_grad_nbytes=sum(handle.layout.numel * handle.grads.buffer_dtype.itemsize for handle in trainable),
+        whole_grad_nbytes=sum(handle.layout.numel * handle.grad_dtype.itemsize for handle in trainable),
         is_gathered=is_gathered,
         reshard_after_forward=reshard_after_forward,
     )

@@ -1,21 +1,30 @@
-"""Holds the gradients of a handle that wait for a reduction, or for the rest of a sum."""
+"""Collects the gradients of a handle until they are reduced, and shows them inside ``no_sync``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_flat.flat.arrangement import VisibleParam, can_chunk, grad_places, split_grad
+from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.flat.arrangement import VisibleParam, can_chunk, grad_places, split_grad, views_of
 from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.guards import set_grad
-from fsdp_flat.flat.torch_flat import chunk_cat
+from fsdp_flat.flat.handle_spec import HandleSpec
+from fsdp_flat.flat.params import PLAIN, ManagedParam
+from fsdp_flat.flat.torch_flat import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_in_a_graph
 from fsdp_flat.layout import FlatLayout
 
 _DTYPE = attrgetter("dtype")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+# Number of gradients between two calls of on_grads_ready, which looks for completed reductions: a system call a rank.
+_GRADS_PER_CALL = 8
 
 
 class FlatGradBuffer:
@@ -168,3 +177,269 @@ class UnreducedGrad:
             self._shown.copy_(grad)
         set_grad(self._param, self._before)
         return False
+
+
+class GradientCollector:
+    """Collects the gradients of a handle's unsharded parameters until they are reduced: a part of every handle.
+
+    Attributes:
+        on_grads_ready: called after the first gradient of the handle in a backward, and again after every few.
+        num_trainable: number of parameters that require a gradient.
+        grad_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
+        reduce_dtype: dtype in which gradients are reduced.
+        partial_grad: gradient that a later backward completes.
+    """
+
+    # What the handle has.
+    spec: HandleSpec
+    layout: FlatLayout
+    params: tuple[ManagedParam, ...]
+    unsharded_params: tuple[nn.Parameter, ...]
+    flat_param: nn.Parameter
+    visible: tuple[VisibleParam, ...]
+    pool: MemoryPool
+    # ``.grad`` shows unreduced gradients inside ``no_sync``.
+    exposes_unreduced = True
+
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+    def _init_gradients(self, params: Sequence[ManagedParam]) -> None:
+        """Set up for ``params`` as they were when they were flattened, with the user's gradient hooks."""
+        self.on_grads_ready: Callable[[], None] = lambda: None
+        self.num_trainable = 0
+        self._grad_hooks = [entry.param._backward_hooks for entry in params]
+        self._are_plain = all(entry.adapter is PLAIN for entry in params)
+        self._synced = [False] * len(params)
+        self._accept_hook = partial(_accept, weakref.ref(self))
+        self._grad_buffer: FlatGradBuffer | None = None
+        # Takes a parameter's first gradient in a backward if that needs no conversion. None where accept_grad has to be
+        # called: before the backward's first gradient, and for DTensors of the caller's.
+        self._fast_buffer: FlatGradBuffer | None = None
+        self._num_accepted = 0  # in this backward
+        self._spare_grad_buffer: FlatGradBuffer | None = None
+        self._unreduced: list[UnreducedGrad] = []
+        self.partial_grad = ReduceScatteredGrad()
+
+    def describe(self, index: int) -> str:
+        """Return the FQN of a parameter and its unit, for error texts."""
+        return f"{self.layout.param_infos[index].fqn!r} of unit {self.spec.unit_name!r}"
+
+    # -- what the kinds of handles differ in -------------------------------------------------------------------------
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
+        for entry, now, was in zip(self.params, shown, before, strict=True):
+            if now != was:
+                entry.param.requires_grad_(now)
+
+    def unreduced_grads(self, flat_grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return the unreduced gradient of each visible parameter, as views of an unsharded flat gradient."""
+        return views_of(flat_grad, self.layout)
+
+    def requires_grad(self) -> list[bool]:
+        """Return for each original parameter whether it requires a gradient."""
+        flags = [each.param.requires_grad for each in self.visible]
+        return flags if len(flags) > 1 else flags * len(self.params)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether any parameter of the handle requires a gradient."""
+        return self.num_trainable > 0
+
+    # -- gradients of unsharded parameters -----------------------------------------------------------------------
+
+    def _use_grad_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        """Follow the handle to other unsharded parameters, of ``compute_dtype``, on ``device``."""
+        self.grad_dtype = torch.promote_types(compute_dtype, reduce_dtype)
+        self.reduce_dtype, self._grad_device = reduce_dtype, device
+        # Unsharded parameters that were in use before still have their flags and hooks.
+        self._synced = [param.requires_grad for param in self.unsharded_params]
+        self.sync_requires_grad()
+
+    def sync_requires_grad(self) -> None:
+        """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
+        unsharded_params, before = self.unsharded_params, self._synced
+        shown = list(map(_REQUIRES_GRAD, unsharded_params))
+        if shown != before:
+            self.adopt_requires_grad(shown, before)
+        wanted = self.requires_grad()
+        if wanted == shown == before:
+            return
+        for index, (param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
+            param.requires_grad_(want)
+            if want and not was:
+                param._fsdp_flat_index = index  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(self._accept_hook)
+            elif was and not want:
+                param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._synced = wanted
+        self.num_trainable = sum(wanted)
+
+    @property
+    def is_in_a_graph(self) -> bool:
+        """Return whether a caller holds an autograd graph that can still produce gradients."""
+        return any(param.requires_grad and is_in_a_graph(param) for param in self.unsharded_params)
+
+    @dynamo_disabled
+    def accept_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
+
+        Raises:
+            UnsupportedError: it is differentiable.
+            UsageError: a gradient hook changes its shape.
+        """
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"A gradient of {self.describe(index)} is itself "
+                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
+                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
+            )
+        if self._unreduced:
+            self.hide_unreduced_grads()
+        if self._grad_buffer is None:
+            spare, self._spare_grad_buffer = self._spare_grad_buffer, None
+            if spare is None or spare.kind != (self.grad_dtype, grad.device):
+                spare = FlatGradBuffer(self.layout, self.grad_dtype, grad.device)
+            self._grad_buffer = spare
+        entry = self.params[index]
+        hooks = entry.param._backward_hooks or self._grad_hooks[index]
+        if hooks:
+            shape, grad = grad.shape, apply_hooks(hooks, grad)
+            if grad.shape != shape:
+                raise UsageError(
+                    f"A gradient hook of {self.describe(index)} returned a tensor of shape {tuple(grad.shape)} "
+                    f"on rank {self.spec.rank} of the shard group; expected the gradient's shape "
+                    f"{tuple(shape)}. Return a tensor of this shape, or None."
+                )
+        if entry.adapter is not PLAIN:
+            grad = entry.adapter.to_local(grad)
+        self._grad_buffer.add_grad(index, grad)
+        if self._num_accepted % _GRADS_PER_CALL == 0:
+            self.on_grads_ready()
+        self._num_accepted += 1
+        self._fast_buffer = self._grad_buffer if self._are_plain else None
+
+    def end_backward(self) -> None:
+        """Have the next gradient count as the first one of a backward."""
+        self._fast_buffer, self._num_accepted = None, 0
+
+    # -- waiting gradients ---------------------------------------------------------------------------------------
+
+    @property
+    def has_waiting_grads(self) -> bool:
+        """True if a gradient may wait to be reduced."""
+        return self._grad_buffer is not None
+
+    def grads_ready(self) -> bytes:
+        """Return one byte per parameter: 1 where a gradient waits; without those that the caller has cleared."""
+        if self._unreduced:
+            self.hide_unreduced_grads()
+        return (
+            bytes(len(self.layout.param_infos)) if self._grad_buffer is None else bytes(self._grad_buffer.grads_ready)
+        )
+
+    def take_flat_grad(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
+        """Return the flat gradient, with memory from the handle's pool, and remove it.
+
+        Returns:
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
+            :meth:`recycle_grad_buffer` once the gradient is no longer used, or None.
+        """
+        if self._unreduced:
+            self.hide_unreduced_grads()
+        self.end_backward()
+        buffer, self._grad_buffer = self._grad_buffer, None
+        if buffer is None:
+            return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self._grad_device), None
+        closed = buffer.close(self.pool)
+        if closed.dtype == self.reduce_dtype:
+            return closed, buffer
+        flat = closed.to(self.reduce_dtype)
+        self.recycle_grad_buffer(buffer)
+        return flat, None
+
+    def recycle_grad_buffer(self, buffer: FlatGradBuffer) -> None:
+        """Keep a used buffer object for the next gradient, and return its memory to the handle's pool."""
+        if not buffer.is_exposed:
+            buffer.release(self.pool)
+            self._spare_grad_buffer = buffer
+
+    def drop_grads(self) -> None:
+        """Drop all gradients."""
+        self.end_backward()
+        self._grad_buffer = None
+        self.partial_grad = ReduceScatteredGrad()
+        for shown in self._unreduced:
+            shown.take_back()
+        self._unreduced = []
+        for unsharded_param in self.unsharded_params:
+            unsharded_param.grad = None
+
+    def zero_grads(self) -> None:
+        """Fill all gradients that are not reduced yet with zeros; exposed ones are the caller's to fill."""
+        if self._grad_buffer is not None:
+            self._grad_buffer.clear(range(len(self.params)), set_to_none=False)
+        if self.partial_grad.shard is not None:
+            self.partial_grad.shard.zero_()
+        for unsharded_param in self.unsharded_params:
+            if unsharded_param.grad is not None:
+                unsharded_param.grad.zero_()
+
+    # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
+
+    def show_unreduced_grads(self) -> None:
+        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
+        if self._grad_buffer is None or self._unreduced or not self.exposes_unreduced:
+            return
+        flat, ready = self._grad_buffer.close(self.pool), self._grad_buffer.grads_ready
+        if not torch._has_compatible_shallow_copy_type(self.flat_param, flat):
+            return  # an offloaded parameter cannot have a gradient on some kinds of devices
+        self._grad_buffer.is_exposed = True
+        waiting = self.unreduced_grads(flat)
+        self._unreduced = [
+            UnreducedGrad(each, grad)
+            for each, grad in zip(self.visible, waiting, strict=True)
+            if any(ready[each.indices.start : each.indices.stop])
+        ]
+
+    def hide_unreduced_grads(self) -> bool:
+        """Undo :meth:`show_unreduced_grads`, and drop the gradients that the caller has set to None.
+
+        Returns:
+            Whether any was exposed.
+        """
+        shown, self._unreduced = self._unreduced, []
+        dropped = [index for each in shown if each.take_back() for index in each.indices]
+        if dropped and self._grad_buffer is not None:
+            self._grad_buffer.clear(dropped, set_to_none=True)
+            if not any(self._grad_buffer.grads_ready):
+                self._grad_buffer = None
+                self.end_backward()
+        return bool(shown)
+
+
+@dynamo_disabled_here
+def _accept(collector: weakref.ref[GradientCollector], unsharded_param: torch.Tensor) -> None:
+    """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
+
+    The hook must not own the collector, which holds the parameter's autograd node: a cycle through autograd's C++
+    objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
+    gradients need by itself.
+    """
+    owner, grad = collector(), unsharded_param.grad
+    # The graph may reach the parameter although the loss does not depend on it: an unused output.
+    if owner is None or grad is None:
+        return
+    unsharded_param.grad = None
+    buffer, index = owner._fast_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
+    if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
+        owner.accept_grad(index, grad)
+        return
+    if owner.params[index].param._backward_hooks or owner._grad_hooks[index]:
+        owner.accept_grad(index, grad)
+        return
+    buffer.grads_ready[index] = 1
+    buffer.waiting[index] = grad
+    if not len(buffer.waiting) % _GRADS_PER_CALL:
+        owner.on_grads_ready()

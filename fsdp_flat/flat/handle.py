@@ -15,9 +15,8 @@ During compute all of them show ``unsharded_params``: one Parameter for each ori
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
+from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import (
     RowTarget,
     VisibleParam,
@@ -36,16 +35,13 @@ from fsdp_flat.flat.arrangement import (
 )
 from fsdp_flat.flat.bindings import Bindings, parameters_of
 from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool, UnshardedParams
-from fsdp_flat.flat.gradients import FlatGradBuffer, ReduceScatteredGrad, UnreducedGrad, apply_hooks
+from fsdp_flat.flat.gradients import GradientCollector
 from fsdp_flat.flat.guards import as_flat_parameter, module_guard, replace_shard, set_grad
+from fsdp_flat.flat.handle_spec import HandleSpec
 from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
-from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import (
     VERSION_OF,
-    dynamo_disabled,
-    dynamo_disabled_here,
     is_alias,
-    is_in_a_graph,
     set_versions,
 )
 from fsdp_flat.layout import FlatLayout, LocalShard, alignment_numel
@@ -55,36 +51,6 @@ _GRADS_PER_CALL = 8
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-@dataclass(frozen=True, slots=True)
-class HandleSpec:
-    """Configures a handle.
-
-    Attributes:
-        module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
-        rank, world_size: this rank in the shard group, and its size.
-        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
-        shard_device: device of the shard and its gradient; in host memory it is pinned for another compute device.
-        compute_dtype, master_dtype: dtypes of the unsharded parameters and of the shard; None keeps the original one.
-        reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
-        keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
-        rows: shards each parameter by itself and shows DTensors; None for a flat layout.
-    """
-
-    unit_name: str
-    module: nn.Module
-    rank: int
-    world_size: int
-    num_ranks: int
-    use_orig_params: bool
-    device: torch.device
-    shard_device: torch.device
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype | None = None
-    keep_reduce_dtype: bool = False
-    rows: RowSharding | None = None
-
-
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
     if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
@@ -92,7 +58,7 @@ def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(*[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)])
 
 
-class FlatParamHandle:
+class FlatParamHandle(GradientCollector):
     """Owns one flat parameter; subclasses show it to modules and optimizers.
 
     Args:
@@ -103,18 +69,14 @@ class FlatParamHandle:
         params: the managed parameters, in layout order.
         unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
         visible: the parameters that an optimizer holds.
-        grads: the gradients that wait for a reduction.
         buffer: the unsharded buffer of the compute dtype; a reshard frees it, unless it is the shard itself.
         pool: memory pool of the buffers; the units of a tree share one.
         rows: shards of several ranks, in the compute dtype, that are kept for an all-gather over a smaller group.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
         shows_names: the modules hold the tensors of :meth:`show_names`.
-        exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
     """
 
-    visible: tuple[VisibleParam, ...]
     _visible_params: tuple[nn.Parameter, ...]
-    exposes_unreduced = True
     # Tensors whose version counters rise with each change of this rank's values.
     _versioned: tuple[torch.Tensor, ...]
 
@@ -139,7 +101,7 @@ class FlatParamHandle:
         self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
         self._bindings = self._bind()
         self._show_first(params)
-        self.grads = HandleGradients(params, self)
+        self._init_gradients(params)
         self._prepare_grads()
         self._mark_params()
 
@@ -248,12 +210,6 @@ class FlatParamHandle:
         for parameters, name in zip(self._bindings.attributes, self._bindings.names, strict=True):
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
-    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
-        """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
-        for entry, now, was in zip(self.params, shown, before, strict=True):
-            if now != was:
-                entry.param.requires_grad_(now)
-
     def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
         return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
@@ -265,10 +221,6 @@ class FlatParamHandle:
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each visible parameter, as views of a gradient like the shard."""
         return [each.part_of(shard_grad) for each in self.visible]
-
-    def unreduced_grads(self, flat_grad: torch.Tensor) -> list[torch.Tensor]:
-        """Return the unreduced gradient of each visible parameter, as views of an unsharded flat gradient."""
-        return views_of(flat_grad, self.layout)
 
     # -- dtypes, and the buffer of the compute dtype -----------------------------------------------------------------
 
@@ -317,7 +269,7 @@ class FlatParamHandle:
 
     def _prepare_grads(self) -> None:
         reduce_dtype = self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
-        self.grads.use_dtypes(self.compute_dtype, reduce_dtype, self.spec.device)
+        self._use_grad_dtypes(self.compute_dtype, reduce_dtype, self.spec.device)
 
     # -- the unsharded parameters ------------------------------------------------------------------------------------
 
@@ -353,7 +305,7 @@ class FlatParamHandle:
 
     def show_unsharded(self) -> None:
         """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
-        self.grads.sync_requires_grad()
+        self.sync_requires_grad()
         for hooks in self._guarded:
             hooks.pop(self._guard_key, None)
         attributes, names, unsharded, _ = self._bindings
@@ -440,7 +392,7 @@ class FlatParamHandle:
             self.free()
         if shown:
             self.show_sharded()
-        self.grads.drop()
+        self.drop_grads()
 
     # -- changes of the shard ----------------------------------------------------------------------------------------
 
@@ -475,7 +427,7 @@ class FlatParamHandle:
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
-        was_exposed = self.grads.hide_unreduced()
+        was_exposed = self.hide_unreduced_grads()
         if self.is_changed_by(fn):
             self._check_convertible()
         converted = fn(self.flat_param.data)
@@ -490,7 +442,7 @@ class FlatParamHandle:
         if not self._is_current(converted):
             self._rebuild(converted)
         if was_exposed:
-            self.grads.expose_unreduced()
+            self.show_unreduced_grads()
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.storage_epoch += 1
@@ -556,20 +508,6 @@ class FlatParamHandle:
         """Return the parameters of this handle that an optimizer holds."""
         return list(self._visible_params)
 
-    def requires_grad(self) -> list[bool]:
-        """Return for each original parameter whether it requires a gradient."""
-        flags = list(map(_REQUIRES_GRAD, self._visible_params))
-        return flags if len(flags) > 1 else flags * len(self.params)
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return whether any parameter of the handle requires a gradient."""
-        return self.grads.num_trainable > 0
-
-    def describe(self, index: int) -> str:
-        """Return the FQN of a parameter and its unit, for error texts."""
-        return f"{self.layout.param_infos[index].fqn!r} of unit {self.spec.unit_name!r}"
-
     def describe_with_shape(self, index: int) -> str:
         """Return the FQN, the unsharded shape and the unit of a parameter, for error texts."""
         shape = tuple(self.unsharded_params[index].shape)
@@ -578,234 +516,3 @@ class FlatParamHandle:
     def _describe_one_of(self, module: nn.Module) -> str:
         own = (index for index, site in self._sites if site.module is module)
         return self.describe_with_shape(next(own, 0))  # a copy of a module is called, which has the hook too
-
-
-class HandleGradients:
-    """Collects the gradients of a handle's unsharded parameters until they are reduced.
-
-    Args:
-        params: the parameters as they were when they were flattened, with the user's gradient hooks.
-        handle: the handle.
-
-    Attributes:
-        on_ready: called after the first gradient of the handle in a backward, and again after every few.
-        fast_buffer: takes a parameter's first gradient in a backward if that needs no conversion; None where
-            :meth:`accept` has to be called: before the backward's first gradient, and for DTensors of the caller's.
-        buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
-        partial: gradient that a later backward completes.
-        hooks: the gradient hooks of each parameter before it was flattened, or None.
-    """
-
-    buffer_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-
-    def __init__(self, params: Sequence[ManagedParam], handle: FlatParamHandle) -> None:
-        self.on_ready: Callable[[], None] = lambda: None
-        self.num_trainable = 0
-        self.handle = handle
-        self._layout = handle.layout
-        self.hooks = [entry.param._backward_hooks for entry in params]
-        self._are_plain = all(entry.adapter is PLAIN for entry in params)
-        self._synced = [False] * len(params)
-        self._hook = partial(_accept, weakref.ref(self))
-        self._buffer: FlatGradBuffer | None = None
-        self.fast_buffer: FlatGradBuffer | None = None
-        self._num_accepted = 0  # in this backward
-        self._spare_buffer: FlatGradBuffer | None = None
-        self._unreduced: list[UnreducedGrad] = []
-        self.partial = ReduceScatteredGrad()
-
-    # -- gradients of unsharded parameters -----------------------------------------------------------------------
-
-    def use_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
-        """Follow the handle to other unsharded parameters, of ``compute_dtype``, on ``device``."""
-        self.buffer_dtype = torch.promote_types(compute_dtype, reduce_dtype)
-        self.reduce_dtype, self._device = reduce_dtype, device
-        # Unsharded parameters that were in use before still have their flags and hooks.
-        self._synced = [param.requires_grad for param in self.handle.unsharded_params]
-        self.sync_requires_grad()
-
-    def sync_requires_grad(self) -> None:
-        """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
-        unsharded_params, before = self.handle.unsharded_params, self._synced
-        shown = list(map(_REQUIRES_GRAD, unsharded_params))
-        if shown != before:
-            self.handle.adopt_requires_grad(shown, before)
-        wanted = self.handle.requires_grad()
-        if wanted == shown == before:
-            return
-        for index, (param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
-            param.requires_grad_(want)
-            if want and not was:
-                param._fsdp_flat_index = index  # type: ignore[attr-defined]
-                param.register_post_accumulate_grad_hook(self._hook)
-            elif was and not want:
-                param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        self._synced = wanted
-        self.num_trainable = sum(wanted)
-
-    @property
-    def are_in_a_graph(self) -> bool:
-        """Return whether a caller holds an autograd graph that can still produce gradients."""
-        return any(param.requires_grad and is_in_a_graph(param) for param in self.handle.unsharded_params)
-
-    @dynamo_disabled
-    def accept(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
-
-        Raises:
-            UnsupportedError: it is differentiable.
-            UsageError: a gradient hook changes its shape.
-        """
-        if grad.requires_grad:
-            raise UnsupportedError(
-                f"A gradient of {self.handle.describe(index)} is itself "
-                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
-                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
-            )
-        if self._unreduced:
-            self.hide_unreduced()
-        if self._buffer is None:
-            spare, self._spare_buffer = self._spare_buffer, None
-            if spare is None or spare.kind != (self.buffer_dtype, grad.device):
-                spare = FlatGradBuffer(self._layout, self.buffer_dtype, grad.device)
-            self._buffer = spare
-        entry = self.handle.params[index]
-        hooks = entry.param._backward_hooks or self.hooks[index]
-        if hooks:
-            shape, grad = grad.shape, apply_hooks(hooks, grad)
-            if grad.shape != shape:
-                raise UsageError(
-                    f"A gradient hook of {self.handle.describe(index)} returned a tensor of shape {tuple(grad.shape)} "
-                    f"on rank {self.handle.spec.rank} of the shard group; expected the gradient's shape "
-                    f"{tuple(shape)}. Return a tensor of this shape, or None."
-                )
-        if entry.adapter is not PLAIN:
-            grad = entry.adapter.to_local(grad)
-        self._buffer.add_grad(index, grad)
-        if self._num_accepted % _GRADS_PER_CALL == 0:
-            self.on_ready()
-        self._num_accepted += 1
-        self.fast_buffer = self._buffer if self._are_plain else None
-
-    def end_backward(self) -> None:
-        """Have the next gradient count as the first one of a backward."""
-        self.fast_buffer, self._num_accepted = None, 0
-
-    # -- waiting gradients ---------------------------------------------------------------------------------------
-
-    @property
-    def is_waiting(self) -> bool:
-        """True if a gradient may wait to be reduced."""
-        return self._buffer is not None
-
-    @property
-    def ready(self) -> bytes:
-        """One byte per parameter: 1 where a gradient waits."""
-        return bytes(len(self._layout.param_infos)) if self._buffer is None else bytes(self._buffer.grads_ready)
-
-    def take(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
-        """Return the flat gradient, with memory from the handle's pool, and remove it.
-
-        Returns:
-            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
-            :meth:`recycle` once the gradient is no longer used, or None.
-        """
-        if self._unreduced:
-            self.hide_unreduced()
-        self.end_backward()
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
-        closed = buffer.close(self.handle.pool)
-        if closed.dtype == self.reduce_dtype:
-            return closed, buffer
-        flat = closed.to(self.reduce_dtype)
-        self.recycle(buffer)
-        return flat, None
-
-    def recycle(self, buffer: FlatGradBuffer) -> None:
-        """Keep a used buffer object for the next gradient, and return its memory to the handle's pool."""
-        if not buffer.is_exposed:
-            buffer.release(self.handle.pool)
-            self._spare_buffer = buffer
-
-    def drop(self) -> None:
-        """Drop all gradients."""
-        self.end_backward()
-        self._buffer = None
-        self.partial = ReduceScatteredGrad()
-        for shown in self._unreduced:
-            shown.take_back()
-        self._unreduced = []
-        for unsharded_param in self.handle.unsharded_params:
-            unsharded_param.grad = None
-
-    def zero(self) -> None:
-        """Fill all gradients that are not reduced yet with zeros; exposed ones are the caller's to fill."""
-        if self._buffer is not None:
-            self._buffer.clear(range(len(self.ready)), set_to_none=False)
-        if self.partial.shard is not None:
-            self.partial.shard.zero_()
-        for unsharded_param in self.handle.unsharded_params:
-            if unsharded_param.grad is not None:
-                unsharded_param.grad.zero_()
-
-    # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
-
-    def expose_unreduced(self) -> None:
-        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
-        handle = self.handle
-        if self._buffer is None or self._unreduced or not handle.exposes_unreduced:
-            return
-        flat, ready = self._buffer.close(handle.pool), self.ready
-        if not torch._has_compatible_shallow_copy_type(handle.flat_param, flat):
-            return  # an offloaded parameter cannot have a gradient on some kinds of devices
-        self._buffer.is_exposed = True
-        waiting = handle.unreduced_grads(flat)
-        self._unreduced = [
-            UnreducedGrad(each, grad)
-            for each, grad in zip(handle.visible, waiting, strict=True)
-            if any(ready[each.indices.start : each.indices.stop])
-        ]
-
-    def hide_unreduced(self) -> bool:
-        """Undo :meth:`expose_unreduced`, and drop the gradients that the caller has set to None.
-
-        Returns:
-            Whether any was exposed.
-        """
-        shown, self._unreduced = self._unreduced, []
-        dropped = [index for each in shown if each.take_back() for index in each.indices]
-        if dropped and self._buffer is not None:
-            self._buffer.clear(dropped, set_to_none=True)
-            if not any(self._buffer.grads_ready):
-                self._buffer = None
-                self.end_backward()
-        return bool(shown)
-
-
-@dynamo_disabled_here
-def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tensor) -> None:
-    """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
-
-    The hook must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++
-    objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
-    gradients need by itself.
-    """
-    owner, grad = gradients(), unsharded_param.grad
-    # The graph may reach the parameter although the loss does not depend on it: an unused output.
-    if owner is None or grad is None:
-        return
-    unsharded_param.grad = None
-    buffer, index = owner.fast_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
-    if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
-        owner.accept(index, grad)
-        return
-    if owner.handle.params[index].param._backward_hooks or owner.hooks[index]:
-        owner.accept(index, grad)
-        return
-    buffer.grads_ready[index] = 1
-    buffer.waiting[index] = grad
-    if not len(buffer.waiting) % _GRADS_PER_CALL:
-        owner.on_ready()

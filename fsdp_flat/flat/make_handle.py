@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fsdp_flat.flat.dtensor_handle import DTensorHandle
 from fsdp_flat.flat.flat_handles import FlatHandle, OriginalsHandle
-from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec
+from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.handle_spec import HandleSpec
 from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.params import ManagedParam
 

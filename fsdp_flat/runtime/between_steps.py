@@ -192,7 +192,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
     """
     sharded = [unit for unit in units if unit.needs_all_gather]
-    waiting = [unit for unit in sharded if any(any(handle.grads.ready) for handle in unit.handles)]
+    waiting = [unit for unit in sharded if any(any(handle.grads_ready()) for handle in unit.handles)]
     found = bool(waiting)
     # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
     for groups in dict.fromkeys(mesh.groups for unit in units if sharded for mesh in unit.meshes):

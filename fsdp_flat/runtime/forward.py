@@ -182,7 +182,7 @@ class UnitForward:
         output, is_reached = self._hook_outputs(output)
         is_hidden = False
         if not is_reached and torch.is_grad_enabled() and not are_tensors(found, among=given):
-            is_hidden = any(handle.grads.are_in_a_graph for handle in self._unit.handles)
+            is_hidden = any(handle.is_in_a_graph for handle in self._unit.handles)
         self._close(is_reached or is_hidden, is_open_ended=is_hidden)
         return output
 

@@ -90,7 +90,7 @@ class Reduction:
         self._mean_divisor = options.groups.shard.size * options.groups.replicate.size
         self._prescale = self._divided_by = 1.0
         with unrecorded():
-            flat, gradient = handle.grads.take()
+            flat, gradient = handle.take_flat_grad()
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -132,7 +132,7 @@ class Reduction:
         self._replicated = True
         with unrecorded(), self._streams.reduce_scatters:
             self._scratch = self._pending.scratch
-            shard, partial = self._pending.wait(), self.handle.grads.partial.take()
+            shard, partial = self._pending.wait(), self.handle.partial_grad.take()
             if partial is not None:
                 shard.add_(partial)
                 # If nothing is sharded, its memory is the compute stream's too.
@@ -155,7 +155,7 @@ class Reduction:
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.grads.recycle(gradient)
+            self.handle.recycle_grad_buffer(gradient)
         del self._pending, self._scratch  # and with them the sum, if it is not the result
 
     def finish(self) -> None:
@@ -164,7 +164,7 @@ class Reduction:
         with unrecorded(), self._streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
-                self.handle.grads.partial.add(shard)
+                self.handle.partial_grad.add(shard)
             else:
                 self.result = self._complete(shard)
         self._free()
@@ -207,7 +207,7 @@ class Reduction:
 
         ``used`` has one byte per parameter: 1 if any rank has used it.
         """
-        partial = self.handle.grads.partial
+        partial = self.handle.partial_grad
         if partial.used is not None:
             used = partial.add_used(used)
         if partial.shard is None:
@@ -309,8 +309,8 @@ class Reductions:
                     last = reduction
             if total is not None:
                 last.hand_over(total, used[handle])
-            if handle.grads.partial.shard is not None:
-                handle.grads.partial.add_used(used[handle])
+            if handle.partial_grad.shard is not None:
+                handle.partial_grad.add_used(used[handle])
 
 
 class CommContext:

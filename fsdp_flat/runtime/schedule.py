@@ -104,7 +104,7 @@ class Schedule(CommContext):
                     self._pending.adopt(before._pending)
             unit.use_context(self)
             for handle in unit.handles:
-                handle.grads.on_ready = partial(self.grads_ready, unit)
+                handle.on_grads_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -131,7 +131,7 @@ class Schedule(CommContext):
     @property
     def has_unset_gradients(self) -> bool:
         """True if a backward has ended whose gradients a later one, or ``finalize_backward``, will set."""
-        partial = any(handle.grads.partial.shard is not None for unit in self.units for handle in unit.handles)
+        partial = any(handle.partial_grad.shard is not None for unit in self.units for handle in unit.handles)
         return self.is_left_open or partial or not self.reductions.is_empty
 
     def check_gradients_set(self, what: str) -> None:
@@ -405,8 +405,7 @@ class Schedule(CommContext):
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Add the parameters that have got gradients to those used in this backward; return whether any has."""
-        handle.grads.hide_unreduced()  # drops gradients that the caller has cleared
-        grads_ready, before = handle.grads.ready, self._used.get(handle)
+        grads_ready, before = handle.grads_ready(), self._used.get(handle)
         has_any = any(grads_ready)
         if before is None:
             self._used[handle] = grads_ready
@@ -443,7 +442,7 @@ class Schedule(CommContext):
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:
-            handle.grads.expose_unreduced()
+            handle.show_unreduced_grads()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         params = self._unmanaged.params() if self.root.averages_ignored or not trains else {}
@@ -457,7 +456,7 @@ class Schedule(CommContext):
 
     def _set_sharded_grads(self, reduced: list[Unit], params: Mapping[str, nn.Parameter]) -> Outcome:
         handles = [handle for unit in reduced for handle in unit.handles]
-        unreduced = {handle for handle in handles if handle.grads.is_waiting and self._take_grads_ready(handle)}
+        unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
         backward = self.backward
         assert backward is not None
@@ -478,7 +477,7 @@ class Schedule(CommContext):
         self.collectives.clear()
         for unit in reduced:
             if unit.policy.all_reduce:
-                unreduced.update([handle for handle in unit.handles if handle.grads.partial.shard is not None])
+                unreduced.update([handle for handle in unit.handles if handle.partial_grad.shard is not None])
         for unit in reduced if unreduced else ():
             unit.begin_reductions(unreduced)
         self.reductions.set_grads(self.streams, used)

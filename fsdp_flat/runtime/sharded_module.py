@@ -104,7 +104,7 @@ class ShardedModule(UnitSettings):
         for unit in units_of(self):
             unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
             for handle in unit.handles:
-                handle.grads.drop() if set_to_none else handle.grads.zero()
+                handle.drop_grads() if set_to_none else handle.zero_grads()
                 for param in handle.visible_params():
                     if set_to_none:
                         param.grad = None

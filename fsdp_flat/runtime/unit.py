@@ -136,7 +136,7 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
-        return any(handle.grads.num_trainable for handle in self.handles)
+        return any(handle.num_trainable for handle in self.handles)
 
     @property
     def frees_buffers(self) -> bool:
@@ -413,7 +413,7 @@ class Unit:
             if self.state is MemoryState.READY:
                 # A checkpoint's recomputation may have ended before its modules put their weights back.
                 handle.restore_unsharded_params()
-            handle.grads.end_backward()
+            handle.end_backward()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
         if self._depth == 0:

@@ -218,21 +218,21 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     module = Small()
     handle = handle_of(module, use_orig_params=use_orig_params)
     grads_ready: list[Any] = []
-    handle.grads.on_ready = lambda: grads_ready.append(handle)
+    handle.on_grads_ready = lambda: grads_ready.append(handle)
     gather(handle)
     handle.show_unsharded()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
-        handle.grads.end_backward()
+        handle.end_backward()
     assert grads_ready == [handle] * 2  # once a backward: there are few gradients
     assert all(leaf.grad is None for leaf in handle.unsharded_params)
-    assert sum(handle.grads.ready) == 2
+    assert sum(handle.grads_ready()) == 2
     expected = torch.zeros(handle.layout.numel)
     for param_info in handle.layout.param_infos:
         expected[param_info.interval.to_slice()] = 8.0
-    assert_equal(handle.grads.take()[0], expected)
-    assert not any(handle.grads.ready)
-    assert_equal(handle.grads.take()[0], torch.zeros(handle.layout.numel))
+    assert_equal(handle.take_flat_grad()[0], expected)
+    assert not any(handle.grads_ready())
+    assert_equal(handle.take_flat_grad()[0], torch.zeros(handle.layout.numel))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -245,7 +245,7 @@ def test_a_gradient_after_one_that_was_refused_is_examined_as_the_first_one(use_
         calls.append(1)
         raise UsageError("not now")
 
-    handle.grads.on_ready = refuse
+    handle.on_grads_ready = refuse
     gather(handle)
     handle.show_unsharded()
     for number in range(2):
@@ -274,7 +274,7 @@ def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     handle.show_unsharded()
     assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
-    assert handle.grads.ready == b"\x01\x00"
+    assert handle.grads_ready() == b"\x01\x00"
     handle.show_sharded()
     module.bias.requires_grad_(True)
     handle.show_unsharded()

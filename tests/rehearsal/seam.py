@@ -63,7 +63,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
             for dtype, unsharded in handle._by_dtype.items():
                 add(unsharded.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
-            for window in (handle.grads._buffer, handle.grads._spare_buffer):
+            for window in (handle._grad_buffer, handle._spare_grad_buffer):
                 if window is not None:
                     add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
     return names

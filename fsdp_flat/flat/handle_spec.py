@@ -1,0 +1,40 @@
+"""Configures a handle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_flat.flat.row_sharding import RowSharding
+
+
+@dataclass(frozen=True, slots=True)
+class HandleSpec:
+    """Configures a handle.
+
+    Attributes:
+        module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
+        rank, world_size: this rank in the shard group, and its size.
+        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
+        shard_device: device of the shard and its gradient; in host memory it is pinned for another compute device.
+        compute_dtype, master_dtype: dtypes of the unsharded parameters and of the shard; None keeps the original one.
+        reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
+        keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
+        rows: shards each parameter by itself and shows DTensors; None for a flat layout.
+    """
+
+    unit_name: str
+    module: nn.Module
+    rank: int
+    world_size: int
+    num_ranks: int
+    use_orig_params: bool
+    device: torch.device
+    shard_device: torch.device
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    keep_reduce_dtype: bool = False
+    rows: RowSharding | None = None
