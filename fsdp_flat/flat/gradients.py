@@ -335,9 +335,8 @@ class GradientCollector:
         """Return one byte per parameter: 1 where a gradient waits; without those that the caller has cleared."""
         if self._unreduced:
             self.hide_unreduced_grads()
-        return (
-            bytes(len(self.layout.param_infos)) if self._grad_buffer is None else bytes(self._grad_buffer.grads_ready)
-        )
+        buffer = self._grad_buffer
+        return bytes(len(self.params)) if buffer is None else bytes(buffer.grads_ready)
 
     def take_flat_grad(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
         """Return the flat gradient, with memory from the handle's pool, and remove it.
