@@ -213,7 +213,6 @@ class UnitForward:
             found = differentiable_tensors(output)
         found += written
         if unit.handles:
-            unit.stored.num_until_search -= 1
             found += unit.stored.tensors()
         if not found:
             return output, False

@@ -88,46 +88,36 @@ def _children(value: Any) -> Iterable[Any]:
 class StoredTensors:
     """Finds differentiable tensors that modules store as attributes in forward (an auxiliary loss, a cache).
 
-    A loss may use them, so backward may reach the unit through them instead of its outputs. All attributes are searched
-    after the first forward, when modules have got other attributes, and periodically. After every forward those are
-    searched that held a tensor, None, zero or an empty container at the last search of all.
-
-    Attributes:
-        attributes: those of each module.
-        num_attributes: their number when all were searched.
-        places: attributes that may hold such a tensor, as ``(attributes, name)``.
-        num_until_search: forwards until all are searched; the caller counts down.
+    A loss may use them, and a backward then reaches the unit through them before it reaches an output. All attributes
+    are searched after the first forward, and after one in which modules got further attributes. After other forwards
+    only those are that held a tensor then, or nothing: None, zero, False, or an empty container.
     """
 
-    _SEARCH_EVERY = 64
-
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        self.attributes = [module.__dict__ for module in self._modules]
-        self.places: list[tuple[dict[str, Any], str]] = []
-        self.num_attributes = self.num_until_search = 0
+        self._attributes = [module.__dict__ for module in modules]
+        self._num_attributes = 0
+        # Attributes that may hold such a tensor, as those of a module and a name.
+        self._places: list[tuple[dict[str, Any], str]] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that are stored now."""
-        num_attributes = sum(map(len, self.attributes))
-        if self.num_until_search <= 0 or num_attributes != self.num_attributes:
-            self.num_until_search, self.num_attributes = self._SEARCH_EVERY, num_attributes
-            self.places = [
+        num_attributes = sum(map(len, self._attributes))
+        if num_attributes != self._num_attributes:
+            self._num_attributes = num_attributes
+            self._places = [
                 (attributes, name)
-                for attributes in self.attributes
+                for attributes in self._attributes
                 for name, value in attributes.items()
                 if name not in _MODULE_STATE and _may_hold_tensors(value)
             ]
-        values = [value for attributes, name in self.places if (value := attributes.get(name)) is not None]
+        values = [value for held, name in self._places if type(value := held.get(name)) not in _LEAVES]
         return [tensor for tensor in differentiable_tensors(values) if not tensor.is_leaf] if values else []
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is None or ((is_number or isinstance(value, (Mapping, list, set, deque))) and not value):
-        return True
+    is_empty = (type(value) in _LEAVES or isinstance(value, (Mapping, list, set, deque))) and not value
     # Parameters of a unit with use_orig_params=False are attributes too.
-    return any(not isinstance(tensor, nn.Parameter) for tensor in tensors_in(value))
+    return is_empty or any(not isinstance(tensor, nn.Parameter) for tensor in tensors_in(value))
 
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)
