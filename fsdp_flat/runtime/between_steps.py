@@ -143,6 +143,7 @@ def summon_full_params(
     if with_grads:
         _check_reduced(units)
     for unit in units if writeback else ():
+        unit.adopt_changes()
         unit.reshard()  # the shards may be newer from here on
     device = torch.device("cpu") if offload_to_cpu else None
     with ExitStack() as stack:

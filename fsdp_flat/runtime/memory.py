@@ -15,8 +15,9 @@ class MemoryState(Enum):
     SHARDED = "the buffers are freed"
     GATHERING = "an all-gather into the buffers is in flight"
     READY = "the buffers hold all parameters, and the modules point at them"
-    PARKED = "the buffers are kept, and another use of them is near"
-    SHRUNK = "the buffers are freed, and smaller groups keep the parameters for the backward that follows"
+    PARKED = "the buffers are kept for the backward of the forward that has ended"
+    SHRUNK = "the buffers are freed, and smaller groups keep the parameters for that backward"
+    KEPT = "a backward has left the buffers for the next forward, or for another backward of its graph"
 
 
 class MemoryEvent(Enum):
@@ -24,8 +25,9 @@ class MemoryEvent(Enum):
 
     GATHER = "an all-gather begins"
     FINISH = "the all-gather is complete"
-    PARK = "the parameters are not in use any more"
-    UNPARK = "they are used again as they are"
+    PARK = "a forward ends, and its backward is near"
+    KEEP = "a backward ends, and the caller wants no other all-gather"
+    REUSE = "the buffers are used again as they are"
     SHRINK = "smaller groups take what they keep"
     FREE = "the memory is freed"
     ABORT = "a step raised"
@@ -37,11 +39,14 @@ TRANSITIONS = {
     (_State.SHRUNK, _Event.GATHER): _State.GATHERING,
     (_State.GATHERING, _Event.FINISH): _State.READY,
     (_State.READY, _Event.PARK): _State.PARKED,
-    (_State.PARKED, _Event.UNPARK): _State.READY,
+    (_State.READY, _Event.KEEP): _State.KEPT,
+    (_State.PARKED, _Event.REUSE): _State.READY,
+    (_State.KEPT, _Event.REUSE): _State.READY,
     (_State.PARKED, _Event.SHRINK): _State.SHRUNK,
     (_State.READY, _Event.FREE): _State.SHARDED,
     (_State.PARKED, _Event.FREE): _State.SHARDED,
     (_State.SHRUNK, _Event.FREE): _State.SHARDED,
+    (_State.KEPT, _Event.FREE): _State.SHARDED,
     **dict.fromkeys([(state, _Event.ABORT) for state in _State], _State.SHARDED),
 }
 """The state after each event; an event that is missing for a state is a defect of this library."""

@@ -160,10 +160,8 @@ class Unit:
         Raises:
             PhaseError: the buffers are kept for the next forward, so that an assignment would be lost.
         """
-        is_parked = self.state is MemoryState.PARKED
-        is_kept = self.state is MemoryState.GATHERING or (is_parked and not self.reshards_after_backward)
         for handle in self.handles if self.state is not MemoryState.READY else ():
-            if is_kept:
+            if self.state in (MemoryState.GATHERING, MemoryState.KEPT):
                 handle.check_not_assigned(shows_unsharded=False)
             else:
                 handle.adopt_changes()
@@ -179,7 +177,7 @@ class Unit:
 
     def begin_unshard(self) -> None:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
-        if not self.handles or not self.is_sharded or self._unpark():
+        if not self.handles or not self.is_sharded or self._reuse():
             return
         self.log_event("unshard")
         context = self.context
@@ -193,29 +191,26 @@ class Unit:
             if self.options.offload_params and context.streams.is_accelerator:
                 context.streams.shards_read()
 
-    def _unpark(self) -> bool:
-        """Show the parked parameters again if the caller can use them; else free them, and return False.
+    def _reuse(self) -> bool:
+        """Show the parameters that the buffers still hold, if the caller can use them; else free them, return False.
 
         A backward uses those of its forward, and :meth:`pre_backward` raises if weights have changed since. (A rank on
-        which they changed must not all-gather, because the others do not.) A forward uses current ones that a backward
-        has left.
+        which they changed must not all-gather, because the others do not.) A forward needs current ones.
         """
         if self.state is MemoryState.SHARDED:
             return False
         in_backward, now = graph_task_id() != -1, self.weights()
-        if self.state is MemoryState.SHRUNK:
-            if not in_backward:
-                self.reshard()
+        if in_backward and self.state is MemoryState.SHRUNK:
             return False
         if in_backward:
             is_usable = now.storage_epoch == self.gathered.storage_epoch
         else:
-            is_usable = now == self.gathered and (self.holds_graph or not self.reshards_after_backward)
+            is_usable = self.state is MemoryState.KEPT and now == self.gathered
         if not is_usable:
             self.reshard()
             return False
         self.gathered = now
-        self._move(MemoryEvent.UNPARK)
+        self._move(MemoryEvent.REUSE)
         for handle in self.handles:
             handle.show_unsharded()
         return True
@@ -308,13 +303,13 @@ class Unit:
         for handle in self.handles:
             handle.rows = None
 
-    def park(self) -> None:
+    def park(self, event: MemoryEvent = MemoryEvent.PARK) -> None:
         """Show the sharded parameters, and keep the memory of the unsharded ones if they are there."""
         self.finish_unshard()
         if self.state is MemoryState.READY:
             for handle in self.handles:
                 handle.show_sharded()
-            self._move(MemoryEvent.PARK)
+            self._move(event)
 
     def shrink_parked(self) -> None:
         """Free the parked buffers, except for the rows that smaller groups keep of them for backward."""
@@ -340,14 +335,6 @@ class Unit:
             for handle in self.handles:
                 handle.free()
         self.context.streams.buffers_freed()
-
-    @property
-    def reshards_after_backward(self) -> bool:
-        """True if the end of a backward frees the parameters."""
-        control = self.control
-        if control.reshard_after_backward is not None:
-            return control.reshard_after_backward
-        return control.sync_gradients or control.reshard_after_forward is not False
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -416,11 +403,16 @@ class Unit:
             handle.end_backward()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
-        if self._depth == 0:
-            if keeps_graph or not self.reshards_after_backward:
-                self.park()
-            else:
-                self.reshard()
+        if self._depth > 0:
+            return
+        control = self.control
+        reshards = control.reshard_after_backward
+        if reshards is None:
+            reshards = control.sync_gradients or control.reshard_after_forward is not False
+        if keeps_graph or not reshards:
+            self.park(MemoryEvent.KEEP)
+        else:
+            self.reshard()
 
     def begin_reductions(self, chosen: Container[FlatParamHandle] | None = None) -> None:
         """Begin to reduce the gradients of handles, zeros for one without any; those ``chosen``, or all trainable ones.

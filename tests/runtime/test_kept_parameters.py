@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.runtime import MemoryState
 from tests.support import assert_close, on_ranks
 from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, wrapped
 
@@ -32,7 +33,7 @@ def kept(how: str, *, use_orig_params: bool = True) -> FSDP:
         else:
             stack.enter_context(model.no_sync())
         square_loss(model, batch(dist.get_rank(), 0)).backward()
-    assert not any(module._unit.is_sharded for module in FSDP.fsdp_modules(model))
+    assert {module._unit.state for module in FSDP.fsdp_modules(model)} == {MemoryState.KEPT}
     return model
 
 

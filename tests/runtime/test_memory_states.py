@@ -24,7 +24,7 @@ def test_an_all_gather_begins_only_where_none_is_in_flight_or_complete() -> None
 
 
 def test_parameters_are_ready_only_after_an_all_gather_or_where_they_were_kept() -> None:
-    assert {event for (_, event), after in TRANSITIONS.items() if after is S.READY} == {E.FINISH, E.UNPARK}
+    assert {event for (_, event), after in TRANSITIONS.items() if after is S.READY} == {E.FINISH, E.REUSE}
 
 
 @on_ranks(1)
