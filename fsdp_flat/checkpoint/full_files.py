@@ -421,7 +421,8 @@ def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
     """Load full tensors, and return the names that no module has taken."""
     unit = unit_of(model)
     # A plain module may have a method of its own with other arguments.
-    load = type(model).load_state_dict if unit is not None and not unit.shows_dtensors else nn.Module.load_state_dict
+    has_wrapper = unit is not None and unit.options.front.has_wrapper
+    load = type(model).load_state_dict if has_wrapper else nn.Module.load_state_dict
     with state_dict_settings(model, settings_for(StateDictType.FULL_STATE_DICT, None, None)):
         return [clean_fqn(name) for name in load(model, state, strict=False).unexpected_keys]
 

@@ -86,7 +86,7 @@ class FSDPState:
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the state of a module that ``fully_shard`` was called on; None for any other module."""
     unit = unit_of(module)
-    return None if unit is None or not unit.shows_dtensors else FSDPState(module, unit)
+    return None if unit is None or unit.options.front.has_wrapper else FSDPState(module, unit)
 
 
 class FSDPModule(ShardedModule):
@@ -129,13 +129,22 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     return _classes[kind]
 
 
+class OwnClass:
+    """Gives a module its own class back, of the two that the class of a sharded one is derived from."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def remove(self) -> None:
+        """Undo the change of the class."""
+        self._module.__class__ = type(self._module).__bases__[1]
+
+
 _PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
 
 
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
-    assert unit.options.rows is not None
-    hooks = unit.options.rows.hooks
     for handle in unit.handles:
         assert isinstance(handle, DTensorHandle)
         indices: dict[nn.Module, dict[str, int]] = {}
@@ -144,8 +153,10 @@ def hook_state_dicts(unit: Unit) -> None:
                 indices.setdefault(site.module, {})[site.name] = index
         for module, by_name in indices.items():
             show_shards = _shows_shards(unit, handle, module)
-            hooks.append(module.register_state_dict_pre_hook(show_shards))
-            hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, handle, by_name)))
+            unit.undo.append(module.register_state_dict_pre_hook(show_shards))
+            unit.undo.append(
+                module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, handle, by_name))
+            )
 
 
 def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _PreHook:

@@ -16,11 +16,12 @@ from torch.distributed.tensor import Shard
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
-from fsdp_flat.composable.fsdp_module import FSDPModule, hook_state_dicts, sharded_class, state_of
+from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (
+    IN_PLACE,
     Ignored,
     SmallerGroup,
     Unit,
@@ -204,13 +205,12 @@ def fully_shard(
         )
     _set_resharding(unit, reshard_after_forward)
     hook_state_dicts(unit)
-    assert unit.options.rows is not None
     replace_at_first_unit()
     for member in members:
         member.__dict__["_unit"] = unit
         member.__class__ = sharded_class(type(member))
         # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
-        unit.options.rows.hooks.extend((member.register_forward_pre_hook(_unshards), FullyShardNote(member)))
+        unit.undo += [member.register_forward_pre_hook(_unshards), FullyShardNote(member), OwnClass(member)]
     return module
 
 
@@ -315,6 +315,7 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         precision=precision_of_rows(mp_policy),
         offload_params=rows.offloads,
+        front=IN_PLACE,
         rows=rows,
     )
     num_shards, value = options.groups.shard.size, reshard_after_forward

@@ -134,7 +134,7 @@ def describe(model: nn.Module) -> ModelDescription:
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = {
         unit if mesh is unit.meshes[0] else mesh: _described(
-            mesh.name if mesh.options.rows is not None else paths[unit] or type(unit.module).__name__,
+            (paths[unit] or type(unit.module).__name__) + mesh.suffix,
             mesh.options,
             mesh.handles,
             unit.control.reshard_after_forward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,15 +32,13 @@ class RowSharding:
         mesh: the data-parallel mesh; its last dim shards, another one replicates.
         offloads: shards have to be in host memory.
         data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
-        suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
-        hooks: handles of hooks of the unit's modules and of other changes; ``remove()`` undoes each with the unit.
+        suffix: names the mesh after the path of its unit, if that has another mesh too; else empty.
     """
 
     mesh: DeviceMesh
     offloads: bool = False
     data_dims: DataParallelDims | None = None
     suffix: str = ""
-    hooks: list[Any] = field(default_factory=list, compare=False)
 
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
         """Return a parameter with the adapter by which it is sharded over ``groups``, or raise an OptionError."""

@@ -12,6 +12,7 @@ from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties,
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import (
+    IN_PLACE,
     Ignored,
     Phase,
     UnitControl,

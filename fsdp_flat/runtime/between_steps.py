@@ -310,7 +310,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             handle.unflatten(whole)
         unit.buffers.cast(full=True)
     modules = list(model.modules())
-    wrappers = {child for child in modules if (own := unit_of(child)) is not None and not own.shows_dtensors}
+    wrappers = {child for child in modules if (own := unit_of(child)) is not None and own.options.front.has_wrapper}
 
     def inner(module: nn.Module) -> nn.Module:
         while module in wrappers:
@@ -330,15 +330,10 @@ def _restore_module(module: nn.Module) -> None:
     unit = unit_of(module)
     if unit is not None:
         del module.__dict__["_unit"]
-    if unit is not None and unit.shows_dtensors:
-        for mesh in unit.meshes:
-            assert mesh.options.rows is not None
-            for hook in mesh.options.rows.hooks:
-                hook.remove()
         for name in unit.forward_methods:
             module.__dict__.pop(name, None)
-        # The class of a sharded module is derived from two: that of fully_shard, and its own.
-        module.__class__ = type(module).__bases__[1]
+        while unit.undo:
+            unit.undo.pop().remove()
     for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_fsdp_has_managed_params"):
         module.__dict__.pop(mark, None)
     drop_full_precision(module)

@@ -226,7 +226,7 @@ def _agreed_plan(
 
 def _check_not_managed(module: nn.Module) -> None:
     unit = unit_of(module)
-    if unit is not None and unit.shows_dtensors:
+    if unit is not None and not unit.options.front.has_wrapper:
         raise OptionError(
             f"{type(module).__name__} is sharded by fully_shard already. Use it as it is, or take it apart with "
             "fsdp_flat.unwrap(model) first."

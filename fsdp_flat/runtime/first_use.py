@@ -57,8 +57,7 @@ def check_units(units: Sequence[Unit]) -> None:
     for option, path in _SHARED_OPTIONS.items():
         first: dict[bool, str] = {}
         for unit in units:
-            # Units of fully_shard go with any value.
-            if not unit.shows_dtensors and (unit.handles or option != "use_orig_params"):
+            if unit.options.front.shares_options and (unit.handles or option != "use_orig_params"):
                 first.setdefault(attrgetter(path)(unit.options), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
@@ -108,14 +107,14 @@ def _check_values(units: Sequence[Unit]) -> None:
     """
     # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing reads
     # a parameter.
-    left = _unwritten([unit for unit in units if unit.shows_dtensors], params=True)
+    left = _unwritten([unit for unit in units if unit.options.front.stays_on_meta], params=True)
     if left:
         warn_user(
             f"{len(left)} parameters left the meta device by to_empty and were never written, so they are NaN: "
             f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
             "dict, between to_empty and the first forward."
         )
-    left_meta = [unit for unit in units if unit.unwritten is not None and not unit.shows_dtensors]
+    left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
     if left_meta:
         over = dict.fromkeys(unit.options.groups for unit in (units[0], *left_meta))
         rank_groups = list(dict.fromkeys(group for groups in over for group in groups.rank_groups))

@@ -264,7 +264,7 @@ class UnitForward:
             wanted = unit is not self._schedule.root
         # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
         trains = iteration is not None and iteration.trains
-        may_follow = expects_backward or (trains and unit.shows_dtensors and unit.is_trainable)
+        may_follow = expects_backward or (trains and unit.is_trainable)
         if may_follow and (is_open_ended or iteration is None or not wanted or not unit.frees_buffers):
             return AfterForward.KEEP_UNSHARDED
         if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:

@@ -96,7 +96,7 @@ def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOption
         for tensor in _own_tensors(module, ignored):
             if tensor.device.type == "cpu":
                 on_cpu.append(tensor)
-            elif options.rows is None or not tensor.is_meta:
+            elif not (options.front.stays_on_meta and tensor.is_meta):
                 elsewhere.setdefault(tensor.device, name)
     if len(elsewhere) > 1:
         raise UsageError(

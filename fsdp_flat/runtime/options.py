@@ -79,6 +79,26 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class Front:
+    """Describes how callers meet a kind of unit; a step does not ask.
+
+    Attributes:
+        has_wrapper: a module around the unit's own saves and loads its parameters, and goes with the unit; else torch
+            does both, since the unit's modules hold DTensors.
+        shares_options: the units of a tree must have the same options of the constructor.
+        stays_on_meta: parameters may be on the meta device until the first forward.
+    """
+
+    has_wrapper: bool
+    shares_options: bool
+    stays_on_meta: bool
+
+
+WRAPPER = Front(has_wrapper=True, shares_options=True, stays_on_meta=False)
+IN_PLACE = Front(has_wrapper=False, shares_options=False, stays_on_meta=True)
+
+
+@dataclass(frozen=True, slots=True)
 class UnitOptions:
     """Holds the validated options of one unit.
 
@@ -86,6 +106,7 @@ class UnitOptions:
         device_given: the caller passed the device, so parameters are moved there.
         sync_states: action if ranks start from different weights.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
+        front: how callers meet the unit.
         rows: shards each parameter by itself and shows DTensors; None for flat parameters.
         mixed_precision, cpu_offload: the constructor's arguments, which the wrapper shows.
     """
@@ -102,6 +123,7 @@ class UnitOptions:
     sync_states: SyncStates = "warn"
     offload_params: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
+    front: Front = WRAPPER
     rows: RowSharding | None = None
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -52,6 +53,7 @@ class Unit:
         holds_graph: a graph of a backward (``create_graph=True``) may need the buffers; the next backward frees them.
         whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
+        undo: objects whose ``remove()`` undoes what the unit's making has changed of modules, besides parameters.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
 
@@ -87,6 +89,7 @@ class Unit:
         self.forward_methods: set[str] = set()
         self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
+        self.undo: list[Any] = []
         self.unwritten: list[Unwritten] | None = None
         _UNITS.add(self)
 
@@ -112,11 +115,6 @@ class Unit:
     def summary(self) -> str:
         """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""
         return "; ".join(_summary(mesh) for mesh in self.meshes if mesh.handles or len(self.meshes) == 1)
-
-    @property
-    def shows_dtensors(self) -> bool:
-        """True for a unit of ``fully_shard``, whose parameters are DTensors."""
-        return self.options.rows is not None
 
     @property
     def is_sharded(self) -> bool:

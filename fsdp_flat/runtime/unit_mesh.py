@@ -76,14 +76,18 @@ class UnitMesh:
         self._issued: list[tuple[str, Any]] = []
 
     @property
+    def suffix(self) -> str:
+        """Names the mesh in the name of its unit, if that has another mesh too; else empty."""
+        return "" if self.options.rows is None else self.options.rows.suffix
+
+    @property
     def groups(self) -> ShardingGroups:
         """The groups over which the handles are sharded and replicated."""
         return self.options.groups
 
     def rename(self, unit_name: str) -> None:
         """Follow the unit to another name."""
-        rows, group = self.options.rows, self.groups.shard.group
-        self.name = unit_name if rows is None else unit_name + rows.suffix
+        self.name, group = unit_name + self.suffix, self.groups.shard.group
         if group is not None:
             unit_names(group)[self.unit_id] = self.name
         for handle in self.handles:

@@ -69,19 +69,19 @@ class ModelLoad:
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
         for unit in units_of(wrapper):
-            if unit.shows_dtensors:
-                unit.check_idle("load_state_dict")
-                unit.reshard()
-            else:
+            if unit.options.front.has_wrapper:
                 unit.hide_names()  # an exception may have ended a load below a plain module
                 for handle in unit.handles:
                     managed.update(handle.visible_params())
+            else:
+                unit.check_idle("load_state_dict")
+                unit.reshard()
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         self._wrappers: list[nn.Module] = []
         for module in modules_of(wrapper):
             own = unit_of(module)
             # Modules of fully_shard load as torch's do.
-            if own is not None and not own.shows_dtensors:
+            if own is not None and own.options.front.has_wrapper:
                 self._wrappers.append(module)
             for tensors in (module._buffers, module._parameters):
                 for name, tensor in tensors.items():

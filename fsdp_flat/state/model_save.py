@@ -145,7 +145,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
     # Units of fully_shard save themselves, as torch's modules do.
-    units = [each for each in units_of(wrapper) if not each.shows_dtensors] if outermost else []
+    units = [each for each in units_of(wrapper) if each.options.front.has_wrapper] if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
     unmanaged: RankZeroTensors | None = None
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
@@ -175,7 +175,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _encode_deferred(state, list(state), config)
-        if any(each.shows_dtensors for each in units_of(wrapper)):
+        if not all(each.options.front.has_wrapper for each in units_of(wrapper)):
             _encode_dtensors(wrapper, state, prefix=prefix, codec=codec, config=config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})

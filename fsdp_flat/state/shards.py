@@ -187,7 +187,7 @@ class ParamIndex:
             if unit is not None:
                 paths.setdefault(unit, []).append(clean_fqn(path))
         for unit, found_paths in paths.items():
-            if unit.shows_dtensors:
+            if not unit.options.front.has_wrapper:
                 shown = params_of(unit, "")
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.unsharded_params[param.index]: param.shown for param in shown})
