@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat.flat.arrangement import row_target, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.torch_flat import VERSION_OF, set_versions, swap_memory
+from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout
 
 # Blocks of one size that the pool keeps.
@@ -99,7 +99,7 @@ class FlatBuffer:
 
 # Added to version counters while parameters are freed, so that autograd refuses what it saved.
 # docs/limitations.md names the number.
-_EXPIRED = 10**9
+EXPIRED = 10**9
 
 
 class UnshardedParams:
@@ -119,7 +119,7 @@ class UnshardedParams:
         buffer: their memory.
         own_slice: this rank's shard in the buffer, of a flat layout.
         rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
-        versions: version counters from before :meth:`expire`; None while the buffer holds values.
+        versions: version counters from before they were raised; None while the buffer holds values.
         filled: version counters when the buffer was filled.
     """
 
@@ -149,12 +149,3 @@ class UnshardedParams:
         self.plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
         self.versions: tuple[int, ...] | None = None
         self.filled: tuple[int, ...] | None = None
-        self.expire()
-        self.buffer.free(MemoryPool())
-
-    def expire(self) -> None:
-        """Have autograd refuse what it saved of the parameters, whose memory is freed."""
-        # Where nothing is freed, nothing can be used too late.
-        if self.versions is None and self.buffer.owns_memory:
-            self.versions = tuple(map(VERSION_OF, self.params))
-            set_versions(self.params, tuple(map(_EXPIRED.__add__, self.versions)))

@@ -214,10 +214,7 @@ class DTensorHandle(FlatParamHandle):
             self._fill(loaded)
         super().adopt_changes()
 
-    def _adopt_assigned(self) -> bool:
-        changed = self.changed()
-        if not changed:
-            return False
+    def _adopt(self, changed: Sequence[int]) -> None:
         params = list(self.params)
         assigned = {index: self._assigned(index) for index in changed}
         for index, current in assigned.items():
@@ -228,7 +225,6 @@ class DTensorHandle(FlatParamHandle):
         for index, current in assigned.items():
             params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
-        return True
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""

@@ -88,9 +88,7 @@ class OriginalsHandle(FlatParamHandle):
             or any(site.module._parameters.get(site.name) is not entry.param for site in entry.sites)
         ]
 
-    def _adopt_assigned(self) -> bool:
-        if not self.changed():
-            return False
+    def _adopt(self, changed: Sequence[int]) -> None:
         replaced = []
         for index, site in self._sites:
             current, entry = site.module._parameters.get(site.name), self.params[index]
@@ -107,7 +105,6 @@ class OriginalsHandle(FlatParamHandle):
             self._write_back(index, self.params[index].param.data)
         self.show_sharded()
         self._bind_shard()
-        return True
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.raise_weights_epoch()
@@ -201,14 +198,16 @@ class FlatHandle(FlatParamHandle):
             if name in registered or held.get(name, own) is not own
         ]
 
-    def _adopt_assigned(self) -> bool:
+    def adopt_changes(self) -> None:
         current = self.spec.module._parameters.get(FLAT_PARAM)
         if current is not None and current is not self.flat_param:
             refuse_replaced(f"The flat parameter of unit {self.spec.unit_name!r}")
-        for index in self.changed():
+        super().adopt_changes()
+
+    def _adopt(self, changed: Sequence[int]) -> None:
+        for index in changed:
             raise UsageError(
                 f"Parameter {self.describe(index)} was assigned on rank {self.spec.rank}, but with "
                 "use_orig_params=False it is a part of the unit's flat parameter, and the assignment would be lost. "
                 "Assign inside summon_full_params, copy a value to it there, or wrap with use_orig_params=True."
             )
-        return False

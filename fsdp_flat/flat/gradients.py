@@ -23,6 +23,7 @@ from fsdp_flat.layout import FlatLayout
 
 _DTYPE = attrgetter("dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_PARAM_REQUIRES_GRAD = attrgetter("param.requires_grad")
 # Number of gradients between two calls of on_grads_ready, which looks for completed reductions: a system call a rank.
 _GRADS_PER_CALL = 8
 
@@ -239,7 +240,7 @@ class GradientCollector:
 
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""
-        flags = [each.param.requires_grad for each in self.visible]
+        flags = list(map(_PARAM_REQUIRES_GRAD, self.visible))
         return flags if len(flags) > 1 else flags * len(self.params)
 
     @property

@@ -34,7 +34,7 @@ from fsdp_flat.flat.arrangement import (
     views_of,
 )
 from fsdp_flat.flat.bindings import Bindings, parameters_of
-from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool, UnshardedParams
+from fsdp_flat.flat.buffers import EXPIRED, FlatBuffer, MemoryPool, UnshardedParams
 from fsdp_flat.flat.gradients import GradientCollector
 from fsdp_flat.flat.guards import as_flat_parameter, module_guard, replace_shard, set_grad
 from fsdp_flat.flat.handle_spec import HandleSpec
@@ -186,8 +186,8 @@ class FlatParamHandle(GradientCollector):
         """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
         raise NotImplementedError
 
-    def _adopt_assigned(self) -> bool:
-        """Adopt tensors that the user assigned to sharded parameters; return whether there were any."""
+    def _adopt(self, changed: Sequence[int]) -> None:
+        """Adopt the tensors that the user assigned to sharded parameters."""
         raise NotImplementedError
 
     def _bind_shard(self, *, rebuilt: bool = False) -> None:
@@ -246,8 +246,8 @@ class FlatParamHandle(GradientCollector):
 
     def _select_unsharded(self, params: Sequence[ManagedParam]) -> None:
         """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
-        dtype = self.compute_dtype
-        if dtype not in self._by_dtype:
+        dtype, is_new = self.compute_dtype, self.compute_dtype not in self._by_dtype
+        if is_new:
             shard = self.flat_param.data
             self._by_dtype[dtype] = UnshardedParams(
                 params, self.layout, rank=self.spec.rank, device=self.spec.device, shard=shard, dtype=dtype
@@ -256,6 +256,8 @@ class FlatParamHandle(GradientCollector):
         self._unsharded = self._by_dtype[dtype]
         self.buffer: FlatBuffer = self._unsharded.buffer
         self.unsharded_params = self._unsharded.params
+        if is_new:
+            self.free()
         self._storages = [
             param.untyped_storage()._cdata if entry.adapter is PLAIN else None
             for param, entry in zip(self.unsharded_params, params, strict=True)
@@ -300,7 +302,11 @@ class FlatParamHandle(GradientCollector):
 
     def free(self) -> None:
         """Free the buffer, and have autograd refuse what it saved of it."""
-        self._unsharded.expire()
+        unsharded = self._unsharded
+        # Where nothing is freed, nothing can be used too late.
+        if unsharded.versions is None and self.buffer.owns_memory:
+            unsharded.versions = tuple(map(VERSION_OF, unsharded.params))
+            set_versions(unsharded.params, tuple(map(EXPIRED.__add__, unsharded.versions)))
         self.buffer.free(self.pool)
 
     def show_unsharded(self) -> None:
@@ -419,7 +425,11 @@ class FlatParamHandle(GradientCollector):
         # An exception may have ended a load below a plain module, where nothing restores the parameters.
         if self.shows_names:
             self.hide_names()
-        if self._adopt_assigned() and not self._is_current(self.flat_param.data):
+        changed = self.changed()
+        if not changed:
+            return
+        self._adopt(changed)
+        if not self._is_current(self.flat_param.data):
             if not all(each.buffer.owns_memory for each in self._by_dtype.values()):
                 self._rebuild(self.flat_param.data)
             else:

@@ -105,8 +105,8 @@ class UnitForward:
             _check_compiles(schedule, unit, wrapped, compiler)
         # The calls of its modules that are under way; None before the first one.
         self._calls: list[_Call] | None = None
-        self._is_outermost = schedule.iteration is None and not schedule.recomputes
-        self._record = schedule.begin_forward(unit)
+        self._record = record = schedule.begin_forward(unit)
+        self._is_outermost = record.iteration is not None and len(record.iteration.order) == 1
 
     @dynamo_disabled
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -196,7 +196,8 @@ class UnitForward:
         assert self._calls is not None
         call = self._calls.pop()
         for hooked in call.hooked:
-            hooked.follow_changes()
+            if hooked.alias._version != hooked.version:
+                hooked.follow_changes()
         dtype = unit.options.precision.output_dtype
         output = output if dtype is None else cast_floats(output, dtype)
         output = _copy_parts_of_buffers(unit, output, call.inputs)
@@ -241,13 +242,10 @@ class UnitForward:
             unit.log_event("post_forward")
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
-            in_grad = torch.is_grad_enabled() and not schedule.ran_without_gradients(record)
+            in_grad = torch.is_grad_enabled() and not (self._is_outermost and schedule.ran_without_gradients(record))
             expects_backward = is_reached or (in_grad and unit.is_trainable)
             after = self._after_forward(expects_backward=expects_backward, is_open_ended=is_open_ended)
-            schedule.end_forward(record, expects_backward=expects_backward and not is_open_ended)
-            unit.exit_forward(after)
-            if after is AfterForward.PARK:
-                schedule.keep_until_next_unit(unit)
+            schedule.end_forward(record, after, expects_backward=expects_backward and not is_open_ended)
             if self._is_outermost:
                 schedule.end_iteration()
 
@@ -292,7 +290,10 @@ def _with_hooked_inputs(record: ForwardRecord, args: tuple[Any, ...], kwargs: di
 
 def _copy_parts_of_buffers(unit: Unit, output: Any, inputs: CallInputs | None) -> Any:
     """Return the outputs, with copies in the place of views of a buffer, whose memory is freed meanwhile."""
-    buffers = [handle.buffer.tensor for handle in unit.handles if handle.buffer.owns_memory]
+    buffers = []
+    for handle in unit.handles:
+        if handle.buffer.owns_memory:
+            buffers.append(handle.buffer.tensor)
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         local = local_of(tensor)
@@ -334,15 +335,10 @@ def _is_compiled(module: nn.Module) -> bool:
     return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
-def _schedule_now(unit: Unit) -> Schedule:
-    # A root may have taken over the unit since the forward.
-    assert isinstance(unit.context, Schedule)
-    return unit.context
-
-
 @dynamo_disabled
 def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
-    _schedule_now(record.unit).outputs_reached(record)
+    # A root may have taken over the unit since the forward.
+    cast(Schedule, record.unit.context).outputs_reached(record)
 
 
 class _PostBackwardNode(torch.autograd.Function):
@@ -363,7 +359,7 @@ class _PostBackwardNode(torch.autograd.Function):
     @dynamo_disabled
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         record = ctx.record
-        _schedule_now(record.unit).inputs_complete(record, ctx)
+        record.unit.context.inputs_complete(record, ctx)
         return (None, *grads)
 
     @staticmethod
@@ -397,7 +393,6 @@ class _HookedInput(NamedTuple):
 
     def follow_changes(self) -> None:
         """Give the caller's tensor the autograd history of the module's in-place changes."""
-        if self.alias._version != self.version:
-            # Values that autograd saved stay valid: the data does not change here.
-            with preserve_version(self.given):
-                _TakeHistory.apply(self.given, self.alias)
+        # Values that autograd saved stay valid: the data does not change here.
+        with preserve_version(self.given):
+            _TakeHistory.apply(self.given, self.alias)

@@ -24,7 +24,7 @@ from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.memory import MemoryState, WeightsVersion
-from fsdp_flat.runtime.options import Phase
+from fsdp_flat.runtime.options import AfterForward, Phase
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
@@ -85,7 +85,7 @@ class Schedule(CommContext):
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # their all-gathers began early, and they have not run
-        self._last_run: Unit | None = None
+        self._parked: Unit | None = None  # the last unit of a forward
         self.open_groups: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.is_left_open = False
         # The last backward has left each rank its own gradients, which ``.grad`` shows.
@@ -122,9 +122,8 @@ class Schedule(CommContext):
         return self.backward is not None and graph_task_id() != -1
 
     def ran_without_gradients(self, record: ForwardRecord) -> bool:
-        """Return whether the forward is the outermost one, and units ran below it, all with gradients disabled."""
-        if record.iteration is None or record.unit is not record.iteration.order[0]:
-            return False
+        """Return whether units ran below an outermost forward, all with gradients disabled."""
+        assert record.iteration is not None
         nested = [event for event in record.iteration.events if event.unit is not record.unit]
         return bool(nested) and not any(event.in_grad for event in nested)
 
@@ -166,40 +165,37 @@ class Schedule(CommContext):
         self._position += 1
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
-            self._free_kept_buffers()
+            self._shrink_parked()
         return ForwardRecord(unit, iteration, weights, self._position)
 
-    def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
-        """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
+    def end_forward(self, record: ForwardRecord, after: AfterForward, *, expects_backward: bool) -> None:
+        """End a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
 
         A forward without gradients inside an iteration with gradients is taken for that of a re-entrant checkpoint,
         whose recomputation a backward reaches.
         """
-        if record.iteration is not None:
+        unit, iteration = record.unit, record.iteration
+        if iteration is not None:
             self._position += 1
             record.end = self._position
             in_grad = torch.is_grad_enabled()
-            recomputed = record.iteration.trains and not in_grad and record.unit.is_trainable
+            recomputed = iteration.trains and not in_grad and unit.is_trainable
             weights = record.weights if expects_backward or recomputed else None
-            record.iteration.expects_backward |= expects_backward
-            record.iteration.events.append(
-                Event(self._position, record.unit, is_begin=False, in_grad=in_grad, weights=weights)
-            )
+            iteration.expects_backward |= expects_backward
+            iteration.events.append(Event(self._position, unit, is_begin=False, in_grad=in_grad, weights=weights))
+        unit.exit_forward(after)
+        if after is AfterForward.PARK:
+            if unit is self.root or not unit.control.keeps_last:
+                unit.shrink_parked()
+            else:
+                # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
+                if self._parked is not unit:
+                    self._shrink_parked()
+                self._parked = unit
 
-    def keep_until_next_unit(self, unit: Unit) -> None:
-        """Record that a unit has kept its memory after its forward; it is freed when another unit runs.
-
-        The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
-        """
-        if unit is self.root or not unit.control.keeps_last:
-            unit.shrink_parked()
-            return
-        if self._last_run is not unit:
-            self._free_kept_buffers()
-        self._last_run = unit
-
-    def _free_kept_buffers(self) -> None:
-        unit, self._last_run = self._last_run, None
+    def _shrink_parked(self) -> None:
+        """Free the memory of the last unit that has run, because another one runs."""
+        unit, self._parked = self._parked, None
         if unit is not None:
             unit.shrink_parked()
 
@@ -208,7 +204,7 @@ class Schedule(CommContext):
         assert self.iteration is not None
         self._last_order[self.iteration.order[0]] = self.iteration.order
         if not self.iteration.expects_backward:
-            self._free_kept_buffers()
+            self._shrink_parked()
             self._pending.remove([self.iteration])
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
@@ -374,10 +370,10 @@ class Schedule(CommContext):
             self.reductions.finish_done()
 
     def _make_room_for(self, unit: Unit) -> None:
-        if unit is self._last_run:
-            self._last_run = None
+        if unit is self._parked:
+            self._parked = None
         elif unit.needs_all_gather and unit.is_sharded and unit is not self.root:
-            self._free_kept_buffers()
+            self._shrink_parked()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
@@ -421,7 +417,7 @@ class Schedule(CommContext):
         with profiled("root_post_backward", self.root.name):
             backward.finish()
             self._drop_prefetched()
-            self._free_kept_buffers()
+            self._shrink_parked()
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not (backward.keeps_graph or unit.is_at_rest):
                     unit.end_backward(keeps_graph=backward.keeps_graph)
