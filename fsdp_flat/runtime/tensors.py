@@ -12,8 +12,7 @@ import dataclasses
 import inspect
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -256,96 +255,41 @@ def input_cast(
     return cast_others
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _LowBuffer:
-    """Describes a buffer whose compute dtype differs from its registered ``dtype``."""
-
-    module: nn.Module
-    name: str
-    # Its names below the unit's module.
-    paths: tuple[str, ...]
-    dtype: torch.dtype
-    # While it is in the compute dtype, its values before rounding, if they are known.
-    exact: torch.Tensor | None = None
-
-    def widened(self, low: torch.Tensor) -> torch.Tensor:
-        """Return ``low`` in the registered dtype; elements equal to the rounded exact values become the exact ones."""
-        wide = low.to(self.dtype)
-        if wide is low or self.exact is None or self.exact.shape != low.shape:
-            return wide
-        exact = self.exact.to(low.device)
-        return torch.where(wide == exact.to(low.dtype).to(self.dtype), exact, wide)
-
-
 class BufferCasts:
-    """Casts the floating-point buffers of a unit's own ``modules`` between their registered dtype and ``dtype``."""
+    """Casts the floating-point buffers of a unit's own ``modules`` between their registered dtype and ``dtype``.
+
+    As on FSDP1, values that were rounded once stay so.
+    """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._is_low = False
-        self._buffers: list[_LowBuffer] = []
+        self._buffers: list[tuple[nn.Module, str, torch.dtype]] = []
+        # The registered dtypes by names below the unit's module.
+        self._registered: dict[str, torch.dtype] = {}
         if dtype is None:
             return
         # A module that is registered twice contributes every name of its buffers to state dicts.
-        prefixes: dict[nn.Module, list[str]] = {}
-        for prefix, module in root.named_modules(remove_duplicate=False):
-            prefixes.setdefault(module, []).append(prefix)
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path)
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                    paths = tuple(clean_fqn(join_fqn(prefix, name)) for prefix in prefixes[module])
-                    self._buffers.append(_LowBuffer(module, name, paths, buffer.dtype))
+                    self._buffers.append((module, name, buffer.dtype))
+                    self._registered.update({clean_fqn(join_fqn(path, name)): buffer.dtype for path in paths[module]})
 
     def cast(self, *, full: bool) -> None:
         """Cast the buffers to the compute dtype, or with ``full`` to their registered dtype."""
-        self._is_low = not full
-        # One tensor may be registered at several places.
-        rounded: dict[torch.Tensor, torch.Tensor] = {}
-        for entry in self._buffers:
-            buffer = entry.module._buffers.get(entry.name)
-            if buffer is None or self._dtype is None:
-                continue
-            if full:
-                if buffer.dtype != entry.dtype:
-                    buffer.data = entry.widened(buffer.data)
-                entry.exact = None
-            elif buffer.dtype != self._dtype:
-                rounded[buffer] = entry.exact = buffer.data
-                buffer.data = buffer.data.to(self._dtype)
-            else:
-                entry.exact = rounded.get(buffer, entry.exact)
-
-    @contextmanager
-    def exact(self) -> Iterator[None]:
-        """Keep the buffers in their registered dtype inside the block; restore the previous dtype afterwards."""
-        was_low = self._is_low
-        self.cast(full=True)
-        try:
-            yield
-        finally:
-            self.cast(full=not was_low)
+        for module, name, registered in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                buffer.data = buffer.data.to(registered if full else self._dtype)
 
     def restore(self, destination: dict[str, Any], prefix: str) -> None:
         """Cast the buffers in a state dict to their registered dtype."""
-        for entry in self._buffers:
-            for name in (prefix + path for path in entry.paths):
-                if name in destination:
-                    destination[name] = entry.widened(destination[name])
-
-    def remember(self, given: Mapping[str, Any], prefix: str) -> list[Callable[[], object]]:
-        """Return callbacks to run after ``given`` is loaded into the buffers; they keep the values before rounding."""
-
-        def keep(entry: _LowBuffer, value: torch.Tensor) -> None:
-            buffer = entry.module._buffers.get(entry.name)
-            if buffer is not None and buffer.dtype == self._dtype:
-                entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
-
-        values = [next((given[prefix + p] for p in each.paths if prefix + p in given), None) for each in self._buffers]
-        return [
-            partial(keep, entry, value)
-            for entry, value in zip(self._buffers, values, strict=True)
-            if isinstance(value, torch.Tensor) and not value.is_meta
-        ]
+        for name, registered in self._registered.items():
+            if prefix + name in destination:
+                destination[prefix + name] = destination[prefix + name].to(registered)
 
 
 _MAX_NESTED_CALLS = 64

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import compress
 
 import torch
@@ -305,16 +304,12 @@ def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -
     return results
 
 
-def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
+def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
     """Replace each persistent buffer by its mean over ranks; an integer one by the maximum.
 
-    Boolean buffers are unchanged. Buffers that are in a compute dtype are averaged in their registered one. Every rank
-    of the outermost unit's groups must call this, with the same buffers.
+    Boolean buffers are unchanged. Every rank of the groups must call this, with the same buffers.
     """
-    groups = units[0].options.groups
-    with torch.no_grad(), ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(unit.buffers.exact())
+    with torch.no_grad():
         buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
         lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))

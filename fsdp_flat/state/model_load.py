@@ -400,8 +400,6 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
             f"of ranks that wrote it. This load of unit {unit.name!r} expects entries by parameter names, "
             f"{params[0].fqn!r} the first."
         )
-    for remember in unit.buffers.remember(state_dict, inner):
-        load.plan.call(remember)
     return bool(params)
 
 
