@@ -23,7 +23,7 @@ from fsdp_flat.comm.exchanges import (
     true_on_any_rank,
     unit_names,
 )
-from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives, collectives_for
+from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
 from fsdp_flat.comm.rank_groups import (
     ALONE,
     STRATEGIES,
@@ -41,6 +41,7 @@ from fsdp_flat.comm.rank_groups import (
     strategy_from,
     subgroup_of,
 )
+from fsdp_flat.comm.routes import collectives_for
 from fsdp_flat.comm.streams import Pending, Streams, profiled, unrecorded
 from fsdp_flat.comm.torch_comm import backend_of
 from fsdp_flat.comm.transfers import P2PChannels

@@ -13,7 +13,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
@@ -21,13 +20,14 @@ import torch
 
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
-from fsdp_flat.comm.shm import known_transport
+from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.user_warnings import warn_user
 
 WARN_AFTER_S = 20.0
 POLL_INTERVAL_S = 1.0
+_SHORTEST_POLL_S = 0.001
 # Words of 8 bytes in a row of which a fingerprint sums the columns.
 _COLUMNS = 512
 # Bytes up to which tensors are copied to the host together and hashed there.
@@ -290,26 +290,20 @@ def barrier(what: str, rank_group: RankGroup) -> None:
     assert rank_group.group is not None
     limit = timeout_of(rank_group.group).total_seconds()
     patience = min(WARN_AFTER_S, limit)
-    transport = known_transport(rank_group)
     begun = time.monotonic()
     warned = False
-    has_arrived, seconds = store_barrier.wait, patience if transport is None else min(patience, POLL_INTERVAL_S)
-    while not has_arrived(seconds):
+    waited = 0.0
+    while not store_barrier.poll(min(max(waited / 20, _SHORTEST_POLL_S), POLL_INTERVAL_S)):
         waited = time.monotonic() - begun
-        has_arrived, seconds = store_barrier.poll, min(waited / 20, POLL_INTERVAL_S)
-        if transport is not None and (found := transport.unexpected()) is not None and store_barrier.leave():
-            other, collective = found
-            raise UsageError(
-                f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
-                f"goes on with {collective}. It is a collective: every rank of the group must call it, at the same "
-                "point."
-            )
-        ended = frozenset() if transport is None else transport.ended_ranks
-        if ended and (ended := ended.intersection(store_barrier.missing())) and store_barrier.leave():
-            raise PeerFailureError(
-                f"{what} was called on rank {rank_group.rank} of the group, and rank(s) {sorted(ended)} have ended or "
-                "closed their connections without calling it. If their output has an error, that came first."
-            )
+        absent = absences(rank_group)
+        for rank in store_barrier.missing() if absent else ():
+            if rank in absent and store_barrier.leave():
+                kind, sign = absent[rank]
+                raise kind(
+                    f"{what} was called on rank {rank_group.rank} of the group, and rank {rank} {sign} without calling "
+                    "it. It is a collective: every rank of the group must call it, at the same point. If the output of "
+                    f"rank {rank} has an error, that came first."
+                )
         if waited < patience or (warned and rank_group.rank and waited < limit):
             continue
         missing = store_barrier.missing()
@@ -349,18 +343,8 @@ class _StoreBarrier:
             store.delete_key(f"fsdp_flat/barrier/{index - 1}")
             store.delete_key(f"fsdp_flat/complete/{index - 1}")
 
-    def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds``, and return whether all ranks have arrived."""
-        try:
-            self._store.wait([self._complete], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if "imeout" not in str(error):
-                raise
-            return False
-        return True
-
     def poll(self, seconds: float) -> bool:
-        """Sleep, and return whether all ranks have arrived; torch prints two warnings for each wait that times out."""
+        """Sleep, and return whether all ranks have arrived; torch would print warnings for a wait that times out."""
         time.sleep(seconds)
         return self._store.check([self._complete])
 

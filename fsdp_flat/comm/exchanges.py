@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -62,7 +62,7 @@ def begin_all_reduce(
     with unseen_by_modes() if is_flags else nullcontext():
         work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
     if tensor.device.type == "cpu":
-        work = WatchedWork(work, rank_group, lambda: collective, rank_group.others)
+        work = WatchedWork(work, rank_group, collective, rank_group.others)
     return Pending([work], tensor)
 
 
@@ -139,7 +139,7 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
         else:
             work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):
-        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", rank_group.others, raises_early=False)
+        work = WatchedWork(work, rank_group, "an exchange between ranks", rank_group.others, raises_early=False)
     work.wait()
     return rows
 
@@ -150,12 +150,6 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
 def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
     """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
     return _unit_names.setdefault(group, {})
-
-
-def log_wait(rank: int, sources: Sequence[int], collective: str) -> None:
-    """Log that ``rank`` of a group has waited :data:`WARN_AFTER_S` seconds for other ranks."""
-    text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
-    _logger.warning(text, rank, WARN_AFTER_S, sources, collective)
 
 
 def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
@@ -175,11 +169,12 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
         group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
 
 
-def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
     """Return the reports published so far as (failure count, text) by rank."""
     reports: dict[int, tuple[int, str]] = {}
-    assert rank_group.group is not None
+    # The store may be gone, as may the group.
     with suppress(Exception):
+        assert rank_group.group is not None
         store = group_store(rank_group.group)
         for rank in ranks:
             if store.check([_KEY % rank]):
@@ -196,12 +191,48 @@ def withdraw_report(group: dist.ProcessGroup | None) -> None:
             group_store(group).delete_key(_KEY % group.rank())
 
 
-def reported_failure(rank_group: RankGroup, ranks: Sequence[int]) -> str | None:
-    """Return the report of one of ``ranks`` that has failed more often than this rank, so that it will send nothing."""
-    assert rank_group.group is not None
-    own = _num_failures.get(rank_group.group, 0)
-    reports = _read_reports(rank_group, ranks).items()
-    return next((f"rank {rank} {text}" for rank, (number, text) in reports if number > own), None)
+def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
+    """Return whether one of ``ranks`` has reported more failures than this rank, so that it will send nothing."""
+    own = 0 if rank_group.group is None else _num_failures.get(rank_group.group, 0)
+    return any(number > own for number, _ in _read_reports(rank_group, ranks).values())
+
+
+def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailureError:
+    """Report that this rank has failed in a collective, and return the error, with the reports of the others."""
+    own, others = f"was in {collective}", rank_group.others
+    report_failure(rank_group, own)
+    until = time.monotonic() + REPORT_TIMEOUT_S
+    while len(reports := _read_reports(rank_group, others)) < len(others) and time.monotonic() < until:
+        time.sleep(_POLL_INTERVAL_S)
+    lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
+    missing = [rank for rank in others if rank not in reports]
+    if missing:
+        lines.append(f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective")
+    return PeerFailureError(
+        f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: {'; '.join(lines)}. "
+        f"{_ADVICE}"
+    )
+
+
+def keep_waiting(
+    is_over: Callable[[], bool],
+    rank_group: RankGroup,
+    sources: Collection[int],
+    collective: str,
+    *,
+    raises_early: bool = True,
+) -> None:
+    """Log that this rank waits in a collective for the ranks ``sources``, and go on until ``is_over``, which waits too.
+
+    Raise a PeerFailureError once one of them has reported a failure, if it ``raises_early``.
+    """
+    text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
+    _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
+    while True:
+        if raises_early and has_failed(rank_group, sources):
+            raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
+        if is_over():
+            return
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +245,7 @@ class WatchedWork:
 
     work: dist.Work
     rank_group: RankGroup
-    collective: Callable[[], str]
+    collective: str
     sources: Sequence[int]
     raises_early: bool = field(default=True, kw_only=True)
 
@@ -226,20 +257,20 @@ class WatchedWork:
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
 
-    def wait(self) -> Any:
+    def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""
-        has_logged = False
         try:
-            while not self._is_over_soon():
-                if self.raises_early and reported_failure(self.rank_group, self.sources) is not None:
-                    raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
-                if not has_logged:
-                    has_logged = True
-                    log_wait(self.rank_group.rank, self.sources, self.collective())
+            if not self._is_over():
+                early = self.raises_early
+                keep_waiting(self._is_over, self.rank_group, self.sources, self.collective, raises_early=early)
+        except PeerFailureError:
+            raise
         except RuntimeError as error:
-            raise self._failure(error) from error
+            # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
+            first = str(error).partition("\n")[0].partition(". ")[0]
+            raise failure_in(self.collective, self.rank_group, first) from error
 
-    def _is_over_soon(self) -> bool:
+    def _is_over(self) -> bool:
         try:
             self.work.wait(timedelta(seconds=WARN_AFTER_S))
         except RuntimeError as error:
@@ -248,23 +279,3 @@ class WatchedWork:
                 return False
             raise
         return True
-
-    def _failure(self, error: RuntimeError) -> PeerFailureError:
-        """Report the failure of this rank, and return the error, with the reports of the others."""
-        own, others = f"was in {self.collective()}", self.rank_group.others
-        report_failure(self.rank_group, own)
-        until = time.monotonic() + REPORT_TIMEOUT_S
-        while len(reports := _read_reports(self.rank_group, others)) < len(others) and time.monotonic() < until:
-            time.sleep(_POLL_INTERVAL_S)
-        missing = [rank for rank in others if rank not in reports]
-        lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
-        if missing:
-            lines.append(
-                f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective"
-            )
-        # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
-        first = str(error).partition("\n")[0].partition(". ")[0]
-        return PeerFailureError(
-            f"Rank {self.rank_group.rank} of the group {own}, which failed ({first}). Of the others: "
-            f"{'; '.join(lines)}. {_ADVICE}"
-        )

@@ -34,44 +34,32 @@ class Pending:
 
     Args:
         works: the work; None for work that is complete.
-        result: the work's output; valid after ``wait``.
-        finish: computes the result from the output, once the work is complete.
-        scratch: temporary tensors of the work, whose memory may be reused after ``wait``.
-        alive: tensors to keep alive until the work is complete.
+        result: the work's output, which is kept until the work is complete; valid after ``wait``.
+        finish: computes the result, once the work is complete.
     """
 
-    __slots__ = ("_alive", "_finish", "_works", "result", "scratch")
+    __slots__ = ("_finish", "_works", "result")
 
     def __init__(
-        self,
-        works: Iterable[Any],
-        result: torch.Tensor,
-        finish: Callable[[], torch.Tensor] | None = None,
-        *,
-        scratch: tuple[torch.Tensor, ...] = (),
-        alive: tuple[torch.Tensor, ...] = (),
+        self, works: Iterable[Any], result: torch.Tensor, finish: Callable[[], torch.Tensor] | None = None
     ) -> None:
-        self._works: tuple[Any, ...] | None = tuple(works)
+        self._works = tuple(works)
         self._finish = finish
-        self._alive = alive
         self.result = result
-        self.scratch = scratch
 
     def is_completed(self) -> bool:
         """Return whether ``wait`` would return at once."""
-        return self._works is None or all(work is None or work.is_completed() for work in self._works)
+        return all(work is None or work.is_completed() for work in self._works)
 
     def wait(self) -> torch.Tensor:
         """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
-        if self._works is not None:
-            works, self._works = self._works, None
-            for work in works:
-                if work is not None:
-                    work.wait()
-            if self._finish is not None:
-                self.result = self._finish()
-                self._finish = None
-            self._alive = ()
+        works, finish = self._works, self._finish
+        self._works, self._finish = (), None
+        for work in works:
+            if work is not None:
+                work.wait()
+        if finish is not None:
+            self.result = finish()
         return self.result
 
 

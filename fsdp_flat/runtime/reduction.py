@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, unrecorded
+from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, profiled, unrecorded
 from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
@@ -59,8 +59,9 @@ class ReductionPolicy:
 class Reduction:
     """Reduces one flat gradient to this rank's shard of the mean gradient.
 
-    fp16 is divided in two steps around the sum, as in FSDP1, because the sum could overflow. Other dtypes are summed
-    unscaled and only the shard is scaled, which is one pass over less data.
+    It begins at once with the sum over the shard group; :meth:`advance` goes on with the sum over the replicate group,
+    and :meth:`finish` divides. fp16 is divided before the sum too, as in FSDP1, because the sum could overflow. Other
+    dtypes are summed unscaled and only the shard is scaled, which is one pass over less data.
 
     Attributes:
         is_partial: the gradient is summed over the shard group only, for a later backward.
@@ -80,15 +81,14 @@ class Reduction:
     ) -> None:
         self.handle = handle
         self.result: torch.Tensor | None = None
-        self._groups = options.groups
         self._streams = streams
         self._policy = policy
-        self._replicated = False
-        self.is_partial = not (policy.all_reduce or options.groups.replicate.size == 1)
-        self._scratch: tuple[torch.Tensor, ...] = ()
-        # Divisor that makes the sum the mean.
-        self._mean_divisor = options.groups.shard.size * options.groups.replicate.size
-        self._prescale = self._divided_by = 1.0
+        self._replicate = options.groups.replicate
+        self._needs_all_reduce = policy.all_reduce and self._replicate.size > 1
+        self.is_partial = not policy.all_reduce and self._replicate.size > 1
+        # Divisor that makes the sum the mean, and what the sum has been divided by.
+        self._mean_divisor = options.groups.num_ranks
+        self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
             flat, gradient = handle.take_flat_grad()
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
@@ -96,100 +96,89 @@ class Reduction:
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
             # Memory of the compute stream: kept until that stream has waited for the reduction that reads it.
-            self._alive: tuple[torch.Tensor, ...] = (flat,)
+            self._alive = [flat]
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
             if flat.dtype == torch.float16:
-                self._prescale = predivide_factor(self._mean_divisor)
-                flat.div_(self._prescale)
+                self._divided_by = prescale = predivide_factor(self._mean_divisor)
+                flat.div_(prescale)
             with streams.reduce_scatters:
-                if collectives is None:
-                    self._pending = Pending((), flat)
-                    self.advance()
-                else:
-                    self._pending = collectives.begin_reduce_scatter(flat, handle.pool.empty_like)
+                if collectives is not None:
+                    self._pending = collectives.begin_reduce_scatter(flat, handle.pool)
+                    return
+                self._pending = Pending((), flat)
+                self.advance()
 
     def _call_hook(self, flat: torch.Tensor, *, shards: bool) -> torch.Tensor:
         """Call the hook, which divides by itself; under hybrid sharding the mean over the replicate group remains."""
         hook, state = self._policy.hook, self._policy.hook_state
         assert hook is not None
         if not shards:
-            self._mean_divisor = 1
-            self._replicated = True
-            self.is_partial = False
+            self._mean_divisor, self._needs_all_reduce, self.is_partial = 1, False, False
             hook(state, flat)
             return flat
-        self._mean_divisor = self._groups.replicate.size
+        self._mean_divisor = self._replicate.size
         out = flat.new_zeros(self.handle.layout.shard_numel)
         hook(state, flat, out)
         return out
 
     def advance(self) -> None:
         """Wait for the sum over the shard group and begin the all-reduce over the replicate group, if there is one."""
-        if self._replicated or self.is_partial or self._groups.replicate.size == 1:
+        if not self._needs_all_reduce:
             return
-        self._replicated = True
+        self._needs_all_reduce = False
         with unrecorded(), self._streams.reduce_scatters:
-            self._scratch = self._pending.scratch
             shard, partial = self._pending.wait(), self.handle.partial_grad.take()
             if partial is not None:
                 shard.add_(partial)
                 # If nothing is sharded, its memory is the compute stream's too.
-                self._alive += (partial,)
-            self._pending = begin_all_reduce(
-                shard, self._groups.replicate, collective=f"the all-reduce of unit {self.handle.spec.unit_name!r}"
-            )
+                self._alive.append(partial)
+            collective = f"the all-reduce of unit {self.handle.spec.unit_name!r}"
+            self._pending = begin_all_reduce(shard, self._replicate, collective=collective)
 
     @property
     def is_done(self) -> bool:
         """True if :meth:`finish` needs neither waiting nor communication. Ranks may see different values."""
         hooked = self._policy.all_reduce_hook is not None
-        return self._groups.replicate.size == 1 and not hooked and self._pending.is_completed()
-
-    def _free(self) -> None:
-        # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
-        self._streams.wait_for_reduce_scatters()
-        self._alive = ()
-        for scratch in (*self._scratch, *self._pending.scratch):
-            self.handle.pool.empty(scratch.untyped_storage())
-        gradient, self._used_up = self._used_up, None
-        if gradient is not None:
-            self.handle.recycle_grad_buffer(gradient)
-        del self._pending, self._scratch  # and with them the sum, if it is not the result
+        return self._replicate.size == 1 and not hooked and self._pending.is_completed()
 
     def finish(self) -> None:
         """Wait for the communication and set the result."""
         self.advance()
-        with unrecorded(), self._streams.reduce_scatters:
+        handle, policy, streams = self.handle, self._policy, self._streams
+        with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
-                self.handle.partial_grad.add(shard)
+                handle.partial_grad.add(shard)
             else:
-                self.result = self._complete(shard)
+                self._divide(shard)
+                if policy.all_reduce_hook is not None:
+                    with streams.also_on(policy.all_reduce_hook_stream):
+                        policy.all_reduce_hook(shard)
+                dtype = shard.dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
+                if shard.dtype != dtype or shard.device != handle.spec.shard_device:
+                    shard = streams.copy_to(shard, handle.spec.shard_device, dtype)
+                self.result = shard
         self._free()
 
-    def _complete(self, shard: torch.Tensor) -> torch.Tensor:
-        """Divide the sum over all ranks, call the caller's hook, and convert the result."""
-        spec, divisor = self.handle.spec, self._divisor
-        self._divided_by = self._prescale if isinstance(divisor, torch.Tensor) else divisor
-        if self._divided_by != self._prescale:
-            shard.div_(self._divided_by / self._prescale)
-        if self._policy.all_reduce_hook is not None:
-            with self._streams.also_on(self._policy.all_reduce_hook_stream):
-                self._policy.all_reduce_hook(shard)
-        dtype = shard.dtype if spec.keep_reduce_dtype else self.handle.orig_dtype
-        if shard.dtype != dtype or shard.device != spec.shard_device:
-            shard = self._streams.copy_to(shard, spec.shard_device, dtype)
-        return shard
+    def _divide(self, shard: torch.Tensor, *, by_tensor: bool = False) -> None:
+        """Divide by what is missing to the divisor of the sum over all ranks; ``by_tensor`` if that is a tensor."""
+        factor = None if self._policy.hook is not None else self._policy.divide_factor
+        divisor = self._mean_divisor if factor is None else factor
+        is_missing = by_tensor if isinstance(divisor, torch.Tensor) else divisor != self._divided_by
+        if is_missing:
+            shard.div_(divisor / self._divided_by)
+            self._divided_by = divisor
 
-    @property
-    def _divisor(self) -> float | torch.Tensor:
-        """The divisor of the sum over all ranks."""
-        if self._policy.hook is not None:
-            return self._mean_divisor
-        factor = self._policy.divide_factor
-        return self._mean_divisor if factor is None else factor
+    def _free(self) -> None:
+        # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
+        self._streams.wait_for_reduce_scatters()
+        self._alive.clear()
+        gradient, self._used_up = self._used_up, None
+        if gradient is not None:
+            self.handle.recycle_grad_buffer(gradient)
+        del self._pending  # and with it the sum, if it is not the result
 
     def take_result(self) -> torch.Tensor | None:
         """Return the result, divided by the caller's factor as it is now; None for a partial reduction.
@@ -197,10 +186,9 @@ class Reduction:
         The factor is read again: a caller may complete it while backward runs, or set another one between backwards
         whose gradients are set together.
         """
-        result, divisor = self.result, self._divisor
-        if result is not None and (isinstance(divisor, torch.Tensor) or divisor != self._divided_by):
-            result.div_(divisor / self._divided_by)
-        return result
+        if self.result is not None:
+            self._divide(self.result, by_tensor=True)
+        return self.result
 
     def hand_over(self, shard: torch.Tensor, used: bytes) -> None:
         """Add ``shard``, the sum of the results of all reductions of the handle, to its gradients.
@@ -239,16 +227,22 @@ class Reductions:
         """True if nothing was reduced."""
         return not self._in_flight and not self._finished
 
-    def make_room(self, most: int | None) -> None:
-        """Advance all reductions, and finish the oldest to free memory until fewer than ``most`` are in flight."""
+    def begin(
+        self,
+        handle: FlatParamHandle,
+        options: UnitOptions,
+        *,
+        collectives: Collectives | None,
+        streams: Streams,
+        policy: ReductionPolicy,
+    ) -> None:
+        """Begin a reduction, after earlier ones have advanced, and the oldest have made room for it."""
         for earlier in self._in_flight:
             earlier.advance()
-        while len(self._in_flight) >= (most or self._most):
+        while len(self._in_flight) >= (policy.max_in_flight or self._most):
             self._finish_oldest()
-
-    def add(self, reduction: Reduction) -> None:
-        """Add a reduction that has begun."""
-        self._in_flight.append(reduction)
+        with profiled("reduce_scatter", handle.spec.unit_name):
+            self._in_flight.append(Reduction(handle, options, collectives=collectives, streams=streams, policy=policy))
 
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.pop(0)

@@ -28,7 +28,7 @@ from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_o
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl
-from fsdp_flat.runtime.reduction import LOGGER, CommContext, Reduction, ReductionPolicy
+from fsdp_flat.runtime.reduction import LOGGER, CommContext, ReductionPolicy
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
 from fsdp_flat.runtime.unit_mesh import UnitMesh
@@ -417,24 +417,16 @@ class Unit:
 
         Every rank of their groups must call this.
         """
-        reductions = self.context.reductions
         for mesh in self.meshes:
             for handle in mesh.handles:
                 if handle not in chosen if chosen is not None else not handle.is_trainable:
                     continue
                 self.log_event("reduce_scatter")
                 mesh.note_reduction()
-                reductions.make_room(self.policy.max_in_flight)
-                with profiled("reduce_scatter", mesh.name):
-                    reductions.add(
-                        Reduction(
-                            handle,
-                            mesh.options,
-                            collectives=mesh.step_collectives,
-                            streams=self.context.streams,
-                            policy=self.policy,
-                        )
-                    )
+                collectives, streams = mesh.step_collectives, self.context.streams
+                self.context.reductions.begin(
+                    handle, mesh.options, collectives=collectives, streams=streams, policy=self.policy
+                )
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""

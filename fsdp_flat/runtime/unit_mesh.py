@@ -119,11 +119,7 @@ class UnitMesh:
             if context.trace is not None:
                 context.trace.append(("all_gather", self.name))
             self._issued.append(("all-gather", self))
-            pendings.append(
-                collectives.begin_all_gather(tensor)
-                if rows is None
-                else collectives.begin_all_gather_rows(tensor, rows)
-            )
+            pendings.append(collectives.begin_all_gather(tensor, rows))
         return pendings
 
     def note_reduction(self) -> None:

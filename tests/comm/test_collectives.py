@@ -18,20 +18,11 @@ from fsdp_flat.comm import (
     exchange_bytes,
     exchange_ints,
 )
-from fsdp_flat.comm.flat_collectives import Collectives, CpuCollectives, GlooAcceleratorCollectives
-from tests.runtime.kit import shared_memory
+from fsdp_flat.comm.flat_collectives import Collectives, GlooAcceleratorCollectives, GlooCollectives
+from fsdp_flat.comm.shm import SharedMemoryCollectives
 from tests.support import assert_equal, on_ranks
 
-
-def without_shared_memory(rank_group: RankGroup) -> CpuCollectives:
-    """Return those of CPU tensors on several hosts."""
-    collectives = CpuCollectives(rank_group)
-    with shared_memory(False):
-        assert collectives._choose() is None
-    return collectives
-
-
-KINDS = [Collectives, GlooAcceleratorCollectives, without_shared_memory, CpuCollectives]
+KINDS = [Collectives, GlooAcceleratorCollectives, GlooCollectives, SharedMemoryCollectives]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 # Members by global rank: not contiguous and not starting at 0, so that a mix-up of ranks shows.
 MEMBERS = {2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
@@ -87,7 +78,7 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
     rank_group = axis_of(4)
     assert rank_group is not None
     collectives = collectives_for(rank_group, torch.device("cpu"))
-    assert isinstance(collectives, CpuCollectives)
+    assert isinstance(collectives, SharedMemoryCollectives)
     fulls = [torch.full((4 * n,), float(rank_group.rank + n)) for n in (1, 2, 3)]
     needs_all_gather = [collectives.begin_all_gather(full) for full in fulls[:2]]
     reduction = collectives.begin_reduce_scatter(fulls[2])
@@ -98,7 +89,7 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", [without_shared_memory, CpuCollectives])
+@pytest.mark.parametrize("kind", [GlooCollectives, SharedMemoryCollectives])
 def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks(kind: Any) -> None:
     """256 + 1 + 1 + 1 in bf16 steps would stay 256."""
     rank_group = axis_of(4)
@@ -117,11 +108,11 @@ def test_sums_have_the_same_bits_by_shared_memory_and_by_gloo_whoever_comes_firs
 ) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
     full = torch.randn(1000 * num_ranks, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    expected = without_shared_memory(rank_group).begin_reduce_scatter(full.clone()).wait()
+    expected = GlooCollectives(rank_group).begin_reduce_scatter(full.clone()).wait()
     for timeout_error in range(num_ranks):
         if rank == timeout_error:
             time.sleep(0.01)
-        for kind in (without_shared_memory, CpuCollectives):
+        for kind in (GlooCollectives, SharedMemoryCollectives):
             assert_equal(kind(rank_group).begin_reduce_scatter(full.clone()).wait(), expected)
 
 
@@ -216,7 +207,7 @@ def test_first_uses_by_two_threads_of_two_groups_in_other_orders_do_not_wait_for
     def gather(index: int) -> None:
         time.sleep(0 if index == rank else 0.5)
         full = torch.full((2,), float(rank))
-        found[index] = CpuCollectives(groups[index]).begin_all_gather(full).wait()
+        found[index] = SharedMemoryCollectives(groups[index]).begin_all_gather(full).wait()
 
     threads = [threading.Thread(target=gather, args=(index,), daemon=True) for index in range(2)]
     for thread in threads:

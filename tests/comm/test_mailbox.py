@@ -23,7 +23,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import RankGroup, exchanges
 from fsdp_flat.comm.shm import connect, transport_of
 from fsdp_flat.comm.shm import transport as module
-from fsdp_flat.comm.shm.transport import Message, SharedMemoryTransport, wait_for
+from fsdp_flat.comm.shm.transport import Messages, SharedMemoryTransport, wait_for
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import RankFailure, assert_equal, on_ranks
@@ -41,11 +41,15 @@ def shared_memory(timeout_s: float = 60) -> SharedMemoryTransport:
     return made
 
 
-def read(message: Message, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    message.wait()
-    content = message.content(dtype).clone()
-    message.close()
-    return content
+def expected(box: SharedMemoryTransport, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Messages:
+    """Expect fp32 elements, whose copy is the result."""
+    like = torch.empty(nbytes // 4)
+    return box.expect(purpose, [source], like, lambda messages: messages[source].clone(), unit=unit)
+
+
+def await_arrival(messages: Messages) -> None:
+    while not messages.is_completed():
+        time.sleep(0.001)
 
 
 def other(rank: int) -> int:
@@ -75,49 +79,48 @@ def test_memory_that_cannot_grow_is_an_error_that_names_the_way_out(rank: int) -
 @on_ranks(2)
 def test_a_message_that_is_released_after_the_connections_is_silent(rank: int) -> None:
     box = shared_memory()
-    message = box.expect("transfer", other(rank), 12)
+    message = expected(box, "transfer", other(rank), 12)
     box.send("transfer", [(torch.ones(3), [other(rank)])])
-    message.wait()
+    await_arrival(message)
     dist.barrier()
-    box._close()  # as at the end of the process
-    message.close()
+    box.leave()  # as at the end of the process
+    assert_equal(message.wait(), torch.ones(3))
 
 
 @on_ranks(2)
 def test_messages_arrive_in_order_whether_or_not_they_are_expected_yet(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
     for first in (True, False):
-        messages = [box.expect("transfer", peer, 12) for _ in range(3)] if first else []
+        messages = [expected(box, "transfer", peer, 12) for _ in range(3)] if first else []
         for index in range(3):
             box.send("transfer", [(torch.full((3,), 10.0 * index + rank), (peer,))])
         if not first:
             dist.barrier()
-            box.receive_ready(peer)
-            messages = [box.expect("transfer", peer, 12) for _ in range(3)]
+            box.receive(peer)
+            messages = [expected(box, "transfer", peer, 12) for _ in range(3)]
             assert all(message.is_completed() for message in messages)
         for index, message in enumerate(messages):
-            assert_equal(read(message), torch.full((3,), 10.0 * index + peer))
-        assert all(not message.is_completed() for message in messages)
+            assert_equal(message.wait(), torch.full((3,), 10.0 * index + peer))
 
 
 @on_ranks(2)
 @EXACT
 def test_memory_that_nobody_has_read_is_not_used_again_and_memory_that_was_read_is(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
-    messages = [box.expect("transfer", peer, 4 * PAGE) for _ in range(5)]
+    messages = [expected(box, "transfer", peer, 4 * PAGE) for _ in range(5)]
     for index in range(5):
         box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
     assert box.nbytes == 5 * 4 * PAGE
     assert box.unread_transfers() == {peer: 5 * 4 * PAGE}
     dist.barrier()
     for index, message in enumerate(messages):
-        assert_equal(read(message), torch.full((PAGE,), float(index)))
+        assert_equal(message.wait(), torch.full((PAGE,), float(index)))
     while box.unread_transfers():
-        wait_for([(box, peer)], "transfer")
+        wait_for({box: [peer]}, "transfer")
     for index in range(20):
-        message = box.expect("transfer", peer, 4 * PAGE)
+        message = expected(box, "transfer", peer, 4 * PAGE)
         box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
-        assert_equal(read(message), torch.full((PAGE,), float(index)))
+        assert_equal(message.wait(), torch.full((PAGE,), float(index)))
     assert box.nbytes == 5 * 4 * PAGE
 
 
@@ -126,12 +129,12 @@ def test_memory_that_nobody_has_read_is_not_used_again_and_memory_that_was_read_
 def test_memory_grows_with_a_longer_message_and_the_reader_sees_all_of_it(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
     for numel in (10, 5 * PAGE, 3, 9 * PAGE, 0):
-        message = box.expect("transfer", peer, 4 * numel)
+        message = expected(box, "transfer", peer, 4 * numel)
         sent = torch.arange(numel, dtype=torch.float32) + rank
         box.send("transfer", [(sent, (peer,))])
-        assert_equal(read(message), torch.arange(numel, dtype=torch.float32) + peer)
+        assert_equal(message.wait(), torch.arange(numel, dtype=torch.float32) + peer)
         while box.unread_transfers():
-            wait_for([(box, peer)], "transfer")
+            wait_for({box: [peer]}, "transfer")
     assert box.nbytes == 9 * 4 * PAGE, "one local shard of memory, as long as the longest message"
 
 
@@ -141,14 +144,14 @@ def test_memory_that_was_idle_for_long_goes_back_to_the_system_and_serves_again(
     box, peer = shared_memory(), other(rank)
 
     def swap(numel: int, how_many: int) -> None:
-        messages = [box.expect("transfer", peer, 4 * numel) for _ in range(how_many)]
+        messages = [expected(box, "transfer", peer, 4 * numel) for _ in range(how_many)]
         for index in range(how_many):
             box.send("transfer", [(torch.full((numel,), float(index + 1)), (peer,))])
         dist.barrier()
         for index, message in enumerate(messages):
-            assert_equal(read(message), torch.full((numel,), float(index + 1)))
+            assert_equal(message.wait(), torch.full((numel,), float(index + 1)))
         while box.unread_transfers():
-            wait_for([(box, peer)], "transfer")
+            wait_for({box: [peer]}, "transfer")
 
     swap(100 * PAGE, 4)
     assert box.nbytes == 4 * 400 * PAGE
@@ -162,20 +165,19 @@ def test_memory_that_was_idle_for_long_goes_back_to_the_system_and_serves_again(
 @on_ranks(2)
 def test_a_letter_that_is_dropped_does_not_keep_the_senders_memory(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
-    message = box.expect("transfer", peer, 4)
+    message = expected(box, "transfer", peer, 4)
     del message
     box.send("transfer", [(torch.ones(1), (peer,))])
     dist.barrier()
-    box.receive_ready(peer)
-    message = box.expect("transfer", peer, 4)
+    box.receive(peer)
+    message = expected(box, "transfer", peer, 4)
     box.send("transfer", [(torch.full((1,), 2.0), (peer,))])
-    message.wait()
-    assert_equal(message.content(torch.float32).clone(), torch.full((1,), 2.0))
+    await_arrival(message)
     del message
     gc.collect()
     box.send("transfer", [])  # the next call confirms it
     while box.unread_transfers():
-        wait_for([(box, peer)], "transfer")
+        wait_for({box: [peer]}, "transfer")
 
 
 class FullSocket:
@@ -206,13 +208,13 @@ def test_a_message_that_is_collected_while_headers_are_read_leaves_the_others_in
                 dist.barrier()
         dist.barrier()
         while box.unread_transfers():
-            wait_for([(box, 1)], "transfer")
+            wait_for({box: [1]}, "transfer")
         return
-    dropped = [box.expect("transfer", 0, 4 * PAGE)]
-    dropped[0].wait()
+    dropped = [expected(box, "transfer", 0, 4 * PAGE)]
+    await_arrival(dropped[0])
     dist.barrier()
     dist.barrier()
-    messages = [box.expect("transfer", 0, 4 * PAGE) for _ in range(3)]
+    messages = [expected(box, "transfer", 0, 4 * PAGE) for _ in range(3)]
     mapped = module._mapped
 
     def collecting(fd: int, nbytes: int) -> Any:
@@ -224,7 +226,7 @@ def test_a_message_that_is_collected_while_headers_are_read_leaves_the_others_in
         mock.patch.dict(box._peers, {0: FullSocket(box._peers[0])}),
     ):
         for index, message in enumerate(messages, 1):
-            assert_equal(read(message), torch.full((PAGE,), float(index)))
+            assert_equal(message.wait(), torch.full((PAGE,), float(index)))
     assert not dropped
     box.send("transfer", [])  # the next call confirms it
 
@@ -232,9 +234,9 @@ def test_a_message_that_is_collected_while_headers_are_read_leaves_the_others_in
 @on_ranks(2)
 def test_a_forked_child_that_drops_letters_tells_nobody(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
-    message = box.expect("transfer", peer, 4)
+    message = expected(box, "transfer", peer, 4)
     box.send("transfer", [(torch.ones(1), (peer,))])
-    message.wait()
+    await_arrival(message)
     child = os.fork()
     if child == 0:
         del message
@@ -242,12 +244,12 @@ def test_a_forked_child_that_drops_letters_tells_nobody(rank: int) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
-    box.receive_ready(peer)
+    box.receive(peer)
     assert box.unread_transfers() == {peer: 4}
     dist.barrier()
-    message.close()
+    message.wait()
     while box.unread_transfers():
-        wait_for([(box, peer)], "transfer")
+        wait_for({box: [peer]}, "transfer")
 
 
 @on_ranks(2)
@@ -260,7 +262,7 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
         if rank == 0:
             box.send(purpose, [(torch.ones(numel), (1,))])
         else:
-            message = box.expect("gather", 0, 12)
+            message = expected(box, "gather", 0, 12)
             with pytest.raises(RankMismatchError, match=match):
                 message.wait()
             with pytest.raises(RankMismatchError, match=match):
@@ -268,7 +270,7 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
             with pytest.raises(RankMismatchError, match=match):
                 box.send("gather", [])
             with pytest.raises(RankMismatchError, match=match):
-                box.expect("gather", 0, 4)
+                expected(box, "gather", 0, 4).wait()
             assert not message.is_completed()
         dist.barrier()
 
@@ -310,9 +312,9 @@ def test_a_dropped_letter_does_not_swallow_another_message(rank: int) -> None:
     if rank == 0:
         box.send("transfer", [(torch.ones(1), (1,))])
     else:
-        message = box.expect("gather", 0, 8)
+        message = expected(box, "gather", 0, 8)
         del message
-        message = box.expect("transfer", 0, 4)
+        message = expected(box, "transfer", 0, 4)
         with pytest.raises(
             RankMismatchError, match=r"came to a transfer \(4 bytes\) where rank 1 came to an all-gather \(8 bytes\)"
         ):
@@ -324,12 +326,12 @@ def test_a_dropped_letter_does_not_swallow_another_message(rank: int) -> None:
 def test_short_messages_share_memory_and_files(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
     before = len(os.listdir("/proc/self/fd"))
-    messages = [box.expect("transfer", peer, 4000) for _ in range(100)]
+    messages = [expected(box, "transfer", peer, 4000) for _ in range(100)]
     for index in range(100):
         box.send("transfer", [(torch.full((1000,), float(index)), (peer,))])
     dist.barrier()
     for index, message in enumerate(messages):
-        assert_equal(read(message), torch.full((1000,), float(index)))
+        assert_equal(message.wait(), torch.full((1000,), float(index)))
     assert len(os.listdir("/proc/self/fd")) <= before + 3
     dist.barrier()
 
@@ -341,7 +343,9 @@ def test_a_message_to_several_ranks_is_written_once(rank: int) -> None:
         box.send("transfer", [(torch.ones(module._SEGMENT_NBYTES // 4), (1, 2, 3))])
         assert box.nbytes == module._SEGMENT_NBYTES
     else:
-        assert_equal(read(box.expect("transfer", 0, module._SEGMENT_NBYTES)), torch.ones(module._SEGMENT_NBYTES // 4))
+        assert_equal(
+            expected(box, "transfer", 0, module._SEGMENT_NBYTES).wait(), torch.ones(module._SEGMENT_NBYTES // 4)
+        )
     dist.barrier()
 
 
@@ -351,7 +355,7 @@ def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) 
     if rank == 0:
         messages = [(torch.ones(1), (1,))] * 100_000
         with pytest.raises(
-            PeerFailureError, match=r"heard nothing from rank\(s\) \[1\], which it waits for in an all-gather"
+            PeerFailureError, match=r"was in an all-gather, which failed \(nothing has come from rank\(s\) \[1\]"
         ):
             box.send("gather", messages)
     dist.barrier()
@@ -361,9 +365,9 @@ def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) 
 def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout(rank: int) -> None:
     box = shared_memory(timeout_s=2)
     if rank == 0:
-        message = box.expect("gather", 1, 4)
+        message = expected(box, "gather", 1, 4)
         assert not message.is_completed()
-        with pytest.raises(PeerFailureError, match=r"Rank 0 of the group has heard nothing from rank\(s\) \[1\]"):
+        with pytest.raises(PeerFailureError, match=r"nothing has come from rank\(s\) \[1\] within the group's 2 s"):
             message.wait()
     dist.barrier()
 
@@ -384,7 +388,7 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
         patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.25
         logger.addHandler(handler)
         try:
-            box.expect("reduction", 1, 4, unit=7).wait()
+            expected(box, "reduction", 1, 4, unit=7).wait()
         finally:
             logger.removeHandler(handler)
             exchanges.WARN_AFTER_S = patience
@@ -405,9 +409,9 @@ def end_in_the_middle(seen: Path, child_s: float) -> None:
         os._exit(7)
     box.send("gather", [(torch.ones(2), (1,))])
     (seen.parent / "sent").touch()
-    messages = [box.expect("gather", 1, 8) for _ in range(2)]
+    messages = [expected(box, "gather", 1, 8) for _ in range(2)]
     time.sleep(0.5)
-    assert_equal(read(messages[0]), torch.ones(2))
+    assert_equal(messages[0].wait(), torch.ones(2))
     with pytest.raises(PeerFailureError, match="Rank 1 of the group has ended or closed its connections while rank 0"):
         messages[1].wait()
     with pytest.raises(PeerFailureError, match="Rank 1 of the group has ended"):
@@ -429,9 +433,9 @@ def test_files_and_connections_of_a_group_go_with_it(rank: int) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     box = transport_of(RankGroup.of(group))
     assert box is not None
-    message = box.expect("gather", other(rank), 4)
+    message = expected(box, "gather", other(rank), 4)
     box.send("gather", [(torch.ones(1), (other(rank),))])
-    read(message)
+    message.wait()
     assert len(os.listdir("/proc/self/fd")) == opened + 4, (
         "a socket, own memory as a file and mapped, the other's mapped"
     )

@@ -15,8 +15,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.comm import flat_collectives, torch_comm, transfers
-from fsdp_flat.comm.shm import transport_of
+from fsdp_flat.comm import torch_comm
+from fsdp_flat.comm.shm import shared_channel, shared_collectives, transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
 from tests.support import assert_close
@@ -250,12 +250,12 @@ def shared_memory(use: bool) -> Iterator[None]:
     if use:
         yield
         return
-    for module in (flat_collectives, transfers):
+    for module in (shared_collectives, shared_channel):
         module.transport_of = lambda rank_group: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for module in (flat_collectives, transfers):
+        for module in (shared_collectives, shared_channel):
             module.transport_of = transport_of  # type: ignore[attr-defined]
 
 
@@ -265,7 +265,7 @@ def acquaint(model: nn.Module) -> None:
     checks.in_forward, checks._compared_in_backward, checks._compared_values = False, True, True
     for unit in units_of(model):
         if unit.needs_all_gather:
-            flat_collectives.transport_of(unit.options.groups.shard)  # type: ignore[attr-defined]
+            transport_of(unit.options.groups.shard)
 
 
 def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -377,10 +377,8 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
         with (
             patience(agreement, 0.2),
             pytest.warns(UserWarning, match=r"state_dict on rank 1 of the group has waited .* for rank\(s\) \[0\]"),
-            calls_of(agreement._StoreBarrier, "wait") as waits,
         ):
             state = model.state_dict()
-        assert len(waits) == 1, "torch prints warnings for each wait that times out"
     assert_equal(dict(state), dict(seeded().state_dict()))
 
 

@@ -1,7 +1,8 @@
-"""Sends messages between the ranks of one host through shared memory.
+"""Exchanges tensors between the ranks of one host through shared memory.
 
 The rest of the package uses only the names of this file.
 """
 
 from fsdp_flat.comm.shm.connect import known_transport, transport_of, transports
-from fsdp_flat.comm.shm.transport import Message, SharedMemoryTransport, wait_for
+from fsdp_flat.comm.shm.shared_channel import channel_of
+from fsdp_flat.comm.shm.shared_collectives import SharedMemoryCollectives

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.shm.transport import SharedMemoryTransport, check_memory, close_all
+from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.torch_comm import timeout_of
 
 _logger = logging.getLogger("fsdp_flat")
@@ -83,7 +83,7 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
             listener.close()
     if all(ok for (ok,) in exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)):
         return SharedMemoryTransport(rank_group, peers, timeout_s)
-    close_all(peers.values())
+    close_all(peers)
     return None
 
 
@@ -95,23 +95,28 @@ def _host() -> bytes:
 
 
 def _shares_memory() -> bool:
-    """Return whether the system has the required calls; Linux has."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")
+    """Return whether the system has the required calls, as Linux does, and lets this process share memory."""
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")):
+        return False
+    fd = os.memfd_create("fsdp_flat")
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+    finally:
+        os.close(fd)
+    return True
 
 
 def _listen(timeout_s: float) -> socket.socket | None:
-    if os.environ.get("FSDP_FLAT_SHARED_MEMORY") == "0" or not _shares_memory():
+    if os.environ.get("FSDP_FLAT_SHARED_MEMORY") == "0":
         return None
-    try:
-        _host()
-        check_memory()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(b"\0fsdp_flat-" + secrets.token_hex(16).encode())
-        listener.listen(_MOST_RANKS)
-        listener.settimeout(timeout_s)
-    except OSError:
-        return None
-    return listener
+    with suppress(OSError):
+        if _shares_memory() and _host():
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind(b"\0fsdp_flat-" + secrets.token_hex(16).encode())
+            listener.listen(_MOST_RANKS)
+            listener.settimeout(timeout_s)
+            return listener
+    return None
 
 
 def _connect_peers(

@@ -1,0 +1,66 @@
+"""Implements the all-gather and the reduce-scatter of a unit by messages through shared memory."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_flat.comm.exchanges import unit_names
+from fsdp_flat.comm.flat_collectives import GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.rank_groups import RankGroup
+from fsdp_flat.comm.shm.connect import transport_of
+from fsdp_flat.comm.shm.transport import SharedMemoryTransport
+from fsdp_flat.comm.streams import Pending, unrecorded
+
+
+class SharedMemoryCollectives(GlooCollectives):
+    """Uses shared memory for CPU tensors if the group's ranks have it, else gloo; the results are equal bit for bit.
+
+    The first call determines which, by a collective.
+    """
+
+    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
+        super().__init__(rank_group, unit, name)
+        self._transport: SharedMemoryTransport | None = None
+        self._is_connected = False
+
+    def _connect(self) -> SharedMemoryTransport | None:
+        unit_names(self.group).setdefault(self._unit, self._name)
+        self._transport = transport_of(self.rank_group)
+        self._is_connected = True
+        return self._transport
+
+    def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
+        transport = self._transport if self._is_connected else self._connect()
+        if transport is None:
+            return super().begin_all_gather(tensor, target)
+        slices = None if target is not None else tensor.chunk(self.size)
+        own = tensor if slices is None else slices[self.rank]
+
+        def place(rows: dict[int, torch.Tensor]) -> torch.Tensor:
+            with unrecorded():
+                for rank, row in rows.items():
+                    if target is not None:
+                        target.place(rank, row.view(1, -1))
+                    elif slices is not None:
+                        slices[rank].copy_(row)
+            return tensor
+
+        messages = transport.expect("gather", self._others, own, place, unit=self._unit)
+        transport.send("gather", [(own, self._others)], unit=self._unit)
+        if target is not None:
+            target.place(self.rank, own.view(1, -1))
+        return messages
+
+    def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
+        transport = self._transport if self._is_connected else self._connect()
+        if transport is None:
+            return super().begin_reduce_scatter(full, pool)
+        slices = full.chunk(self.size)
+
+        def add(received: dict[int, torch.Tensor]) -> torch.Tensor:
+            received[self.rank] = slices[self.rank]
+            return sum_in_order([received[rank] for rank in range(self.size)])
+
+        messages = transport.expect("reduction", self._others, slices[self.rank], add, unit=self._unit)
+        transport.send("reduction", [(slices[rank], (rank,)) for rank in self._others], unit=self._unit)
+        return messages
