@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ _SHORTEST_POLL_S = 0.001
 _COLUMNS = 512
 # Bytes up to which tensors are copied to the host together and hashed there.
 _SMALL_NBYTES = 16384
-# A program that only evaluates never compares its log of collectives, so a long log is folded into a digest.
 _MOST_ENTRIES = 1 << 16
 _CODES = {"all-gather": 1, "reduction": 2}
 # Key, in the store of a group, for the rank that is leaving a barrier.
@@ -99,8 +97,6 @@ class CollectiveLog:
     def __init__(self) -> None:
         # Operation, and a unit with its ``unit_id`` and ``name``.
         self._issued: dict[ShardingGroups, list[tuple[str, Any]]] = {}
-        # Number and digest of the entries of long logs, which are removed from the lists.
-        self._folded: defaultdict[ShardingGroups, tuple[int, bytes]] = defaultdict(lambda: (0, b""))
 
     def of(self, groups: ShardingGroups) -> list[tuple[str, Any]]:
         """Return the list to which callers append ``(operation, unit)`` for each collective over ``groups``."""
@@ -108,26 +104,21 @@ class CollectiveLog:
 
     def digest(self, groups: ShardingGroups) -> bytes:
         """Return an 8-byte digest of the log of ``groups``, equal on ranks that issued the same collectives."""
-        issued, (count, folded) = self.of(groups), self._folded[groups]
-        entries = array("q", [part for operation, unit in issued for part in (_CODES[operation], unit.unit_id)])
-        return _digest(folded + (count + len(issued)).to_bytes(8, "big") + entries.tobytes())
+        entries = [part for operation, unit in self.of(groups) for part in (_CODES[operation], unit.unit_id)]
+        return _digest(array("q", entries).tobytes())
 
     def lines(self, groups: ShardingGroups) -> list[str]:
         """Return one readable line for each collective issued over ``groups``."""
-        count, _ = self._folded[groups]
-        earlier = [f"{count} earlier collectives"] if count else []
-        return earlier + [f"the {operation} of unit {unit.name!r}" for operation, unit in self.of(groups)]
+        return [f"the {operation} of unit {unit.name!r}" for operation, unit in self.of(groups)]
 
     def trim(self) -> None:
-        """Fold long logs into digests."""
-        for groups, issued in self._issued.items():
+        """Clear logs that are too long: programs that only evaluate never compare them."""
+        for issued in self._issued.values():
             if len(issued) > _MOST_ENTRIES:
-                self._folded[groups] = (self._folded[groups][0] + len(issued), self.digest(groups))
                 issued.clear()
 
     def clear(self) -> None:
         """Clear all logs, after a comparison between ranks or an aborted step."""
-        self._folded.clear()
         for issued in self._issued.values():
             issued.clear()
 
@@ -201,35 +192,14 @@ def find_disagreement(
 
     A caller that compares other lines over each of several groups passes the result as the next ``error``.
     """
-    groups = connected(rank_groups)
+    groups, found = connected(rank_groups), error
+    # A difference that ranks of one group have is told to the groups that share ranks with it in a second round.
+    linked: list[RankGroup] = []
     is_linked = callable(lines) and len(groups) > 1
-    found, linked = _exchanged(lines, error, groups, device, texts, own=error, is_linked=is_linked)
-    if linked:
-        # A group has a difference of its own, which is exchanged over the groups that share ranks with it too.
-        found, _ = _exchanged((), found, linked, device, texts, own=error, is_linked=is_linked)
-    return found
-
-
-def _exchanged(
-    lines: Lines,
-    found: Exception | None,
-    groups: Sequence[RankGroup],
-    device: torch.device,
-    texts: ErrorTexts,
-    *,
-    own: Exception | None,
-    is_linked: bool,
-) -> tuple[Exception | None, list[RankGroup]]:
-    """Exchange lines, or the error ``found``, over one group after another; ``own`` is that of this rank, if any.
-
-    Returns the error, and the groups of which any rank gave ``is_linked``.
-    """
-    linked = []
-    for rank_group in groups:
-        # The name of an error's class and its text, or the lines.
+    for rank_group in chain(groups, linked):
         if found is None:
             sent = ["", *(lines(rank_group) if callable(lines) else lines)]
-        elif found is own:
+        elif found is error:
             sent = [
                 PeerFailureError.__name__,
                 f"Rank {rank_group.rank} of the group failed while {texts.doing}, so this rank stops too: "
@@ -241,11 +211,11 @@ def _exchanged(
         compared = "\n".join(map(_compared, payload.split("\n")))
         payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
         by_rank = [decoded(each).split("\n") for each in payloads or [encoded(payload)]]
-        if any(flag == str(True) for flag, *_ in by_rank):
+        if rank_group not in linked and any(flag == str(True) for flag, *_ in by_rank):
             linked.append(rank_group)
         if found is None:
             found = _first_error([received for _, *received in by_rank], texts)
-    return found, linked
+    return found
 
 
 def _compared(line: str) -> str:
@@ -300,9 +270,9 @@ def barrier(what: str, rank_group: RankGroup) -> None:
             if rank in absent and store_barrier.leave():
                 kind, sign = absent[rank]
                 raise kind(
-                    f"{what} was called on rank {rank_group.rank} of the group, and rank {rank} {sign} without calling "
-                    "it. It is a collective: every rank of the group must call it, at the same point. If the output of "
-                    f"rank {rank} has an error, that came first."
+                    f"{what} was called on rank {rank_group.rank} of the group, and rank {rank} has not called it but "
+                    f"{sign}. It is a collective: every rank of the group must call it, at the same point. If the "
+                    f"output of rank {rank} has an error, that came first."
                 )
         if waited < patience or (warned and rank_group.rank and waited < limit):
             continue

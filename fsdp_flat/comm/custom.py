@@ -19,7 +19,6 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import OptionError, UnsupportedError
 
-_SCALE_NBYTES = 4
 # 127 divided by it is still finite in fp32.
 _SMALLEST = 1e-36
 
@@ -86,7 +85,6 @@ def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
             "(supports_tensor_alloc is False). Leave the units' own buffers in use, or pass objects with an allocate "
             "of your own to set_custom_all_gather and set_custom_reduce_scatter."
         )
-
     return lambda size, **kwargs: allocate_tensor(math.prod(size), **kwargs)
 
 
@@ -100,27 +98,37 @@ class _Quantized:
 
     def _pack(self, rows: torch.Tensor) -> torch.Tensor:
         """Pack (rows, numel) of any float dtype into (rows, nbytes) of uint8."""
-        num_rows, numel = rows.shape
-        blocks = -(-numel // self._block)
-        padded = torch.zeros(num_rows, blocks * self._block, dtype=torch.float32, device=rows.device)
-        padded[:, :numel] = rows
-        cut = padded.view(num_rows, blocks, self._block)
-        largest = cut.abs().amax(dim=2, keepdim=True)
+        padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % self._block))
+        cut = padded.view(len(rows), -1, self._block)
+        largest = cut.abs().amax(dim=2)
         # A block of zeros stays zero; infinities and NaNs make the whole block NaN, so that they are detected.
-        integers = torch.nan_to_num(cut.mul_(127 / largest.clamp(min=_SMALLEST))).round_()
-        nbytes = blocks * (self._block + _SCALE_NBYTES)
-        packed = torch.empty(num_rows, nbytes, dtype=torch.uint8, device=rows.device)
-        packed[:, : blocks * self._block] = integers.to(torch.int8).view(num_rows, -1).view(torch.uint8)
-        packed[:, blocks * self._block :] = largest.view(num_rows, blocks).view(torch.uint8)
-        return packed
+        integers = torch.nan_to_num(cut.mul_(127 / largest.clamp(min=_SMALLEST).unsqueeze(2))).round_()
+        return torch.cat([integers.to(torch.int8).flatten(1).view(torch.uint8), largest.view(torch.uint8)], 1)
 
     def _unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the fp32 values (rows, numel) of packed rows."""
-        num_rows, blocks = packed.shape[0], -(-numel // self._block)
-        integers = packed[:, : blocks * self._block].view(torch.int8).view(num_rows, blocks, self._block)
-        largest = packed[:, blocks * self._block :].contiguous().view(torch.float32).view(num_rows, blocks, 1)
-        values = integers.to(torch.float32).mul_(largest / 127)
-        return values.view(num_rows, -1)[:, :numel]
+        integers, largest = packed.tensor_split([numel + -numel % self._block], 1)
+        values = integers.view(torch.int8).view(len(packed), -1, self._block).float()
+        values.mul_(largest.contiguous().view(torch.float32).unsqueeze(2) / 127)
+        return values.flatten(1)[:, :numel]
+
+    @staticmethod
+    def _started(
+        work: Any, output_tensor: torch.Tensor, values: Callable[[], torch.Tensor], *, async_op: bool
+    ) -> Pending | None:
+        """Return the pending result, or wait for it; ``values``, to be copied to the output, follow from the work."""
+
+        def finish() -> torch.Tensor:
+            with torch.no_grad():
+                found = values()
+                output_tensor.view(found.shape).copy_(found)
+            return output_tensor
+
+        pending = Pending([work], output_tensor, finish)
+        if async_op:
+            return pending
+        pending.wait()
+        return None
 
 
 class QuantizedAllGather(_Quantized):
@@ -141,13 +149,7 @@ class QuantizedAllGather(_Quantized):
         own = self._pack(input_tensor.view(1, -1))
         packed = own.new_empty(size, own.shape[1])
         work = torch_comm.all_gather_single(packed.view(-1), own.view(-1), group=group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            with torch.no_grad():
-                output_tensor.view(size, numel).copy_(self._unpack(packed, numel))
-            return output_tensor
-
-        return _started(Pending([work], output_tensor, finish), async_op)
+        return self._started(work, output_tensor, lambda: self._unpack(packed, numel), async_op=async_op)
 
 
 class QuantizedReduceScatter(_Quantized):
@@ -175,15 +177,4 @@ class QuantizedReduceScatter(_Quantized):
         sent = self._pack(input_tensor.view(size, numel))
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-
-        def finish() -> torch.Tensor:
-            with torch.no_grad():
-                return output_tensor.copy_(self._unpack(received, numel).sum(0))
-
-        return _started(Pending([work], output_tensor, finish), async_op)
-
-
-def _started(work: Pending, async_op: bool) -> Pending | None:
-    if not async_op:
-        work.wait()
-    return work if async_op else None
+        return self._started(work, output_tensor, lambda: self._unpack(received, numel).sum(0), async_op=async_op)

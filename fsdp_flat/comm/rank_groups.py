@@ -25,14 +25,13 @@ from fsdp_flat.comm.torch_comm import backend_of, timeout_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
 _CPU = torch.device("cpu")
-# Every unit of a model asks for the same groups, and each group costs connections.
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
+# Groups that the library has created, by default group; by ranks, purpose and timeout. torch holds each group that it
+# creates, and each costs connections, so all models share them.
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
 # By default group and global ranks, the number of groups created of just these.
 _num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # Groups of threads: destroy_process_group() makes torch forget a group, and gloo serves it as long as it is referenced.
 _outliving: WeakSet[dist.ProcessGroup] = WeakSet()
-# The same by default group and ranks. torch holds each group that it creates, so models share them.
-_outliving_of: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +114,8 @@ def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     return device if backend_of(group, _CPU) is None else _CPU
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a new gloo group.
-
-    Every rank of the group must call this.
-    """
-    if backend_of(group, _CPU) is not None:
-        return group
-    return _new_group(group, global_ranks(group), backend="gloo")
-
-
 def _new_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], *, backend: str | None = None, description: str = "fsdp_flat"
+    parent: dist.ProcessGroup, ranks: Sequence[int], purpose: str, *, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Create a group of global ``ranks``, which are in ``parent``, with its timeout. All of them must call this."""
     assert dist.group.WORLD is not None
@@ -134,7 +123,31 @@ def _new_group(
     created[tuple(ranks)] += 1
     # Ranks create groups of the same ranks equally often, so they agree on the name.
     name = f"fsdp_flat_{hashlib.sha1(repr(list(ranks)).encode()).hexdigest()}_{created[tuple(ranks)]}"
-    return torch_comm.new_group(ranks, name, backend=backend, timeout=timeout_of(parent), description=description)
+    timeout, description = timeout_of(parent), f"fsdp_flat_{purpose}"
+    return torch_comm.new_group(ranks, name, backend=backend, timeout=timeout, description=description)
+
+
+def _shared_group(
+    parent: dist.ProcessGroup, ranks: Sequence[int], purpose: str, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Return the group for a purpose, as :func:`_new_group`, which creates it at the first call."""
+    assert dist.group.WORLD is not None
+    known, key = _shared.setdefault(dist.group.WORLD, {}), (tuple(ranks), purpose, timeout_of(parent))
+    with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
+        dist.get_backend(known[key])
+        return known[key]
+    known[key] = _new_group(parent, ranks, purpose, backend=backend)
+    return known[key]
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a gloo group.
+
+    Every rank of the group must call this.
+    """
+    if backend_of(group, _CPU) is not None:
+        return group
+    return _shared_group(group, global_ranks(group), "host", backend="gloo")
 
 
 def outliving_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -142,15 +155,9 @@ def outliving_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     It has the ranks of ``group``, all of which must call this. It is created at the first call.
     """
-    assert dist.group.WORLD is not None
-    ranks = global_ranks(group)
-    known, key = _outliving_of.setdefault(dist.group.WORLD, {}), tuple(ranks)
-    with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
-        dist.get_backend(known[key])
-        return known[key]
-    known[key] = _new_group(group, ranks, backend="gloo")
-    _outliving.add(known[key])
-    return known[key]
+    outliving = _shared_group(group, global_ranks(group), "thread", backend="gloo")
+    _outliving.add(outliving)
+    return outliving
 
 
 def second_group(rank_group: RankGroup) -> RankGroup:
@@ -159,8 +166,7 @@ def second_group(rank_group: RankGroup) -> RankGroup:
     Every rank of the group must call this.
     """
     assert rank_group.group is not None
-    ranks = global_ranks(rank_group.group)
-    return RankGroup.of(_new_group(rank_group.group, ranks, description="fsdp_flat_second"))
+    return RankGroup.of(_new_group(rank_group.group, global_ranks(rank_group.group), "second"))
 
 
 def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
@@ -169,14 +175,9 @@ def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
     Every rank of ``rank_group`` must call this. The group is created at the first call.
     """
     assert rank_group.group is not None
-    known = _subgroups.setdefault(rank_group.group, {})
-    with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
-        dist.get_backend(known[num_ranks].group)
-        return known[num_ranks]
     first = rank_group.rank // num_ranks * num_ranks
     ranks = global_ranks(rank_group.group)[first : first + num_ranks]
-    known[num_ranks] = RankGroup.of(_new_group(rank_group.group, ranks))
-    return known[num_ranks]
+    return RankGroup.of(_shared_group(rank_group.group, ranks, "part"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import irecv, isend
 
 from fsdp_flat.comm.flat_collectives import (
     CollectiveChoice,
@@ -54,67 +55,48 @@ class Channel(Protocol):
 
     def receive(self, run: torch.Tensor, source: int) -> None: ...
 
-    # Blocks until all runs have been received, and those that were sent are read.
+    # Blocks until all runs have been received, and the memory of those that were sent may be reused.
     def wait(self) -> None: ...
 
 
 def channel_for(rank_group: RankGroup, device: torch.device, to_read: list[Any]) -> Channel:
     """Return a channel for a group on ``device``.
 
-    ``to_read`` is for all channels that are used together: those whose senders wait until the receivers have read.
+    ``to_read`` is for all channels that are used together: those where a rank may wait until others have read.
     """
-    if rank_group.group is None or not moves_by_gloo(rank_group.group, device):
-        return GroupChannel(rank_group.group, device, to_read, at_once=False)
-    # gloo sends CPU tensors only.
-    gloo = GroupChannel(rank_group.group, torch.device("cpu"), to_read, at_once=True)
-    return channel_of(rank_group, to_read) or gloo
+    if rank_group.group is not None and moves_by_gloo(rank_group.group, device):
+        device = torch.device("cpu")  # gloo sends CPU tensors only
+        channel = channel_of(rank_group, to_read)
+        if channel is not None:
+            return channel
+    return GroupChannel(rank_group.group, device, to_read)
 
 
 class GroupChannel:
-    """Uses the process group's p2p operations, begun one by one (gloo) or as one batch for other backends.
+    """Uses the process group's p2p operations, in one batch. A single rank has no group and nothing to transfer."""
 
-    A single rank has no group and nothing to transfer.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, to_read: Sequence[Channel], *, at_once: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, to_read: Sequence[Channel]) -> None:
         self.device = device
         self._group = group
         self._to_read = to_read
-        self._at_once = at_once
-        self._works: list[Any] = []
         self._batch: list[dist.P2POp] = []
-        self._alive: list[torch.Tensor] = []
 
     def send(self, run: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Begin to send a run to ranks."""
-        for rank in ranks:
-            self._begin(dist.isend, run, rank)
+        """Prepare to send a run to ranks."""
+        self._batch += [dist.P2POp(isend, run, group=self._group, group_peer=rank) for rank in ranks]
 
     def receive(self, run: torch.Tensor, source: int) -> None:
-        """Begin to receive a run from a rank."""
-        self._begin(dist.irecv, run, source)
-
-    def _begin(self, operation: Callable[..., Any], run: torch.Tensor, rank: int) -> None:
-        assert self._group is not None
-        peer = dist.get_global_rank(self._group, rank)
-        self._alive.append(run)
-        if self._at_once:
-            self._works.append(operation(run, peer, group=self._group))
-        else:
-            self._batch.append(dist.P2POp(operation, run, peer, self._group))
+        """Prepare to receive a run from a rank."""
+        self._batch.append(dist.P2POp(irecv, run, group=self._group, group_peer=source))
 
     def wait(self) -> None:
-        """Block until all runs have been received, and those that were sent are read."""
-        # Ranks that this one would wait for may wait until it has read what they sent.
+        """Send and receive all runs."""
+        # Ranks that this one would wait for may wait until it has read what they sent through shared memory.
         for channel in self._to_read:
             channel.wait()
-        if self._batch:
-            self._works = dist.batch_isend_irecv(self._batch)
-        for work in self._works:
+        batch, self._batch = self._batch, []
+        for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
-        self._works, self._batch, self._alive = [], [], []
 
 
 def absences(rank_group: RankGroup) -> dict[int, tuple[type[Exception], str]]:

@@ -87,7 +87,7 @@ class Reduction:
         self._needs_all_reduce = policy.all_reduce and self._replicate.size > 1
         self.is_partial = not policy.all_reduce and self._replicate.size > 1
         # Divisor that makes the sum the mean, and what the sum has been divided by.
-        self._mean_divisor = options.groups.num_ranks
+        self._mean_divisor = options.groups.shard.size * self._replicate.size
         self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
             flat, gradient = handle.take_flat_grad()

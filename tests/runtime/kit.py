@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,15 +226,12 @@ def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
     originals.append((SharedMemoryTransport, "send", send))
 
     def note_and_send(
-        transport: SharedMemoryTransport,
-        purpose: str,
-        messages: Sequence[tuple[torch.Tensor, Sequence[int]]],
-        **whose: int,
+        transport: SharedMemoryTransport, purpose: str, tensors: Mapping[int, torch.Tensor], **whose: int
     ) -> None:
-        nbytes = sum(tensor.nbytes * len(ranks) for tensor, ranks in messages)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
         record.calls.append(Call(purpose, nbytes, dist.get_world_size(), is_source=True))
         record.on_call()
-        send(transport, purpose, messages, **whose)
+        send(transport, purpose, tensors, **whose)
 
     SharedMemoryTransport.send = note_and_send  # type: ignore[method-assign]
     try:

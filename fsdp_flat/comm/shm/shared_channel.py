@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ _MOST_UNREAD_NBYTES = 1 << 24
 class SharedMemoryChannel:
     """Sends and receives runs through shared memory; ``channels``, to which it adds itself, are those used together.
 
-    Waiting for one reads messages of all of them; otherwise ranks that wait for different groups could deadlock.
+    A rank that waits in one of them reads messages of all; else ranks that wait in different groups could deadlock.
     """
 
     device = torch.device("cpu")
@@ -28,50 +27,41 @@ class SharedMemoryChannel:
     def __init__(self, transport: SharedMemoryTransport, channels: list[SharedMemoryChannel]) -> None:
         self._transport = transport
         self._channels = channels
-        # By source rank, in the order in which they are sent.
-        self._expected: dict[int, deque[Messages]] = {}
+        self._expected: list[Messages] = []
         channels.append(self)
 
     def send(self, run: torch.Tensor, ranks: Sequence[int]) -> None:
         """Send a run to ranks; it is copied before this returns."""
         for part in _split_parts(run):
             # A rank that only sends would otherwise fill its memory with unread messages.
-            has_too_much = partial(self._has_unread, max(0, _MOST_UNREAD_NBYTES - part.nbytes))
-            if has_too_much():
-                self._read_while(has_too_much)
-            self._transport.send("transfer", [(part, ranks)])
+            most_nbytes = max(0, _MOST_UNREAD_NBYTES - part.nbytes)
+            while sum((unread := self._transport.unread_transfers()).values()) > most_nbytes:
+                self._wait_and_read({self._transport: set(unread)})
+            self._transport.send("transfer", dict.fromkeys(ranks, part))
 
     def receive(self, run: torch.Tensor, source: int) -> None:
         """Begin to receive a run from a rank."""
-        messages = self._expected.setdefault(source, deque())
         for part in _split_parts(run):
-            messages.append(self._transport.expect("transfer", [source], part, partial(_copy, part)))
+            self._expected.append(self._transport.expect("transfer", [source], part, partial(_copy, part)))
 
     def wait(self) -> None:
-        """Block until all runs have been received, and those that were sent are read."""
-        self._read_while(lambda: bool(self._expected or self._transport.unread_transfers()))
+        """Block until all runs have been received."""
+        while self._expected:
+            self._wait_and_read({})
 
-    def _has_unread(self, most_nbytes: int) -> bool:
-        """Return whether other ranks have not read more than ``most_nbytes`` of what this rank has sent."""
-        return sum(sum(each._transport.unread_transfers().values()) for each in self._channels) > most_nbytes
-
-    def _read_while(self, is_waiting: Callable[[], bool]) -> None:
-        self._read()
-        while is_waiting():
-            wait_for(
-                {each._transport: {*each._expected, *each._transport.unread_transfers()} for each in self._channels},
-                "transfer",
-            )
-            self._read()
-
-    def _read(self) -> None:
-        """Read all messages that have arrived."""
-        for each in self._channels:
-            for source, messages in list(each._expected.items()):
-                while messages and messages[0].is_completed():
-                    messages.popleft().wait()
-                if not messages:
-                    del each._expected[source]
+    def _wait_and_read(self, sources: dict[SharedMemoryTransport, set[int]]) -> None:
+        """Read the messages that have arrived; if there are none, wait for one, or for a header from ``sources``."""
+        has_read = False
+        for channel in self._channels:
+            for messages in tuple(channel._expected):
+                if messages.missing:
+                    sources.setdefault(messages.transport, set()).update(messages.missing)
+                else:
+                    messages.wait()
+                    channel._expected.remove(messages)
+                    has_read = True
+        if not has_read:
+            wait_for(sources, "transfer")
 
 
 def channel_of(rank_group: RankGroup, channels: list[SharedMemoryChannel]) -> SharedMemoryChannel | None:

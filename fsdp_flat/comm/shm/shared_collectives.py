@@ -46,7 +46,7 @@ class SharedMemoryCollectives(GlooCollectives):
             return tensor
 
         messages = transport.expect("gather", self._others, own, place, unit=self._unit)
-        transport.send("gather", [(own, self._others)], unit=self._unit)
+        transport.send("gather", dict.fromkeys(self._others, own), unit=self._unit)
         if target is not None:
             target.place(self.rank, own.view(1, -1))
         return messages
@@ -58,9 +58,13 @@ class SharedMemoryCollectives(GlooCollectives):
         slices = full.chunk(self.size)
 
         def add(received: dict[int, torch.Tensor]) -> torch.Tensor:
-            received[self.rank] = slices[self.rank]
-            return sum_in_order([received[rank] for rank in range(self.size)])
+            parts = list(slices)
+            for rank, part in received.items():
+                parts[rank] = part
+            return sum_in_order(parts)
 
+        sent = dict(enumerate(slices))
+        del sent[self.rank]
         messages = transport.expect("reduction", self._others, slices[self.rank], add, unit=self._unit)
-        transport.send("reduction", [(slices[rank], (rank,)) for rank in self._others], unit=self._unit)
+        transport.send("reduction", sent, unit=self._unit)
         return messages

@@ -67,7 +67,7 @@ class Messages(Pending):
 
     Attributes:
         missing: the ranks whose messages have not arrived.
-        arrived: the headers of messages that are not read yet, by rank.
+        arrived: for messages that are not read yet, by rank, the headers that will confirm that they were.
     """
 
     transport: SharedMemoryTransport
@@ -95,14 +95,14 @@ class Messages(Pending):
             for source, (_, segment, start, nbytes, *_) in self.arrived.items():
                 messages[source] = self.transport.theirs[source, segment][start : start + nbytes].view(self.dtype)
             self.result = read(messages)
-            self.transport.confirm(self.arrived)
+            for source, header in self.arrived.items():
+                self.transport.send_header(source, header)
             self.arrived = {}
         return self.result
 
     def __del__(self) -> None:
         # The garbage collector may run at any allocation, also while headers are read, so nothing is sent here.
-        if self.arrived:
-            self.transport.dropped.append(self.arrived)
+        self.transport.dropped.extend(self.arrived.items())
 
 
 class _Segment:
@@ -167,8 +167,8 @@ class SharedMemoryTransport:
         self._expected: dict[int, deque[Messages]] = {rank: deque() for rank in peers}
         self._early: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
         self._unread_transfers = dict.fromkeys(peers, 0)
-        # Messages that were deleted without being read, to confirm at the next call.
-        self.dropped: deque[dict[int, _Header]] = deque()
+        # Sources and headers that confirm messages which were deleted without being read, to be sent at the next call.
+        self.dropped: deque[tuple[int, _Header]] = deque()
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
@@ -195,7 +195,7 @@ class SharedMemoryTransport:
         Messages that were dropped are confirmed first.
         """
         while self.dropped:
-            self.confirm(self.dropped.popleft())
+            self.send_header(*self.dropped.popleft())
         if self._mismatch is not None:
             raise self._mismatch
         if not self._peers:
@@ -208,11 +208,11 @@ class SharedMemoryTransport:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send(self, purpose: str, messages: Iterable[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
-        """Send tensors (1-D, contiguous, on the CPU) to their ranks; they are copied before this returns.
+    def send(self, purpose: str, tensors: Mapping[int, torch.Tensor], *, unit: int = 0) -> None:
+        """Send each rank a tensor (1-D, contiguous, on the CPU); they are copied before this returns.
 
-        ``unit`` is the id of the tensors' unit, 0 for none; a rank that expects another unit raises, as this does if
-        one of the ranks has ended.
+        One that is the same for several ranks in a row is copied once. ``unit`` is the id of the tensors' unit, 0 for
+        none; a rank that expects another unit raises, as this does if one of the ranks has ended.
         """
         self._check()
         if exchanges.reported:
@@ -220,20 +220,20 @@ class SharedMemoryTransport:
         for rank in self._peers:
             self.receive(rank)
         self._num_sends += 1
-        for tensor, ranks in messages:
-            nbytes = tensor.nbytes
-            segment, start = self._allocate(nbytes)
-            segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
-            segment.last_send, segment.is_empty = self._num_sends, False
-            header = _Header(_POST, segment.fd, start, nbytes, _PURPOSES.index(purpose), unit)
-            for rank in ranks:
-                self.sent_nbytes += nbytes
-                segment.num_unread += 1
-                if purpose == "transfer":
-                    self._unread_transfers[rank] += nbytes
-                fds = [] if rank in segment.known_to else [segment.fd]
-                segment.known_to.add(rank)
-                self._send_header(rank, header, fds)
+        copied = None
+        for rank, tensor in tensors.items():
+            if tensor is not copied:
+                copied, nbytes = tensor, tensor.nbytes
+                segment, start = self._allocate(nbytes)
+                segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
+                segment.last_send, segment.is_empty = self._num_sends, False
+                header = _Header(_POST, segment.fd, start, nbytes, _PURPOSES.index(purpose), unit)
+            self.sent_nbytes += nbytes
+            segment.num_unread += 1
+            if purpose == "transfer":
+                self._unread_transfers[rank] += nbytes
+            self.send_header(rank, header, () if rank in segment.known_to else (segment.fd,))
+            segment.known_to.add(rank)
         for segment in self._segments.values():
             is_idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
             if is_idle and not segment.is_empty:
@@ -260,12 +260,7 @@ class SharedMemoryTransport:
         largest_free.used = aligned
         return largest_free, 0
 
-    def confirm(self, headers: Mapping[int, _Header]) -> None:
-        """Confirm that messages, whose headers are given by source, were read, or are not needed."""
-        for source, header in headers.items():
-            self._send_header(source, header._replace(kind=_READ, unit=0), [])
-
-    def _send_header(self, rank: int, header: _Header, fds: list[int]) -> None:
+    def send_header(self, rank: int, header: _Header, fds: Sequence[int] = ()) -> None:
         """Send a header, unless connections are closed: at the end of the process, and in a forked child."""
         while rank in self._peers:
             try:
@@ -293,6 +288,8 @@ class SharedMemoryTransport:
         messages = Messages(self, list(sources), like.dtype, like.nbytes, purpose, unit, read)
         for source in sources:
             self._expected[source].append(messages)
+            if self._early[source]:
+                self.receive(source)
         return messages
 
     def receive(self, source: int) -> None:
@@ -328,7 +325,7 @@ class SharedMemoryTransport:
             header, messages = early.popleft(), expected.popleft()
             purpose = _PURPOSES[header.purpose]
             if (header.nbytes, purpose, header.unit) == (messages.nbytes, messages.purpose, messages.unit):
-                messages.arrived[source] = header
+                messages.arrived[source] = header._replace(kind=_READ, unit=0)
                 messages.missing.remove(source)
                 continue
             self._mismatch = RankMismatchError(
