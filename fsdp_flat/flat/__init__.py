@@ -2,9 +2,8 @@
 
 from fsdp_flat.flat.arrangement import clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.buffers import MemoryPool
-from fsdp_flat.flat.deferred import DeferredTensor
 from fsdp_flat.flat.dtensor_handle import DTensorHandle
-from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, set_grad
+from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, first_of, set_grad
 from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.handle_spec import HandleSpec
 from fsdp_flat.flat.make_handle import make_handle

@@ -21,10 +21,11 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import DeferredTensor, Site, modules_of
+from fsdp_flat.flat import Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
+from fsdp_flat.state.deferred import DeferredTensor
 from fsdp_flat.state.model_save import deferred_of, flat_shard, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import barrier, true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError
-from fsdp_flat.flat import DeferredTensor, FlatParamHandle, local_part, modules_of
+from fsdp_flat.flat import FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import RankZeroTensors, Unit, full_params, unit_of, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
+from fsdp_flat.state.deferred import DeferredTensor
 from fsdp_flat.state.shards import (
     IndexedParam,
     ParamIndex,

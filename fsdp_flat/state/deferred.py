@@ -10,8 +10,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.overrides import is_tensor_like
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.guards import first_of
-from fsdp_flat.flat.torch_flat import unguarded, without_data
+from fsdp_flat.flat import first_of, unguarded, without_data
 
 
 class DeferredTensor(torch.Tensor):
