@@ -276,7 +276,7 @@ def _described(
     *,
     is_gathered: bool = False,
 ) -> UnitDescription:
-    trainable = [handle for handle in handles if handle.is_trainable]
+    trainable = [handle for handle in handles if handle.num_trainable]
     gathered = [handle for handle in handles if handle.buffer.owns_memory]
     return UnitDescription(
         name=name,

@@ -84,12 +84,13 @@ class FlatBuffer:
         """Number of bytes allocated."""
         return self.tensor.untyped_storage().nbytes()
 
-    def alloc(self, pool: MemoryPool) -> None:
-        """Allocate memory from ``pool`` unless it is allocated; the content is undefined."""
-        if self.owns_memory:
-            storage = self.tensor.untyped_storage()
-            if storage.nbytes() != self._nbytes:
-                pool.fill(storage, self._nbytes)
+    def alloc(self, pool: MemoryPool) -> bool:
+        """Allocate memory from ``pool``, with undefined content, unless there is some; return whether it did."""
+        storage = self.tensor.untyped_storage()
+        if not self.owns_memory or storage.nbytes() == self._nbytes:
+            return False
+        pool.fill(storage, self._nbytes)
+        return True
 
     def free(self, pool: MemoryPool) -> None:
         """Return the memory to ``pool``."""

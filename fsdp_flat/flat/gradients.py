@@ -85,8 +85,7 @@ class FlatGradBuffer:
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
-        if self._buffer.nbytes == 0:
-            self._buffer.alloc(pool)
+        if self._buffer.alloc(pool):
             if self._rows is not None and len(self.waiting) == len(self._places):
                 grads = list(map(self.waiting.__getitem__, range(len(self._places))))
                 if set(map(_DTYPE, grads)) == {self._rows.dtype}:  # it converts slowly
@@ -242,11 +241,6 @@ class GradientCollector:
         """Return for each original parameter whether it requires a gradient."""
         flags = list(map(_PARAM_REQUIRES_GRAD, self.visible))
         return flags if len(flags) > 1 else flags * len(self.params)
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return whether any parameter of the handle requires a gradient."""
-        return self.num_trainable > 0
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import COMPILED_MODULE
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
@@ -123,6 +125,24 @@ def _check_values(units: Sequence[Unit]) -> None:
         unit.unwritten = None
 
 
+def _warn_of_uncompiled(units: Sequence[Unit], compiler: Any) -> None:
+    """Warn if torch.compile would skip units because they have no original parameters.
+
+    ``compiler`` compiles the code that calls the outermost unit; None if nothing does.
+    """
+    for unit in units:
+        if unit.options.use_orig_params:
+            continue
+        asked = [m for m in unit.module.modules() if COMPILED_MODULE in m._modules or m._compiled_call_impl is not None]
+        if compiler or any(getattr(module, "_is_fsdp_managed_module", False) for module in asked):
+            warn_user(
+                f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
+                f"{units[0].name!r}, as they are: it compiles modules of units with use_orig_params=True only. "
+                "Training goes on without compilation; pass use_orig_params=True to have it."
+            )
+            return
+
+
 def _trained_lines(units: Iterable[Unit], groups: ShardingGroups) -> list[str]:
     # Names may differ between ranks that ignore different modules; wrapping has compared them.
     return [
@@ -173,10 +193,11 @@ class RankChecks:
         self._compared_values = False
         self.in_forward = bool(self._ahead)
 
-    def before_iteration(self) -> None:
+    def before_iteration(self, compiler: Any) -> None:
         """Check before the first forward for tensors without values, before one that trains for replaced modules."""
         if not self._checked_values:
             _check_values(self._units)
+            _warn_of_uncompiled(self._units, compiler)
             self._checked_values = True
         if not self._checked_modules and torch.is_grad_enabled():
             self._checked_modules = True
@@ -215,7 +236,7 @@ class RankChecks:
             return
         self._checked_gradients = True
         handles = [handle for unit in self._units for handle in unit.handles]
-        short = next((each for each in handles if each.is_trainable and each.orig_dtype.itemsize < 4), None)
+        short = next((each for each in handles if each.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:
             warn_user(
                 f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "

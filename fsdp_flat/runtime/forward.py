@@ -20,7 +20,7 @@ from fsdp_flat.flat import (
     is_alias,
     local_of,
 )
-from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.options import AfterForward
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
@@ -35,7 +35,6 @@ from fsdp_flat.runtime.tensors import (
 )
 from fsdp_flat.runtime.torch_runtime import preserve_version
 from fsdp_flat.runtime.unit import Unit, unit_of
-from fsdp_flat.user_warnings import warn_user
 
 
 @dynamo_disabled_here
@@ -99,13 +98,9 @@ class UnitForward:
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
         self._schedule = schedule = schedule_of(wrapper, unit)
-        if not unit.options.use_orig_params:
-            wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
-            assert wrapped is not None
-            _check_compiles(schedule, unit, wrapped, compiler)
         # The calls of its modules that are under way; None before the first one.
         self._calls: list[_Call] | None = None
-        self._record = record = schedule.begin_forward(unit)
+        self._record = record = schedule.begin_forward(unit, compiler)
         self._is_outermost = record.iteration is not None and len(record.iteration.order) == 1
 
     @dynamo_disabled
@@ -312,27 +307,6 @@ def _copy_parts_of_buffers(unit: Unit, output: Any, inputs: CallInputs | None) -
     if any(copied(tensor) is not tensor for tensor in tensors_in(output)):
         return map_tensors(output, copied)
     return output
-
-
-def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
-    """Warn once if torch.compile would skip a unit because it has no original parameters.
-
-    ``compiler`` compiles the code that calls the unit; it is None if nothing does.
-    """
-    modules = [wrapped] if schedule.looked_for_compiled else list(wrapped.modules())
-    schedule.looked_for_compiled = True
-    if not schedule.warned_uncompiled and (compiler or any(_is_compiled(module) for module in modules)):
-        schedule.warned_uncompiled = True
-        warn_user(
-            f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
-            f"{schedule.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. "
-            "Training goes on without compilation; pass use_orig_params=True to have it."
-        )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    asked = COMPILED_MODULE in module._modules or module._compiled_call_impl is not None
-    return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
 @dynamo_disabled

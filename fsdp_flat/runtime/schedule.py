@@ -52,8 +52,6 @@ class Schedule(CommContext):
         self._position = 0
         self._last_order: dict[Unit, list[Unit]] = {}
         self.has_lost_gradients = False
-        self.looked_for_compiled = False
-        self.warned_uncompiled = False
         self._buffers_full: bool | None = None
         paths: dict[Unit, list[str]] = {}
         for name, module in root_module.named_modules():
@@ -142,15 +140,18 @@ class Schedule(CommContext):
                 "set_requires_all_reduce switched on again, or call finalize_backward."
             )
 
-    def begin_forward(self, unit: Unit) -> ForwardRecord:
-        """Record the begin of a unit's forward; inside a backward of this tree it is a recomputation."""
+    def begin_forward(self, unit: Unit, compiler: Any = None) -> ForwardRecord:
+        """Record the begin of a unit's forward; inside a backward of this tree it is a recomputation.
+
+        ``compiler`` compiles the code that calls the unit; None if nothing does.
+        """
         weights = WeightsVersion(unit.wants_full_precision, -1, -1)
         if self.recomputes:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
             self.recover()
             self._adopt_units()
-            self.rank_checks.before_iteration()
+            self.rank_checks.before_iteration(compiler)
             self.iteration = Iteration()
             if self.iteration.trains:
                 self._pending.add(self.iteration)
@@ -394,7 +395,7 @@ class Schedule(CommContext):
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for handle in unit.handles:
-                    if handle.is_trainable:
+                    if handle.num_trainable:
                         self._take_grads_ready(handle)
                 unit.begin_reductions()
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)

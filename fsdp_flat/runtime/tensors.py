@@ -109,8 +109,12 @@ class StoredTensors:
                 for name, value in attributes.items()
                 if name not in _MODULE_STATE and _may_hold_tensors(value)
             ]
-        values = [value for held, name in self._places if type(value := held.get(name)) not in _LEAVES]
-        return [tensor for tensor in differentiable_tensors(values) if not tensor.is_leaf] if values else []
+        found = []
+        for attributes, name in self._places:
+            value = attributes.get(name)
+            if type(value) not in _LEAVES:
+                found += [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
+        return found
 
 
 def _may_hold_tensors(value: Any) -> bool:

@@ -152,23 +152,18 @@ class Unit:
     def _move(self, event: MemoryEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
-    def adopt_changes(self) -> None:
-        """Adopt tensors that the user assigned to sharded parameters.
+    def adopt_changes(self) -> WeightsVersion:
+        """Adopt tensors that the user assigned to sharded parameters; return the version of the shards' values.
 
         Raises:
             PhaseError: the buffers are kept for the next forward, so that an assignment would be lost.
         """
-        for handle in self.handles if self.state is not MemoryState.READY else ():
-            if self.state in (MemoryState.GATHERING, MemoryState.KEPT):
-                handle.check_not_assigned(shows_unsharded=False)
-            else:
-                handle.adopt_changes()
-
-    def weights(self) -> WeightsVersion:
-        """Return the version of the shards' values as they are now."""
-        self.adopt_changes()
         storage_epoch = weights_epoch = 0
         for handle in self.handles:
+            if self.state in (MemoryState.GATHERING, MemoryState.KEPT):
+                handle.check_not_assigned(shows_unsharded=False)
+            elif self.state is not MemoryState.READY:
+                handle.adopt_changes()
             storage_epoch += handle.storage_epoch
             weights_epoch += handle.weights_epoch()
         return WeightsVersion(self._full_precision, storage_epoch, weights_epoch)
@@ -182,7 +177,7 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
             # The values that ranks get are those of now, whatever changes before the wait.
-            self.gathered = self.weights()
+            self.gathered = self.adopt_changes()
             for mesh in self.meshes:
                 self._pending_all_gathers += mesh.begin_all_gather(context)
             self._move(MemoryEvent.GATHER)
@@ -197,7 +192,7 @@ class Unit:
         """
         if self.state is MemoryState.SHARDED:
             return False
-        in_backward, now = graph_task_id() != -1, self.weights()
+        in_backward, now = graph_task_id() != -1, self.adopt_changes()
         if in_backward and self.state is MemoryState.SHRUNK:
             return False
         if in_backward:
@@ -237,13 +232,13 @@ class Unit:
                 for handle in self.handles:
                     handle.check_not_assigned(shows_unsharded=True)
                     handle.show_unsharded()  # with the ``requires_grad`` of now
-            if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.weights():
+            if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.adopt_changes():
                 # The all-gather began before shards may have changed, on this rank or on others.
                 self.reshard()
         self.begin_unshard()
         self.finish_unshard()
         if not self.needs_all_gather:
-            self.gathered = self.weights()
+            self.gathered = self.adopt_changes()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -368,7 +363,7 @@ class Unit:
 
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
-        used = self.weights()
+        used = self.adopt_changes()
         if weights.storage_epoch != used.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
@@ -419,10 +414,10 @@ class Unit:
         """
         for mesh in self.meshes:
             for handle in mesh.handles:
-                if handle not in chosen if chosen is not None else not handle.is_trainable:
+                if handle not in chosen if chosen is not None else not handle.num_trainable:
                     continue
                 self.log_event("reduce_scatter")
-                mesh.note_reduction()
+                mesh.issued.append(("reduction", mesh))
                 collectives, streams = mesh.step_collectives, self.context.streams
                 self.context.reductions.begin(
                     handle, mesh.options, collectives=collectives, streams=streams, policy=self.policy

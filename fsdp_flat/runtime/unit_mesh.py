@@ -64,6 +64,7 @@ class UnitMesh:
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
             and ``summon_full_params`` always use these; steps may use others (``choice``).
         step_collectives: those that steps use.
+        issued: the tree's list of collectives over these groups, which ranks compare.
         smaller_group: holds all parameters between forward and backward, if they are freed; None: the shard group does.
     """
 
@@ -73,7 +74,7 @@ class UnitMesh:
         self.collectives = collectives_for(self.groups.shard, options.device, unit=unit_id, name=name)
         self.step_collectives = self.collectives
         self.smaller_group: SmallerGroup | None = None
-        self._issued: list[tuple[str, Any]] = []
+        self.issued: list[tuple[str, Any]] = []
 
     @property
     def suffix(self) -> str:
@@ -95,7 +96,7 @@ class UnitMesh:
 
     def use_context(self, context: CommContext) -> None:
         """Use the memory and the records of the tree that the unit belongs to."""
-        self._issued = context.collectives.of(self.groups)
+        self.issued = context.collectives.of(self.groups)
         for handle in self.handles:
             handle.pool = context.pool
 
@@ -118,10 +119,6 @@ class UnitMesh:
         for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
             if context.trace is not None:
                 context.trace.append(("all_gather", self.name))
-            self._issued.append(("all-gather", self))
+            self.issued.append(("all-gather", self))
             pendings.append(collectives.begin_all_gather(tensor, rows))
         return pendings
-
-    def note_reduction(self) -> None:
-        """Record that a reduction is issued, for the comparison of ranks."""
-        self._issued.append(("reduction", self))

@@ -294,10 +294,9 @@ def test_a_compiled_module_assigned_to_a_unit_runs_compiled_once_a_step(layout: 
 
 
 @on_ranks(2)
-def test_a_compiled_module_assigned_to_a_unit_of_a_flat_parameter_is_warned_about() -> None:
+def test_a_compiled_module_in_a_unit_of_a_flat_parameter_is_warned_about_at_the_first_use() -> None:
     with fresh_compiler():
         pair = Pair.of(still_stack(), use_orig_params=False)
-        pair.train()
         unit = pair.model.blocks[1]
         unit._fsdp_wrapped_module = torch.compile(unit._fsdp_wrapped_module, backend=Backend())
         with pytest.warns(UserWarning, match="use_orig_params=True only"):
