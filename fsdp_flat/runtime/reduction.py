@@ -64,6 +64,7 @@ class Reduction:
     dtypes are summed unscaled and only the shard is scaled, which is one pass over less data.
 
     Attributes:
+        needs_all_reduce: the sum over the replicate group has not begun.
         is_partial: the gradient is summed over the shard group only, for a later backward.
         result: the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype), set by
             :meth:`finish`: the mean, or the sum divided by the caller's factor, unless the factor is a tensor. None
@@ -84,7 +85,7 @@ class Reduction:
         self._streams = streams
         self._policy = policy
         self._replicate = options.groups.replicate
-        self._needs_all_reduce = policy.all_reduce and self._replicate.size > 1
+        self.needs_all_reduce = policy.all_reduce and self._replicate.size > 1
         self.is_partial = not policy.all_reduce and self._replicate.size > 1
         # Divisor that makes the sum the mean, and what the sum has been divided by.
         self._mean_divisor = options.groups.shard.size * self._replicate.size
@@ -108,14 +109,15 @@ class Reduction:
                     self._pending = collectives.begin_reduce_scatter(flat, handle.pool)
                     return
                 self._pending = Pending((), flat)
-                self.advance()
+                if self.needs_all_reduce:
+                    self.advance()
 
     def _call_hook(self, flat: torch.Tensor, *, shards: bool) -> torch.Tensor:
         """Call the hook, which divides by itself; under hybrid sharding the mean over the replicate group remains."""
         hook, state = self._policy.hook, self._policy.hook_state
         assert hook is not None
         if not shards:
-            self._mean_divisor, self._needs_all_reduce, self.is_partial = 1, False, False
+            self._mean_divisor, self.needs_all_reduce, self.is_partial = 1, False, False
             hook(state, flat)
             return flat
         self._mean_divisor = self._replicate.size
@@ -124,10 +126,8 @@ class Reduction:
         return out
 
     def advance(self) -> None:
-        """Wait for the sum over the shard group and begin the all-reduce over the replicate group, if there is one."""
-        if not self._needs_all_reduce:
-            return
-        self._needs_all_reduce = False
+        """Wait for the sum over the shard group, and begin the sum over the replicate group."""
+        self.needs_all_reduce = False
         with unrecorded(), self._streams.reduce_scatters:
             shard, partial = self._pending.wait(), self.handle.partial_grad.take()
             if partial is not None:
@@ -145,7 +145,8 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for the communication and set the result."""
-        self.advance()
+        if self.needs_all_reduce:
+            self.advance()
         handle, policy, streams = self.handle, self._policy, self._streams
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
@@ -206,7 +207,8 @@ class Reduction:
 
     def discard(self) -> None:
         """Wait for the communication and drop the result."""
-        self.advance()
+        if self.needs_all_reduce:
+            self.advance()
         self._pending.wait()
         self._free()
 
@@ -238,7 +240,8 @@ class Reductions:
     ) -> None:
         """Begin a reduction, after earlier ones have advanced, and the oldest have made room for it."""
         for earlier in self._in_flight:
-            earlier.advance()
+            if earlier.needs_all_reduce:
+                earlier.advance()
         while len(self._in_flight) >= (policy.max_in_flight or self._most):
             self._finish_oldest()
         with profiled("reduce_scatter", handle.spec.unit_name):

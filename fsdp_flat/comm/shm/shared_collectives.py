@@ -45,11 +45,10 @@ class SharedMemoryCollectives(GlooCollectives):
                         slices[rank].copy_(row)
             return tensor
 
-        messages = transport.expect("gather", self._others, own, place, unit=self._unit)
         transport.send("gather", dict.fromkeys(self._others, own), unit=self._unit)
         if target is not None:
             target.place(self.rank, own.view(1, -1))
-        return messages
+        return transport.expect("gather", self._others, own, place, unit=self._unit)
 
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
@@ -65,6 +64,5 @@ class SharedMemoryCollectives(GlooCollectives):
 
         sent = dict(enumerate(slices))
         del sent[self.rank]
-        messages = transport.expect("reduction", self._others, slices[self.rank], add, unit=self._unit)
         transport.send("reduction", sent, unit=self._unit)
-        return messages
+        return transport.expect("reduction", self._others, slices[self.rank], add, unit=self._unit)
