@@ -283,7 +283,7 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
     return {
         visible.param: [handle.unsharded_params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
-        if unit.whole is None  # else modules compute with the parameters that an optimizer holds
+        if unit.full is None  # else modules compute with the parameters that an optimizer holds
         for handle in unit.handles
         for visible in handle.visible
     }

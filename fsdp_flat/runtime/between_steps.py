@@ -29,7 +29,7 @@ from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.schedule import outermost_of, schedule_of
 from fsdp_flat.runtime.tensors import drop_full_precision
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import FullParams, Unit, unit_of, units_of
 from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.user_warnings import warn_user
 
@@ -74,21 +74,22 @@ def full_params(
     Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
     ``summon_full_params``) it does not all-gather again, so that changes not yet written back are visible.
     """
-    outer, was_shown = unit.whole, unit.shows_whole
+    outer = unit.full
+    was_shown = outer is not None and outer.are_shown
     if outer is None:
         unit.adopt_changes()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
-        whole = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
+        tensors = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
     else:
-        whole = outer
-    unit.whole, unit.shows_whole = whole, show or was_shown
+        tensors = outer.tensors
+    unit.full = FullParams(tensors, show or was_shown)
     try:
         if show and not was_shown:
-            for handle, tensor in whole.items():
+            for handle, tensor in tensors.items():
                 handle.show_full_params(views_of(tensor, handle.layout))
-        yield whole
+        yield tensors
     finally:
-        unit.whole, unit.shows_whole = outer, was_shown
+        unit.full = outer
         for handle in () if was_shown else unit.handles:
             handle.hide_full_params()
             if outer is None and unit.is_ready:

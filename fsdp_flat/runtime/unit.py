@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -36,6 +36,18 @@ from fsdp_flat.runtime.unit_mesh import UnitMesh
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
 
 
+class FullParams(NamedTuple):
+    """Holds the full parameters of a unit in memory of their own.
+
+    Attributes:
+        tensors: the unsharded flat tensor of each handle, 1-D, ``layout.numel`` elements in the original dtype.
+        are_shown: the modules show views of them as Parameters.
+    """
+
+    tensors: dict[FlatParamHandle, torch.Tensor]
+    are_shown: bool
+
+
 @dataclass(eq=False, repr=False)
 class Unit:
     """Holds one wrapped module and everything needed to run it sharded.
@@ -51,7 +63,7 @@ class Unit:
         state: the state of the parameters' memory; only :meth:`_move` sets it.
         gathered: the weights that the buffers hold, or held last.
         holds_graph: a graph of a backward (``create_graph=True``) may need the buffers; the next backward frees them.
-        whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
+        full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         undo: objects whose ``remove()`` undoes what the unit's making has changed of modules, besides parameters.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
@@ -78,14 +90,14 @@ class Unit:
         )
         self.use_context(CommContext(options.device))
         self.policy = ReductionPolicy()
-        self.is_nested = self.shows_whole = self.holds_graph = False
+        self.is_nested = self.holds_graph = False
         self.needs_all_gather = any(mesh.handles and mesh.collectives is not None for mesh in self.meshes)
         self.state = MemoryState.SHARDED
         self.gathered = WeightsVersion(False, -1, -1)
         self._full_precision = False
         self._pending_all_gathers: list[Pending] = []
         self._depth = 0
-        self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
+        self.full: FullParams | None = None
         self.forward_methods: set[str] = set()
         self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
@@ -114,7 +126,7 @@ class Unit:
 
     def summary(self) -> str:
         """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""
-        return "; ".join(_summary(mesh) for mesh in self.meshes if mesh.handles or len(self.meshes) == 1)
+        return "; ".join(mesh.summary() for mesh in self.meshes if mesh.handles or len(self.meshes) == 1)
 
     @property
     def is_sharded(self) -> bool:
@@ -471,15 +483,3 @@ def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
     modules = modules_of(module) if recurse else (module,)
     return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
-
-
-def _summary(mesh: UnitMesh) -> str:
-    shard, replicate = mesh.groups.shard.size, mesh.groups.replicate.size
-    ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else f"{shard} ranks"
-    kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in mesh.handles}
-    dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
-    of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
-    num_params = sum(len(handle.layout.param_infos) for handle in mesh.handles)
-    nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in mesh.handles)
-    name = mesh.options.strategy.member.name
-    return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"

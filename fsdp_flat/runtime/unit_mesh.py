@@ -108,6 +108,18 @@ class UnitMesh:
         if self.smaller_group is not None:
             self.smaller_group.use_collectives(choice)
 
+    def summary(self) -> str:
+        """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""
+        shard, replicate = self.groups.shard.size, self.groups.replicate.size
+        ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else f"{shard} ranks"
+        kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in self.handles}
+        dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
+        of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
+        num_params = sum(len(handle.layout.param_infos) for handle in self.handles)
+        nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in self.handles)
+        name = self.options.strategy.member.name
+        return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"
+
     def begin_all_gather(self, context: CommContext) -> list[Pending]:
         """Begin the all-gathers of the handles, one for each dtype; those with rows gather over the smaller group."""
         smaller, collectives, pendings = self.smaller_group, self.step_collectives, []

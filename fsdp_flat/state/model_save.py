@@ -154,7 +154,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         if outermost and codec.communicates:
             # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
             is_full = isinstance(codec, FullCodec)
-            gathering = [each for each in units if each.handles and not (is_full and each.whole is not None)]
+            gathering = [each for each in units if each.handles and not (is_full and each.full is not None)]
             rank_groups = list(dict.fromkeys(each.options.groups.shard for each in gathering))
             for rank_group in rank_groups:
                 barrier("state_dict", rank_group)
@@ -220,7 +220,7 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
 
     While the unit's full parameters are shown these are copies of what the modules have, changes included.
     """
-    if unit.whole is not None:
+    if unit.full is not None:
         return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
     if not isinstance(codec, FullCodec):
         unit.check_idle("state_dict")
@@ -233,7 +233,7 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
 def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
     """Return this rank's elements of a parameter inside ``summon_full_params``, in memory of their own."""
     local, handle = param.local, param.handle
-    if param.unit.shows_whole:
+    if param.unit.full is not None and param.unit.full.are_shown:
         rank = param.rank_group.rank
         local = local_part(handle.layout, param.index, rank, handle.full_local(param.index).detach()).to(local.device)
     return local.clone()
@@ -264,7 +264,7 @@ def _save_unit(
     config = settings.state_dict_config
     if isinstance(codec, FullCodec):
         return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
-    if codec.is_flat or unit.whole is None:
+    if codec.is_flat or unit.full is None:
         unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
@@ -275,7 +275,7 @@ def _save_unit(
         )
         if codec.is_flat:
             return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
-    if unit.whole is not None:
+    if unit.full is not None:
         return _save_summoned(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
@@ -369,7 +369,7 @@ def _save_full(
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
-    keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.whole is not None
+    keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
     if gathered is None and not is_summoned:
         gathered = codec.gather(_shards_of(unit, codec, ""), config)
     params = params_of(unit, prefix)
