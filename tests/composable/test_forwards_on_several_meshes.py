@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_flat.composable import fully_shard, register_fsdp_forward_method
-from fsdp_flat.runtime import schedule_of, units_of
+from fsdp_flat.runtime import schedule_of
 from fsdp_flat.runtime.unit import own_unit
 from tests.composable.beside import grads_of
 from tests.composable.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
@@ -46,7 +46,7 @@ def test_a_method_of_the_root_without_gradients_leaves_nothing_to_wait_for() -> 
 
     fully_shard(model, mesh=meshes.dense, shard_placement_fn=of_root)
     register_fsdp_forward_method(model, "score")
-    assert len(units_of(model, recurse=False)) == 2
+    assert len(own_unit(model).meshes) == 2
     for step in range(3):
         torch.testing.assert_close(model.score(inputs(step)), plain.score(inputs(step)))
     schedule = schedule_of(model, own_unit(model))
@@ -98,17 +98,15 @@ def test_modules_of_a_list_that_are_called_by_themselves_reshard_on_all_meshes(r
         return _fsdp_common.ShardPlacementResult(Shard(0), info) if param in own else None
 
     fully_shard(blocks, mesh=meshes.dense, shard_placement_fn=place, reshard_after_forward=reshards)
-    outer, inner = units_of(blocks[0])
+    unit = own_unit(blocks[0])
+    assert [len(mesh.handles) for mesh in unit.meshes] == [1, 1]
     with torch.no_grad():
         torch.testing.assert_close(blocks[0](inputs(0)), plain[0](inputs(0)))
-    assert inner.is_sharded == outer.is_sharded
     for modules in (plain, blocks):
         output = modules[1](modules[0](inputs(0)))
-        assert inner.is_sharded == outer.is_sharded
         output.sum().backward()
-    assert not outer.context.open_groups
-    assert inner.is_sharded
-    assert outer.is_sharded
+    assert not unit.context.open_groups
+    assert unit.is_sharded
     average_gradients(plain)
     for block, other in zip(blocks, plain, strict=True):
         torch.testing.assert_close(grads_of(block), grads_of(other))
