@@ -1,11 +1,12 @@
 """Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat.arrangement import clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.buffers import MemoryPool
 from fsdp_flat.flat.dtensor_handle import DTensorHandle
-from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, first_of, set_grad
+from fsdp_flat.flat.flat_parameter import FlatParameter
+from fsdp_flat.flat.gradients import set_grad
 from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.handle_spec import HandleSpec
+from fsdp_flat.flat.layout_views import clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.make_handle import make_handle
 from fsdp_flat.flat.optimizer_grads import (
     add_reduced,
@@ -35,6 +36,7 @@ from fsdp_flat.flat.params import (
     to_local_param,
     unsharded_shape,
 )
+from fsdp_flat.flat.placeholders import SHARDED_HINTS, ShardedPlaceholder, first_of
 from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import (
     VERSION_OF,

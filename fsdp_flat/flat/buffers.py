@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.flat.arrangement import row_target, views_of
+from fsdp_flat.flat.layout_views import row_target, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import UsageError, some_of
-from fsdp_flat.flat.arrangement import (
+from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.layout_views import (
     GroupedRows,
     RowTarget,
     VisibleParam,
@@ -26,7 +27,6 @@ from fsdp_flat.flat.arrangement import (
     rows_of,
     split_alone,
 )
-from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam, check_extensions
 from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of

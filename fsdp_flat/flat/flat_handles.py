@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.arrangement import VisibleParam
 from fsdp_flat.flat.bindings import Bindings
-from fsdp_flat.flat.guards import ShardedPlaceholder, refuse_replaced, renew_shard, set_grad, warn_of_lost_hooks
+from fsdp_flat.flat.flat_parameter import refuse_replaced, renew_shard, warn_of_lost_hooks
+from fsdp_flat.flat.gradients import set_grad
 from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.layout_views import VisibleParam
 from fsdp_flat.flat.params import PLAIN, ManagedParam
+from fsdp_flat.flat.placeholders import ShardedPlaceholder
 from fsdp_flat.layout import FLAT_PARAM
 
 _DATA_PTR = torch.Tensor.data_ptr

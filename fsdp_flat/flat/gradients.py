@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.flat.arrangement import VisibleParam, can_chunk, grad_places, split_grad, views_of
 from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
-from fsdp_flat.flat.guards import set_grad
 from fsdp_flat.flat.handle_spec import HandleSpec
+from fsdp_flat.flat.layout_views import VisibleParam, can_chunk, grad_places, split_grad, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_in_a_graph
 from fsdp_flat.layout import FlatLayout
@@ -137,6 +136,19 @@ class ReduceScatteredGrad:
         """Return the sum and remove it."""
         shard, self.shard = self.shard, None
         return shard
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad``, which may have another shape, dtype or device than ``param``.
+
+    Gradients have another dtype with ``keep_low_precision_grads``, and another shape inside ``no_sync``.
+    """
+    if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
+        param.grad = grad
+        return
+    # torch rejects such a gradient unless it is assigned through ``.data``.
+    param.grad = torch.empty_like(param)
+    param.grad.data = grad
 
 
 def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,12 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.arrangement import (
+from fsdp_flat.flat.bindings import Bindings, parameters_of
+from fsdp_flat.flat.buffers import EXPIRED, FlatBuffer, MemoryPool, UnshardedParams
+from fsdp_flat.flat.flat_parameter import as_flat_parameter, replace_shard
+from fsdp_flat.flat.gradients import GradientCollector, set_grad
+from fsdp_flat.flat.handle_spec import HandleSpec
+from fsdp_flat.flat.layout_views import (
     RowTarget,
     VisibleParam,
     clear_padding,
@@ -33,12 +38,8 @@ from fsdp_flat.flat.arrangement import (
     shard_of,
     views_of,
 )
-from fsdp_flat.flat.bindings import Bindings, parameters_of
-from fsdp_flat.flat.buffers import EXPIRED, FlatBuffer, MemoryPool, UnshardedParams
-from fsdp_flat.flat.gradients import GradientCollector
-from fsdp_flat.flat.guards import as_flat_parameter, module_guard, replace_shard, set_grad
-from fsdp_flat.flat.handle_spec import HandleSpec
 from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
+from fsdp_flat.flat.placeholders import module_guard
 from fsdp_flat.flat.torch_flat import (
     VERSION_OF,
     is_alias,

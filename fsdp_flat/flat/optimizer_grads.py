@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.flat.arrangement import views_of
-from fsdp_flat.flat.gradients import apply_hooks
-from fsdp_flat.flat.guards import set_grad
+from fsdp_flat.flat.gradients import apply_hooks, set_grad
 from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.layout_views import views_of
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
 
 

@@ -13,7 +13,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.guards import FlatParameter
+from fsdp_flat.flat.flat_parameter import FlatParameter
 from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
 from fsdp_flat.flat.torch_flat import dynamo_disabled_here

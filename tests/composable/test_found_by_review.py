@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import fully_shard
 from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
-from fsdp_flat.flat.arrangement import BufferRows
+from fsdp_flat.flat.layout_views import BufferRows
 from tests.composable.sides import children_and_root
 from tests.support import on_ranks
 from tests.support.kit import Stack, seeded, square_loss

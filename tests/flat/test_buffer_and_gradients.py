@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat.flat.arrangement import can_chunk
 from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.gradients import FlatGradBuffer
+from fsdp_flat.flat.layout_views import can_chunk
 from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout, RowLayout
 from tests.support import assert_equal

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat.arrangement import BufferRows, local_part, views_of
+from fsdp_flat.flat.layout_views import BufferRows, local_part, views_of
 from fsdp_flat.layout import Interval, RowLayout
 
 Shapes = list[tuple[int, ...]]
