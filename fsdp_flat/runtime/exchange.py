@@ -7,8 +7,8 @@ gradients are set and an optimizer can step:
   one that only some ranks used gets the mean with zeros, as under DDP;
 * which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
   a weight was used outside of its unit's forward), so that all ranks reduce them;
-* whether all ranks issued the same collectives in the same order, and train the same parameters;
-* whether any rank requests an average of gradients that no unit manages;
+* whether all ranks issued the same collectives in the same order, train the same parameters, and are to average the
+  same gradients that no unit manages;
 * whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from io import BytesIO
+from itertools import compress
 
 import torch
 
@@ -40,26 +41,16 @@ _DOING = "the exchange of ranks in a backward"
 _DIGEST_NBYTES = 8
 
 
-class AverageRequest(IntEnum):
-    """Enumerates what ranks do with gradients that no unit manages; the largest request of a rank counts."""
-
-    NONE = 0
-    AVERAGE = 1
-    COMPARE_FIRST = 2  # compare the parameters, and then average
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Holds the result of an exchange.
 
     Attributes:
-        differing: groups whose ranks issued different collectives or train different parameters, or None.
-        average: the largest request of a rank.
+        differing: groups whose ranks issued different collectives, or train or average different parameters, or None.
         retains_graph: autograd keeps the graph of this backward on any rank.
     """
 
     differing: ShardingGroups | None
-    average: AverageRequest
     retains_graph: bool
 
 
@@ -95,24 +86,25 @@ class BackwardExchange:
         used: Mapping[FlatParamHandle, bytes],
         unreduced: set[FlatParamHandle],
         *,
-        average: AverageRequest,
+        same: bytes,
         retains_graph: bool,
     ) -> None:
-        """Begin the exchange; for the last two arguments see :class:`Outcome`.
+        """Begin the exchange.
 
         Args:
             used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing handle
                 has none.
             unreduced: handles that hold unreduced gradients.
+            same: compared between ranks beside the collectives.
+            retains_graph: see :class:`Outcome`.
         """
         for groups, handles in self.handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             late = bytes([handle in unreduced for handle in handles])
             trained = bytes([trains for handle in handles for trains in handle.requires_grad()])
-            digest = hashlib.blake2b(self._log.digest(groups) + trained, digest_size=_DIGEST_NBYTES).digest()
+            digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
-            complement = bytes([255 - byte for byte in digest])
-            row = bytearray(b"".join([*flags, late, bytes([average, retains_graph]), digest, complement]))
+            row = bytearray(b"".join([*flags, late, bytes([retains_graph]), digest, _complement(digest)]))
             pending = Pending((), torch.frombuffer(row, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
@@ -129,21 +121,18 @@ class BackwardExchange:
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
-        differing, average, retains_graph = None, AverageRequest.NONE, False
+        differing, retains_graph = None, False
         for groups, pending in self._in_flight.items():
-            row = bytes(pending.wait().numpy())
-            position = 0
+            row = BytesIO(bytes(pending.wait().numpy()))
             handles = self.handles[groups]
             for handle in handles:
-                num_params = len(handle.layout.param_infos)
-                used[handle] = row[position : position + num_params]
-                position += num_params
-            late = row[position : position + len(handles)]
-            unreduced.update([handle for handle, is_late in zip(handles, late, strict=True) if is_late])
-            position += len(handles)
-            average = max(average, AverageRequest(row[position]))
-            retains_graph = retains_graph or bool(row[position + 1])
-            greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
-            if greatest != bytes([255 - byte for byte in least]):
+                used[handle] = row.read(len(handle.layout.param_infos))
+            unreduced.update(compress(handles, row.read(len(handles))))
+            retains_graph = retains_graph or row.read(1) == b"\1"
+            if row.read(_DIGEST_NBYTES) != _complement(row.read(_DIGEST_NBYTES)):
                 differing = differing or groups
-        return Outcome(differing, average, retains_graph)
+        return Outcome(differing, retains_graph)
+
+
+def _complement(digest: bytes) -> bytes:
+    return bytes([255 - byte for byte in digest])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import COMPILED_MODULE
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
@@ -30,6 +29,11 @@ _ORDER = ErrorTexts(
     "gradients are dropped.",
     "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "
     "was not caught. Weights are as they were before this step.",
+)
+_AVERAGED = ErrorTexts(
+    "averaging gradients that no unit manages",
+    "Ranks average different parameters outside of units.",
+    "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
 )
 
 
@@ -118,8 +122,7 @@ def _check_values(units: Sequence[Unit]) -> None:
         )
     left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
     if left_meta:
-        over = dict.fromkeys(unit.options.groups for unit in (units[0], *left_meta))
-        rank_groups = list(dict.fromkeys(group for groups in over for group in groups.rank_groups))
+        rank_groups = _rank_groups_of(unit.options.groups for unit in (units[0], *left_meta))
         agree((), _unwritten_error(left_meta), rank_groups, left_meta[0].options.device, _WRITTEN)
     for unit in units:
         unit.unwritten = None
@@ -143,11 +146,16 @@ def _warn_of_uncompiled(units: Sequence[Unit], compiler: Any) -> None:
             return
 
 
-def _trained_lines(units: Iterable[Unit], groups: ShardingGroups) -> list[str]:
+def _rank_groups_of(groups: Iterable[ShardingGroups]) -> list[RankGroup]:
+    return list(dict.fromkeys(rank_group for each in groups for rank_group in each.rank_groups))
+
+
+def _trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list[str]:
     # Names may differ between ranks that ignore different modules; wrapping has compared them.
     return [
         f"{mesh.unit_id or mesh.name} {number} {param_info.shape} {trains}\t"
         f"parameter {param_info.fqn!r} of unit {mesh.name!r} with requires_grad={trains}"
+        for groups in over
         for unit in units
         for mesh in unit.meshes
         if mesh.groups == groups
@@ -157,14 +165,15 @@ def _trained_lines(units: Iterable[Unit], groups: ShardingGroups) -> list[str]:
 
 
 def raise_difference(
-    collectives: Sequence[str], units: Iterable[Unit], groups: ShardingGroups, device: torch.device
+    collectives: Sequence[str], averaged: Sequence[str], units: Sequence[Unit], groups: ShardingGroups
 ) -> None:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
-    ``collectives`` has one line for each collective over the groups that this rank has issued.
+    ``collectives`` has one line for each collective over the groups that this rank has issued, and ``averaged`` one for
+    each parameter outside of units whose gradient this rank is to average.
     """
-    agree(collectives, None, groups.rank_groups, device, _ORDER)
-    agree(_trained_lines(units, groups), None, groups.rank_groups, device, _TRAINED)
+    for lines, texts in ((collectives, _ORDER), (_trained_lines(units, [groups]), _TRAINED), (averaged, _AVERAGED)):
+        agree(lines, None, groups.rank_groups, units[0].options.device, texts)
 
 
 class RankChecks:
@@ -173,24 +182,18 @@ class RankChecks:
     ``in_forward`` is True while :meth:`before_forward` may still compare.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        handles: Mapping[ShardingGroups, Sequence[FlatParamHandle]],
-        unmanaged: UnmanagedTensors,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], unmanaged: UnmanagedTensors) -> None:
         self._units = units
-        self._handles = handles
         self._unmanaged = unmanaged
+        self._groups = list(dict.fromkeys(mesh.groups for unit in units for mesh in unit.meshes if mesh.handles))
         # Groups over which no forward has compared yet.
         self._ahead = {
             mesh.groups for unit in units for mesh in unit.meshes if mesh.handles and mesh.collectives is not None
         }
-        self._compared_in_backward = False
         self._checked_values = False
         self._checked_modules = False
-        self._checked_gradients = False
-        self._compared_values = False
+        self._compared_in_backward = False
+        self._checked_reduction = False
         self.in_forward = bool(self._ahead)
 
     def before_iteration(self, compiler: Any) -> None:
@@ -208,33 +211,31 @@ class RankChecks:
         if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
         for groups in [mesh.groups for mesh in unit.meshes if mesh.groups in self._ahead]:
-            agree(_trained_lines(self._units, groups), None, [groups.shard], unit.options.device, _TRAINED)
+            agree(_trained_lines(self._units, [groups]), None, [groups.shard], unit.options.device, _TRAINED)
             self._ahead.remove(groups)
-        self.in_forward = bool(self._ahead)
+            self.in_forward = bool(self._ahead)
 
     def before_backward(self) -> None:
         """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas."""
         if self._compared_in_backward or not any(unit.is_trainable for unit in self._units):
             return
-        replicated = [groups for groups in self._handles if groups.replicate.size > 1]
+        replicated = [groups for groups in self._groups if groups.replicate.size > 1]
         if replicated:
             # What ranks find over the groups of an inner unit is exchanged over those of the outermost one too.
-            over = list(dict.fromkeys([self._units[0].options.groups, *replicated]))
+            rank_groups = _rank_groups_of([self._units[0].options.groups, *replicated])
 
             def lines_of(rank_group: RankGroup) -> list[str]:
-                among = [groups for groups in replicated if rank_group in groups.rank_groups]
-                return [line for groups in among for line in _trained_lines(self._units, groups)]
+                return _trained_lines(self._units, [each for each in replicated if rank_group in each.rank_groups])
 
-            lines = lines_of if len(over) > 1 else _trained_lines(self._units, over[0])
-            rank_groups = list(dict.fromkeys(group for groups in over for group in groups.rank_groups))
-            agree(lines, None, rank_groups, self._units[0].options.device, _TRAINED)
+            agree(lines_of, None, rank_groups, self._units[0].options.device, _TRAINED)
         self._compared_in_backward = True
 
-    def after_backward(self) -> None:
-        """Check once, when the first gradients exist, for mistakes that would otherwise stay silent."""
-        if self._checked_gradients:
+    def after_reduction(self) -> None:
+        """Check, when the first reduced gradients exist, for mistakes that would otherwise stay silent."""
+        if self._checked_reduction:
             return
-        self._checked_gradients = True
+        self._checked_reduction = True
+        self._unmanaged.compare(_rank_groups_of(self._groups or [self._units[0].options.groups]))
         handles = [handle for unit in self._units for handle in unit.handles]
         short = next((each for each in handles if each.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:
@@ -245,12 +246,6 @@ class RankChecks:
                 "precision by param_dtype; or pass MixedPrecision(master_dtype=torch.float32) to "
                 "FullyShardedDataParallel."
             )
-
-    def after_reduction(self) -> None:
-        """Compare tensors that no unit manages, at the end of the first backward that reduces gradients."""
-        if not self._compared_values:
-            self._compared_values = True
-            self._unmanaged.compare(list(dict.fromkeys(one for groups in self._handles for one in groups.rank_groups)))
 
 
 def log_units(units: Sequence[Unit]) -> None:

@@ -21,7 +21,7 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
-from fsdp_flat.runtime.exchange import AverageRequest, BackwardExchange, Outcome
+from fsdp_flat.runtime.exchange import BackwardExchange
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.memory import MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Phase
@@ -71,7 +71,7 @@ class Schedule(CommContext):
         self._exchange = BackwardExchange(self.units, self.collectives)
         any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
         self._unmanaged = UnmanagedTensors(root_module, self.units, any_rank)
-        self.rank_checks = RankChecks(self.units, self._exchange.handles, self._unmanaged)
+        self.rank_checks = RankChecks(self.units, self._unmanaged)
         self._cast_buffers()
         log_units(self.units)
 
@@ -435,7 +435,6 @@ class Schedule(CommContext):
 
     def _finalize(self) -> None:
         """Set the gradients of this backward, and of those before it that were left open."""
-        self.rank_checks.after_backward()
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:
@@ -445,24 +444,21 @@ class Schedule(CommContext):
         params = self._unmanaged.params() if self.root.averages_ignored or not trains else {}
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
         if reduced and (trains or params):
-            outcome = self._set_sharded_grads(reduced, params)
-            if outcome.average is not AverageRequest.NONE:
-                self._unmanaged.average(params, compare=outcome.average is AverageRequest.COMPARE_FIRST)
+            self._set_sharded_grads(reduced, params)
+            if self.root.averages_ignored:
+                self._unmanaged.average(params)
             # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
             self.rank_checks.after_reduction()
 
-    def _set_sharded_grads(self, reduced: list[Unit], params: Mapping[str, nn.Parameter]) -> Outcome:
+    def _set_sharded_grads(self, reduced: list[Unit], params: Mapping[str, nn.Parameter]) -> None:
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
         backward = self.backward
         assert backward is not None
-        self._exchange.begin(
-            used,
-            unreduced,
-            retains_graph=backward.retains_graph,
-            average=self._unmanaged.request_for_average(params),
-        )
+        averaged = self._unmanaged.averaged_lines(params)
+        same = "\n".join(averaged).encode()
+        self._exchange.begin(used, unreduced, same=same, retains_graph=backward.retains_graph)
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
         backward.keeps_iterations |= outcome.retains_graph
@@ -470,7 +466,7 @@ class Schedule(CommContext):
             lines = self.collectives.lines(outcome.differing)
             self.collectives.clear()
             self.abort()
-            raise_difference(lines, self.units, outcome.differing, self.root.options.device)
+            raise_difference(lines, averaged, self.units, outcome.differing)
         self.collectives.clear()
         for unit in reduced:
             if unit.policy.all_reduce:
@@ -478,7 +474,6 @@ class Schedule(CommContext):
         for unit in reduced if unreduced else ():
             unit.begin_reductions(unreduced)
         self.reductions.set_grads(self.streams, used)
-        return outcome
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:

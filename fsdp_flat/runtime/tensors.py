@@ -89,7 +89,7 @@ class StoredTensors:
 
     A loss may use them, and a backward then reaches the unit through them before it reaches an output. All attributes
     are searched after the first forward, and after one in which modules got further attributes. After other forwards
-    only those are that held a tensor then, or nothing: None, zero, False, or an empty container.
+    only those are that held a tensor then, or nothing: None, zero, or an empty container.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -109,18 +109,16 @@ class StoredTensors:
                 for name, value in attributes.items()
                 if name not in _MODULE_STATE and _may_hold_tensors(value)
             ]
-        found = []
-        for attributes, name in self._places:
-            value = attributes.get(name)
-            if type(value) not in _LEAVES:
-                found += [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
-        return found
+        if not self._places:
+            return []
+        values = [held.get(name) for held, name in self._places]
+        return [tensor for tensor in differentiable_tensors(values) if not tensor.is_leaf]
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    is_empty = (type(value) in _LEAVES or isinstance(value, (Mapping, list, set, deque))) and not value
+    is_empty = isinstance(value, (int, float, Mapping, list, set, deque)) and not value and value is not False
     # Parameters of a unit with use_orig_params=False are attributes too.
-    return is_empty or any(not isinstance(tensor, nn.Parameter) for tensor in tensors_in(value))
+    return value is None or is_empty or any(not isinstance(tensor, nn.Parameter) for tensor in tensors_in(value))
 
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)

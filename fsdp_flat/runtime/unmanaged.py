@@ -32,17 +32,11 @@ from fsdp_flat.comm import (
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import check_module, is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime.exchange import AverageRequest
 from fsdp_flat.runtime.unit import Unit, units_of
 from fsdp_flat.user_warnings import warn_user
 
 _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
 _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
-_GRADIENTS = ErrorTexts(
-    "averaging gradients that no unit manages",
-    "Ranks average different parameters outside of units.",
-    "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
-)
 
 
 def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
@@ -85,8 +79,6 @@ class UnmanagedTensors:
         self._root_module = weakref.ref(root_module)
         self._units = units
         self._any_rank = any_rank
-        # Description of the parameters to average, as ranks last compared it.
-        self._agreed: list[str] | None = None
 
     def params(self) -> Mapping[str, nn.Parameter]:
         """Return by name the trainable parameters whose gradients nothing reduces, found by a walk over the tree."""
@@ -131,37 +123,28 @@ class UnmanagedTensors:
                 "model.average_ignored_gradients(False) if that is done elsewhere."
             )
 
-    def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        first = f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"
-        return [first, *(f"parameter {name!r} {tuple(p.shape)} of {p.dtype}" for name, p in params.items())]
-
-    def request_for_average(self, params: Mapping[str, nn.Parameter]) -> AverageRequest:
-        """Return the request of this rank."""
+    def averaged_lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
+        """Describe what :meth:`average` would average, one fact a line; all ranks have to have the same lines."""
         if not self._units[0].averages_ignored:
-            return AverageRequest.NONE
-        return AverageRequest.AVERAGE if self._lines(params) == self._agreed else AverageRequest.COMPARE_FIRST
+            return ["average_ignored_gradients() not called"]
+        described = [f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()]
+        return ["average_ignored_gradients() called", *described]
 
-    def average(self, params: Mapping[str, nn.Parameter], *, compare: bool) -> None:
+    def average(self, params: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
 
         A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
         backward has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of
-        the outermost unit's groups must call this; with ``compare`` they first compare the parameters to average.
+        the outermost unit's groups must call this, with the same parameters.
         """
         options, policy = self._units[0].options, self._units[0].policy
-        rank_groups = connected(options.groups.rank_groups)
-        params = params if self._units[0].averages_ignored else {}
-        if compare:
-            lines = self._lines(params)
-            agree(lines, None, rank_groups, options.device, _GRADIENTS)
-            self._agreed = lines
         if policy.divide_factor is not None or policy.hook is not None:
             raise UsageError(
                 "average_ignored_gradients() gives means over ranks, but a communication hook or "
                 "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
                 "by hand too, and call model.average_ignored_gradients(False)."
             )
-        if not params or not rank_groups:
+        if not params or options.groups.num_ranks == 1:
             return
         used = self._any_rank([param.grad is not None for param in params.values()])
         some = list(compress(params.values(), used))

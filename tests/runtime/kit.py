@@ -123,9 +123,9 @@ def traced(model: FSDP) -> list[tuple[str, str]]:
 
 
 def exchange_nbytes(model: nn.Module) -> int:
-    """Return the bytes exchanged at the end of a backward: one per parameter and handle, two flags, two digests."""
+    """Return the bytes exchanged at the end of a backward: one per parameter and handle, one flag, two digests."""
     handles = [handle for unit in units_of(model) for handle in unit.handles]
-    return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 2 + 16
+    return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 1 + 16
 
 
 def units_by_name(model: nn.Module) -> dict[str, Unit]:
@@ -259,7 +259,7 @@ def shared_memory(use: bool) -> Iterator[None]:
 def acquaint(model: nn.Module) -> None:
     """Set up the shared-memory transport, and skip the checks of the first step."""
     checks = schedule_of(model, units_of(model)[0]).rank_checks
-    checks.in_forward, checks._compared_in_backward, checks._compared_values = False, True, True
+    checks.in_forward, checks._compared_in_backward, checks._checked_reduction = False, True, True
     for unit in units_of(model):
         if unit.needs_all_gather:
             transport_of(unit.options.groups.shard)
