@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import threading
 import tokenize
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -78,6 +80,31 @@ def test_no_package_has_more_tokens_than_before() -> None:
 
 def test_tokens_are_those_that_a_reader_reads() -> None:
     assert num_tokens('"""Module."""\n\n# comment\ndef f(x):  # why\n    """Say."""\n    return x + 1\n') == 10
+
+
+# Files that know which kind of handle they have: the kinds themselves, and the front that shows DTensors.
+KNOW_KINDS = ("flat/", "layout/", "composable/", "state/torch_state.py")
+_KIND = re.compile(r"\b(DTensorHandle|FlatHandle|OriginalsHandle|RowLayout)\b")
+
+
+def lines_with(pattern: re.Pattern[str], sources: Mapping[str, str]) -> list[str]:
+    return [
+        f"{path}: {line.strip()}"
+        for path, source in sources.items()
+        if not path.startswith(KNOW_KINDS)
+        for line in source.splitlines()
+        if pattern.search(line)
+    ]
+
+
+def test_a_step_and_what_is_around_it_do_not_ask_for_the_kind_of_a_handle() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert lines_with(_KIND, sources) == []
+
+
+def test_the_search_for_kinds_finds_one() -> None:
+    found = lines_with(_KIND, {"runtime/a.py": "if isinstance(handle, DTensorHandle):", "flat/b.py": "DTensorHandle()"})
+    assert found == ["runtime/a.py: if isinstance(handle, DTensorHandle):"]
 
 
 class Entered:

@@ -179,14 +179,14 @@ def test_so_many_reductions_are_in_flight(max_input_buffers: int) -> None:
     most = 0
     models.backward(0)
     reductions = units_of(ours)[0].context.reductions
-    add = reductions.add
+    begin = reductions.begin
 
-    def note(*args: Any) -> None:
+    def note(*args: Any, **kwargs: Any) -> None:
         nonlocal most
-        add(*args)
+        begin(*args, **kwargs)
         most = max(most, len(reductions._in_flight))
 
-    reductions.add = note
+    reductions.begin = note
     reductions.finish_done = lambda: None
     models.backward(1)
     models.check_grads(replica=False)

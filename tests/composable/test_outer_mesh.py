@@ -113,9 +113,9 @@ MODELS = pytest.mark.parametrize("kind", [ExpertsFirst, AllApart])
 def test_the_outer_unit_is_on_the_mesh_of_the_call(kind: type[nn.Module]) -> None:
     meshes, plain = Meshes.of(4, 2), seeded(kind)
     model = shard(copy.deepcopy(plain), meshes)
-    units = units_of(model, recurse=False)
-    assert [unit.name for unit in units] == [kind.__name__, f"{kind.__name__} (efsdp)"]
-    assert [unit.options.groups.num_ranks for unit in units] == [4, 2]
+    (unit,) = units_of(model, recurse=False)
+    assert [mesh.name for mesh in unit.meshes] == [kind.__name__, f"{kind.__name__} (efsdp)"]
+    assert [mesh.groups.num_ranks for mesh in unit.meshes] == [4, 2]
     model.set_gradient_divide_factor(4)
     for _ in range(2):
         for each in (plain, model):
@@ -169,15 +169,15 @@ def test_ranks_that_wait_in_the_outer_mesh_learn_why_others_have_failed(kind: ty
 
 @needs_mesh_infos
 @on_ranks(4)
-@pytest.mark.parametrize("place", ["inner unit", "smaller group", "separate group"])
+@pytest.mark.parametrize("place", ["second mesh", "smaller group", "separate group"])
 @in_a_hurry()
 def test_ranks_that_wait_in_any_group_learn_why_others_have_failed(place: str, rank: int) -> None:
     meshes, model = meshes_of_new_groups(), seeded(Moe)
-    if place == "inner unit":
+    if place == "second mesh":
         model = meshes.shard(model, fully_shard)
-        # The first unit of the block has been unsharded then, that of its experts has not.
-        failing: Any = units_of(model.blocks[0])[1]
-        name = "begin_unshard"
+        # The all-gather of the block's first mesh has begun then, that of its experts has not.
+        failing: Any = units_of(model.blocks[0])[0].meshes[1]
+        name = "begin_all_gather"
     else:
         for block in model.blocks:
             fully_shard(block, mesh=meshes.dense, reshard_after_forward=2 if place == "smaller group" else False)
