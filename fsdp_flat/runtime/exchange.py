@@ -128,7 +128,7 @@ class BackwardExchange:
             for handle in handles:
                 used[handle] = row.read(len(handle.layout.param_infos))
             unreduced.update(compress(handles, row.read(len(handles))))
-            retains_graph = retains_graph or row.read(1) == b"\1"
+            retains_graph |= row.read(1) == b"\1"
             if row.read(_DIGEST_NBYTES) != _complement(row.read(_DIGEST_NBYTES)):
                 differing = differing or groups
         return Outcome(differing, retains_graph)

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.wrap import ModuleWrapPolicy
+from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.runtime.kit import SHARDED, STRATEGIES, WIDTH, Twin, assert_idle, batch, batches, mesh_for
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Block, Stack, square_loss
@@ -137,6 +137,23 @@ def test_backward_twice_through_one_graph_adds_twice_the_gradient(rank: int) -> 
         (square_loss(twin.plain, x) / len(inputs)).backward()
     twin.check_gradients(**CLOSE)
     assert_idle(twin.model)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters")
+def test_a_backward_that_keeps_its_graph_reduces_what_no_sync_has_left_under_every_strategy(rank: int) -> None:
+    strategies = [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+    stack = Stack()
+    of_block = dict(zip(stack.blocks, strategies, strict=False))
+    policy = CustomPolicy(lambda module: {"sharding_strategy": of_block[module]} if module in of_block else False)
+    twin = Twin.of(stack, auto_wrap_policy=policy)
+    first, second = batches(), [batch(each, 1) for each in range(2)]
+    with twin.model.no_sync():
+        square_loss(twin.model, first[rank]).backward()
+    square_loss(twin.model, second[rank]).backward(retain_graph=True)
+    for x in (*first, *second):
+        (square_loss(twin.plain, x) / 2).backward()
+    twin.check_gradients(**CLOSE)
 
 
 # -- pain 25 -----------------------------------------------------------------------------------------------------------
