@@ -69,13 +69,13 @@ def is_released(node: Any) -> bool:
     return False
 
 
-def pytree_children(value: Any) -> Iterable[Any]:
-    """Return the children of an object of a class registered with torch's pytree; none for any other object.
+def pytree_children(value: Any) -> Iterable[Any] | None:
+    """Return the children of an object of a class registered with torch's pytree; None for any other object.
 
     The functions that flatten a whole tree call a leaf any class that they do not know, dataclasses for example.
     """
     node = _pytree.SUPPORTED_NODES.get(type(value))
-    return () if node is None else node.flatten_fn(value)[0]
+    return None if node is None else node.flatten_fn(value)[0]
 
 
 def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:

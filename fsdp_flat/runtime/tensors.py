@@ -30,21 +30,7 @@ def differentiable_tensors(value: Any) -> list[torch.Tensor]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return every tensor in ``value``, in order, each as often as it occurs."""
-    found: list[torch.Tensor] = []
-    # Keep visited objects alive: a temporary must not reuse the id of a freed one.
-    seen: dict[int, Any] = {}
-    ahead = [value]
-    while ahead:
-        item = ahead.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif id(item) not in seen:
-            seen[id(item)] = item
-            # Numbers and strings are dropped here, where a large list of them costs least.
-            children = [child for child in _children(item) if type(child) not in _LEAVES]
-            children.reverse()
-            ahead += children
-    return found
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def are_tensors(value: Any, *, among: Any) -> bool:
@@ -52,29 +38,33 @@ def are_tensors(value: Any, *, among: Any) -> bool:
 
     It is not if an opaque object in it may hold others.
     """
-    known = {id(tensor) for tensor in tensors_in(among)}
-    has_any = False
+    known, leaves = {id(tensor) for tensor in tensors_in(among)}, _leaves(value)
+    return bool(leaves) and all(id(leaf) in known for leaf in leaves)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return the tensors and the opaque objects in ``value``, in order, without numbers and strings."""
+    found: list[Any] = []
+    # Keep visited objects alive: a temporary must not reuse the id of a freed one.
     seen: dict[int, Any] = {}
     ahead = [value]
     while ahead:
         item = ahead.pop()
-        if isinstance(item, torch.Tensor):
-            if id(item) not in known:
-                return False
-            has_any = True
-        elif type(item) not in _LEAVES and id(item) not in seen:
+        children = None if isinstance(item, torch.Tensor) else _children(item)
+        if children is None:
+            found.append(item)
+        elif id(item) not in seen:
             seen[id(item)] = item
-            children = list(_children(item))
-            if not children:
-                return False
-            ahead += children
-    return has_any
+            # Numbers and strings are dropped here, where a large list of them costs least.
+            ahead += [child for child in children if type(child) not in _PLAIN_TYPES][::-1]
+    return found
 
 
-_LEAVES = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
+_PLAIN_TYPES = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any] | None:
+    """Return the children of a container; None for an opaque object."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -132,7 +122,7 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor], *, in_pl
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if type(value) in _LEAVES:
+    if type(value) in _PLAIN_TYPES:
         return value
     assign: Callable[[Any, Any, Any], None] = operator.setitem
     if isinstance(value, MutableMapping):
@@ -178,37 +168,27 @@ class CallInputs:
         self._args, self._kwargs = args, kwargs
         self._containers = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
         self._given = differentiable_tensors(self._containers)
-        # By id, each alias and the caller's tensor.
-        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The caller's tensors by their aliases.
+        self._originals: dict[torch.Tensor, torch.Tensor] = {}
 
     def trainable(self) -> list[torch.Tensor]:
         """Return the tensors that require gradients and can be replaced, each once."""
-        found: dict[int, torch.Tensor] = {}
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                found[id(tensor)] = tensor
-            return tensor
-
-        map_tensors((self._args, self._kwargs), collect)
-        return list(found.values())
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        map_tensors((self._args, self._kwargs), lambda tensor: found.setdefault(tensor, tensor))
+        return [tensor for tensor in found if tensor.requires_grad]
 
     def replaced(self, tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> Inputs:
         """Replace ``tensors`` by ``aliases``; return what the module gets."""
-        by_id = dict(zip(map(id, tensors), aliases, strict=True))
-        self._originals = {id(alias): (alias, tensor) for alias, tensor in zip(aliases, tensors, strict=True)}
-
-        def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-            return by_id.get(id(tensor), tensor)
-
-        args = tuple([map_tensors(each, alias_of, in_place=True) for each in self._args])
-        return args, {name: map_tensors(each, alias_of, in_place=True) for name, each in self._kwargs.items()}
+        alias_of = dict(zip(tensors, aliases, strict=True))
+        self._originals = dict(zip(aliases, tensors, strict=True))
+        replace = partial(map_tensors, fn=lambda tensor: alias_of.get(tensor, tensor), in_place=True)
+        return tuple(map(replace, self._args)), {name: replace(each) for name, each in self._kwargs.items()}
 
     def written(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that the call has put into the caller's containers."""
-        known = {id(tensor) for tensor in self._given} | self._originals.keys()
+        known = {*self._given, *self._originals}
         held = differentiable_tensors(self._containers) if self._containers else []
-        return [tensor for tensor in held if not tensor.is_leaf and id(tensor) not in known]
+        return [tensor for tensor in held if not tensor.is_leaf and tensor not in known]
 
     def replace(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` to every tensor in the caller's containers."""
@@ -218,10 +198,7 @@ class CallInputs:
     def restore(self) -> None:
         """Put the caller's tensors back, wherever their aliases still are in the caller's containers."""
         if self._originals:
-            self.replace(self._original)
-
-    def _original(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._originals.get(id(tensor), (tensor, tensor))[1]
+            self.replace(lambda tensor: self._originals.get(tensor, tensor))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -294,35 +271,29 @@ class BufferCasts:
                 destination[prefix + name] = destination[prefix + name].to(registered)
 
 
-_MAX_NESTED_CALLS = 64
-
-
 class _FullPrecision:
     """Casts the inputs of a module to full precision and its outputs back, with two forward hooks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # A recomputation that stops early leaves its entry, so the oldest ones are dropped.
-        self._before: deque[torch.dtype | None] = deque(maxlen=_MAX_NESTED_CALLS)
+        # That of the inputs of the last call that were cast.
+        self._given: torch.dtype | None = None
 
     def cast_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before: torch.dtype | None = None
+        self._given = None
+        return map_tensors((args, kwargs), self._widened)
 
-        def widen(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal before
-            wide = _cast(self._dtype, tensor)
-            before = before if wide is tensor else tensor.dtype
-            return wide
-
-        cast = map_tensors((args, kwargs), widen)
-        self._before.append(before)
-        return cast
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        wide = _cast(self._dtype, tensor)
+        if wide is not tensor:
+            self._given = tensor.dtype
+        return wide
 
     def cast_outputs(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        original = self._before.pop() if self._before else None
-        if original is None:
+        given = self._given
+        if given is None:
             return None
-        return map_tensors(output, lambda tensor: tensor.to(original) if tensor.dtype == self._dtype else tensor)
+        return map_tensors(output, lambda tensor: tensor.to(given) if tensor.dtype == self._dtype else tensor)
 
 
 def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
