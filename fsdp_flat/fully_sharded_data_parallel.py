@@ -20,7 +20,7 @@ from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_par
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
-from fsdp_flat.extras.clipping import clip_grads, unmanaged_params
+from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, modules_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
@@ -244,7 +244,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """
         schedule = self._require_root("clip_grad_norm_")
         schedule.check_gradients_set("clip_grad_norm_")
-        return clip_grads(schedule.units, unmanaged_params(self, schedule.units), max_norm, norm_type)
+        return clip_grads(schedule.units, runtime.unmanaged_params(self, schedule.units).values(), max_norm, norm_type)
 
     def average_ignored_gradients(self, average: bool = True) -> None:
         """Average gradients of trainable parameters that no unit manages over ranks from now on, or leave them.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce
 from fsdp_flat.errors import OptionTypeError
@@ -44,14 +43,6 @@ class _SplitGrads:
         if param_dtype.is_floating_point or param_dtype.is_complex:
             self.dtype = torch.promote_types(self.dtype, param_dtype.to_real())
         self.grads.append(grad)
-
-
-def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> list[nn.Parameter]:
-    """Return the parameters below ``root`` that none of the units manages."""
-    managed = {param for unit in units for handle in unit.handles for param in handle.visible_params()}
-    return [
-        param for param in root.parameters() if param not in managed and not getattr(param, "_fsdp_flattened", False)
-    ]
 
 
 def clip_grads(

@@ -41,4 +41,4 @@ from fsdp_flat.runtime.unit_settings import (
     set_divide_factor_of_tree,
     without_reduction,
 )
-from fsdp_flat.runtime.unmanaged import RankZeroTensors, average_buffers, check_replicas
+from fsdp_flat.runtime.unmanaged import RankZeroTensors, average_buffers, check_replicas, unmanaged_params

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.layout import COMPILED_MODULE
+from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
-from fsdp_flat.runtime.unmanaged import UnmanagedTensors
+from fsdp_flat.runtime.unmanaged import RankZeroTensors, unreduced_params
 from fsdp_flat.user_warnings import warn_user
 
 _logger = logging.getLogger("fsdp_flat")
@@ -146,6 +148,35 @@ def _warn_of_uncompiled(units: Sequence[Unit], compiler: Any) -> None:
             return
 
 
+def _warn_of_replaced(root_module: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of trainable parameters that nothing reduces, in the place of parameters that a unit still holds.
+
+    There is no warning if the caller has chosen whether to average gradients that no unit manages.
+    """
+    if units[0].averages_ignored is not None or units[0].options.groups.num_ranks == 1:
+        return
+    paths = {module: clean_fqn(path) for path, module in root_module.named_modules()}
+    gone = {
+        join_fqn(paths[unit.module], site.fqn): unit.name
+        for unit in units
+        if unit.module in paths
+        for handle in unit.handles
+        for entry in handle.params
+        for site in entry.sites
+        if site.module not in paths
+    }
+    replaced = gone.keys() & unreduced_params(root_module, units) if gone else ()
+    if replaced:
+        warn_user(
+            f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
+            f"{', '.join(f'{name!r} (unit {gone[name]!r})' for name in sorted(replaced))}. Each rank trains its own, "
+            "and a state dict holds rank 0's; the unit keeps the parameter that was there. Replace modules (resize "
+            "embeddings) before wrapping, or wrap again after fsdp_flat.unwrap(model); or call "
+            "model.average_ignored_gradients() to have their gradients averaged, "
+            "model.average_ignored_gradients(False) if that is done elsewhere."
+        )
+
+
 def _rank_groups_of(groups: Iterable[ShardingGroups]) -> list[RankGroup]:
     return list(dict.fromkeys(rank_group for each in groups for rank_group in each.rank_groups))
 
@@ -182,9 +213,9 @@ class RankChecks:
     ``in_forward`` is True while :meth:`before_forward` may still compare.
     """
 
-    def __init__(self, units: Sequence[Unit], unmanaged: UnmanagedTensors) -> None:
+    def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
+        self._root_module = weakref.ref(root_module)
         self._units = units
-        self._unmanaged = unmanaged
         self._groups = list(dict.fromkeys(mesh.groups for unit in units for mesh in unit.meshes if mesh.handles))
         # Groups over which no forward has compared yet.
         self._ahead = {
@@ -204,7 +235,9 @@ class RankChecks:
             self._checked_values = True
         if not self._checked_modules and torch.is_grad_enabled():
             self._checked_modules = True
-            self._unmanaged.warn_of_replaced()
+            root_module = self._root_module()
+            if root_module is not None:
+                _warn_of_replaced(root_module, self._units)
 
     def before_forward(self, unit: Unit) -> None:
         """Compare which parameters are trained, before the first forward with gradients over a unit's groups."""
@@ -235,7 +268,11 @@ class RankChecks:
         if self._checked_reduction:
             return
         self._checked_reduction = True
-        self._unmanaged.compare(_rank_groups_of(self._groups or [self._units[0].options.groups]))
+        options, root_module = self._units[0].options, self._root_module()
+        if root_module is not None:
+            tensors = RankZeroTensors(root_module)
+            tensors.compare(_rank_groups_of(self._groups or [options.groups]), options.device)
+            tensors.warn()
         handles = [handle for unit in self._units for handle in unit.handles]
         short = next((each for each in handles if each.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from fsdp_flat.runtime.options import AfterForward, Phase
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unmanaged import UnmanagedTensors
+from fsdp_flat.runtime.unmanaged import average_gradients, averaged_lines, unreduced_params
 
 
 class Schedule(CommContext):
@@ -44,6 +43,7 @@ class Schedule(CommContext):
     """
 
     def __init__(self, root_module: nn.Module) -> None:
+        self._root_module = weakref.ref(root_module)
         self.units = units_of(root_module)
         self.root = self.units[0]
         super().__init__(self.root.options.device)
@@ -69,9 +69,7 @@ class Schedule(CommContext):
         # Units whose parameters are unsharded on every rank at all times.
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
-        any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
-        self._unmanaged = UnmanagedTensors(root_module, self.units, any_rank)
-        self.rank_checks = RankChecks(self.units, self._unmanaged)
+        self.rank_checks = RankChecks(root_module, self.units)
         self._cast_buffers()
         log_units(self.units)
 
@@ -441,22 +439,23 @@ class Schedule(CommContext):
             handle.show_unreduced_grads()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
-        params = self._unmanaged.params() if self.root.averages_ignored or not trains else {}
+        averages = bool(self.root.averages_ignored)
+        params = unreduced_params(self._root_module(), self.units) if averages or not trains else {}
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
         if reduced and (trains or params):
-            self._set_sharded_grads(reduced, params)
-            if self.root.averages_ignored:
-                self._unmanaged.average(params)
+            self._set_sharded_grads(reduced, averaged_lines(params, averages=averages))
+            if averages:
+                any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
+                average_gradients(params, self.root, any_rank)
             # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
             self.rank_checks.after_reduction()
 
-    def _set_sharded_grads(self, reduced: list[Unit], params: Mapping[str, nn.Parameter]) -> None:
+    def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
         backward = self.backward
         assert backward is not None
-        averaged = self._unmanaged.averaged_lines(params)
         same = "\n".join(averaged).encode()
         self._exchange.begin(used, unreduced, same=same, retains_graph=backward.retains_graph)
         self.reductions.finish_all()

@@ -9,7 +9,6 @@ hold different experts.
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
@@ -39,17 +38,28 @@ _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
 _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
 
 
-def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
-    """Return by name the trainable parameters below ``root`` whose gradients nothing reduces."""
+def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
+    """Return by name the parameters below ``root`` that none of its units manages."""
     handles = [handle for unit in units for handle in unit.handles]
     managed = {param for handle in handles for param in (*handle.visible_params(), *handle.unsharded_params)}
-    # DistributedDataParallel and DTensors reduce their own gradients.
-    replicated = [module for module in modules_of(root) if isinstance(module, DistributedDataParallel)]
-    managed.update(*[module.parameters() for module in replicated])
     return {
         clean_fqn(name): param
         for name, param in root.named_parameters()
-        if param.requires_grad and param not in managed and not is_managed(param) and not isinstance(param, DTensor)
+        if param not in managed and not is_managed(param)
+    }
+
+
+def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
+    """Return by name the trainable parameters below ``root`` whose gradients nothing reduces; none without a root."""
+    if root is None:
+        return {}
+    # DistributedDataParallel and DTensors reduce their own gradients.
+    replicated = [module for module in modules_of(root) if isinstance(module, DistributedDataParallel)]
+    reduced = {param for module in replicated for param in module.parameters()}
+    return {
+        name: param
+        for name, param in unmanaged_params(root, units).items()
+        if param.requires_grad and param not in reduced and not isinstance(param, DTensor)
     }
 
 
@@ -64,103 +74,42 @@ def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for buffer, name in found.items()}
 
 
-class UnmanagedTensors:
-    """Compares tensors that no unit manages, and averages their gradients over the outermost unit's groups.
+def averaged_lines(params: Mapping[str, nn.Parameter], *, averages: bool) -> list[str]:
+    """Describe what :func:`average_gradients` is to average, one fact a line, the same on all ranks."""
+    described = [f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()]
+    return [f"average_ignored_gradients() {'called' if averages else 'not called'}", *(described if averages else ())]
 
-    Args:
-        root_module: the outermost wrapper.
-        units: its units, the outermost first.
-        any_rank: returns for each flag whether it is true on any rank of these groups, without waiting for the device.
+
+def average_gradients(
+    params: Mapping[str, nn.Parameter], unit: Unit, any_rank: Callable[[Sequence[bool]], list[bool]]
+) -> None:
+    """Replace each gradient by its mean over the ranks of the outermost ``unit``; one without counts as zeros.
+
+    A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a backward
+    has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of the unit's
+    groups must call this, with the same parameters. ``any_rank`` returns for each flag whether it is true on any of
+    these ranks.
     """
-
-    def __init__(
-        self, root_module: nn.Module, units: Sequence[Unit], any_rank: Callable[[Sequence[bool]], list[bool]]
-    ) -> None:
-        self._root_module = weakref.ref(root_module)
-        self._units = units
-        self._any_rank = any_rank
-
-    def params(self) -> Mapping[str, nn.Parameter]:
-        """Return by name the trainable parameters whose gradients nothing reduces, found by a walk over the tree."""
-        root = self._root_module()
-        return {} if root is None else _trainable(root, self._units)
-
-    def compare(self, rank_groups: Sequence[RankGroup]) -> None:
-        """Compare values, and warn of those that differ. Every rank of the groups must call this."""
-        root = self._root_module()
-        if root is not None:
-            tensors = RankZeroTensors(root)
-            tensors.compare(rank_groups, self._units[0].options.device)
-            tensors.warn()
-
-    def warn_of_replaced(self) -> None:
-        """Warn of trainable parameters that nothing reduces, in the place of parameters that a unit still holds.
-
-        There is no warning if the caller has chosen whether to average gradients that no unit manages.
-        """
-        root, units = self._root_module(), self._units
-        if root is None or units[0].averages_ignored is not None or units[0].options.groups.num_ranks == 1:
-            return
-        modules = {module: clean_fqn(path) for path, module in root.named_modules()}
-        gone = {
-            join_fqn(modules[unit.module], site.fqn): unit.name
-            for unit in units
-            if unit.module in modules
-            for handle in unit.handles
-            for entry in handle.params
-            for site in entry.sites
-            if site.module not in modules
-        }
-        names = [
-            f"{name!r} (unit {gone[name]!r})" for name in (_trainable(root, units) if gone else ()) if name in gone
-        ]
-        if names:
-            warn_user(
-                f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
-                f"{', '.join(names)}. Each rank trains its own, and a state dict holds rank 0's; the unit keeps the "
-                "parameter that was there. Replace modules (resize embeddings) before wrapping, or wrap again after "
-                "fsdp_flat.unwrap(model); or call model.average_ignored_gradients() to have their gradients averaged, "
-                "model.average_ignored_gradients(False) if that is done elsewhere."
-            )
-
-    def averaged_lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        """Describe what :meth:`average` would average, one fact a line; all ranks have to have the same lines."""
-        if not self._units[0].averages_ignored:
-            return ["average_ignored_gradients() not called"]
-        described = [f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()]
-        return ["average_ignored_gradients() called", *described]
-
-    def average(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
-
-        A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
-        backward has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of
-        the outermost unit's groups must call this, with the same parameters.
-        """
-        options, policy = self._units[0].options, self._units[0].policy
-        if policy.divide_factor is not None or policy.hook is not None:
-            raise UsageError(
-                "average_ignored_gradients() gives means over ranks, but a communication hook or "
-                "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
-                "by hand too, and call model.average_ignored_gradients(False)."
-            )
-        if not params or options.groups.num_ranks == 1:
-            return
-        used = self._any_rank([param.grad is not None for param in params.values()])
-        some = list(compress(params.values(), used))
-        with torch.no_grad():
-            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in some]
-            for param, mean in zip(some, _means(grads, options.groups, "gradients"), strict=True):
-                if param.grad is None or param.grad.is_sparse:
-                    param.grad = mean.to(param.dtype, copy=True)
-                else:
-                    param.grad.copy_(mean)
+    groups, policy = unit.options.groups, unit.policy
+    if policy.divide_factor is not None or policy.hook is not None:
+        raise UsageError(
+            "average_ignored_gradients() gives means over ranks, but a communication hook or "
+            "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
+            "by hand too, and call model.average_ignored_gradients(False)."
+        )
+    if not params or groups.num_ranks == 1:
+        return
+    used = list(compress(params.values(), any_rank([param.grad is not None for param in params.values()])))
+    with torch.no_grad():
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in used]
+        for param, mean in zip(used, _means(grads, groups, "gradients"), strict=True):
+            param.grad = mean.to(param.dtype, copy=True)
 
 
 def _print(tensor: torch.Tensor) -> int:
     if tensor.is_meta or type(tensor.data) is not torch.Tensor or tensor.is_quantized:
         return 0
-    return fingerprint(tensor.detach().to_dense() if tensor.is_sparse else tensor)
+    return fingerprint(tensor.detach().to_dense())
 
 
 def _differing(prints: Mapping[str, int], rank_groups: Iterable[RankGroup], device: torch.device) -> set[str]:
@@ -213,7 +162,7 @@ class RankZeroTensors:
         self._averages = units[0].averages_ignored if units else None
         ignored = {param for unit in units for param in unit.ignored.params}
         ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
-        params = _trainable(module, units) if every or (units and self._averages is not False) else {}
+        params = unreduced_params(module, units) if every or (units and self._averages is not False) else {}
         self._kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
         self._tensors = {**params, **_persistent_buffers(module)}
         self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
@@ -275,7 +224,7 @@ def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -
         averages = dtype.is_floating_point or dtype.is_complex
         # Sum in fp32 at least: sums in short dtypes lose digits or overflow.
         wide = torch.promote_types(dtype, torch.float32) if averages else dtype
-        dense = [tensors[index].to_dense() if tensors[index].is_sparse else tensors[index] for index in indices]
+        dense = [tensors[index].to_dense() for index in indices]
         flat = torch.cat([each.reshape(-1).to(wide) for each in dense])
         collective = f"the average of {what} that no unit manages"
         for rank_group in connected(groups.rank_groups):

@@ -296,7 +296,7 @@ def test_averaging_walks_the_names_once_a_backward(rank: int) -> None:
     model = ignoring()
     model.average_ignored_gradients()
     square_loss(model, batch(rank)).backward()
-    with counted("_trainable") as walks:
+    with counted("unmanaged_params") as walks:
         square_loss(model, batch(rank)).backward()
     assert len(walks) == 1
 
