@@ -148,13 +148,6 @@ class ErrorTexts:
     differ: str = ""  # the statement that ranks differ, a sentence
     advice: str = ""  # the recommended action, a sentence
 
-    def describe(self, first: str, rank: int, other: str) -> str:
-        """Return the text of the error: rank 0 has ``first`` where ``rank`` has ``other``."""
-        other = other if other != first else f"another {other}"
-        return (
-            f"{self.differ} First difference: rank 0 of the group has {first}, rank {rank} has {other}. {self.advice}"
-        )
-
 
 Lines = Sequence[str] | Callable[[RankGroup], Sequence[str]]
 
@@ -230,7 +223,12 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | Non
     for rank, lines in enumerate(by_rank):
         for first, other in zip_longest(by_rank[0], lines, fillvalue="nothing more"):
             if _compared(first) != _compared(other):
-                return RankMismatchError(texts.describe(first.rpartition("\t")[2], rank, other.rpartition("\t")[2]))
+                shown, other = (text.rpartition("\t")[2] for text in (first, other))
+                other = other if other != shown else f"another {other}"
+                return RankMismatchError(
+                    f"{texts.differ} First difference: rank 0 of the group has {shown}, rank {rank} has {other}. "
+                    f"{texts.advice}"
+                )
     return None
 
 
@@ -240,7 +238,7 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | Non
 def barrier(what: str, rank_group: RankGroup) -> None:
     """Wait for all ranks of a group through its store, without a collective; errors name the caller's operation.
 
-    Every rank of the group must call this. Each rank sends three requests to the store.
+    Every rank of the group must call this. Each rank sends two requests to the store, and one whenever it looks again.
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
@@ -296,7 +294,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
 class _StoreBarrier:
     """Implements the n-th barrier of a group, where n counts this rank's arrivals.
 
-    Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
+    Each rank increments its counter and the barrier's in the store.
     """
 
     def __init__(self, rank_group: RankGroup) -> None:
@@ -305,18 +303,16 @@ class _StoreBarrier:
         self._rank_group = rank_group
         self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
         self._index = index = store.add(self._arrived, 1)
-        self._num_arrived, self._complete = f"fsdp_flat/barrier/{index}", f"fsdp_flat/complete/{index}"
+        self._num_arrived = f"fsdp_flat/barrier/{index}"
         self.is_complete = store.add(self._num_arrived, 1) >= rank_group.size
         if self.is_complete:
-            store.set(self._complete, "")
             # All ranks have arrived here, so all have left the previous barrier.
             store.delete_key(f"fsdp_flat/barrier/{index - 1}")
-            store.delete_key(f"fsdp_flat/complete/{index - 1}")
 
     def poll(self, seconds: float) -> bool:
         """Sleep, and return whether all ranks have arrived; torch would print warnings for a wait that times out."""
         time.sleep(seconds)
-        return self._store.check([self._complete])
+        return self._store.add(self._num_arrived, 0) >= self._rank_group.size
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""

@@ -55,7 +55,7 @@ class Channel(Protocol):
 
     def receive(self, run: torch.Tensor, source: int) -> None: ...
 
-    # Blocks until all runs have been received, and the memory of those that were sent may be reused.
+    # Blocks until all runs have been received, and those that were sent may be changed.
     def wait(self) -> None: ...
 
 

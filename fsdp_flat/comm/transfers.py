@@ -51,7 +51,7 @@ class P2PChannels:
         self._packing[rank_group].add(transfer_plan, source, target, nbytes)
 
     def wait(self) -> None:
-        """Block until all added tensors have been transferred, to this rank and from it."""
+        """Block until all added tensors have been received, and sources may be changed."""
         for packing in self._packing.values():
             packing.wait()
 

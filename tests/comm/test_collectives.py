@@ -20,6 +20,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.comm.flat_collectives import Collectives, GlooAcceleratorCollectives, GlooCollectives
 from fsdp_flat.comm.shm import SharedMemoryCollectives
+from fsdp_flat.flat import MemoryPool
 from tests.support import assert_equal, on_ranks
 
 KINDS = [Collectives, GlooAcceleratorCollectives, GlooCollectives, SharedMemoryCollectives]
@@ -71,6 +72,17 @@ def test_a_reduction_is_this_ranks_slice_of_the_sum(kind: Any, size: int) -> Non
         assert_equal(result, total[5 * rank_group.rank : 5 * (rank_group.rank + 1)], what=f"{dtype}")
         full.zero_()
         assert_equal(result, total[5 * rank_group.rank : 5 * (rank_group.rank + 1)], what=f"{dtype}, its own memory")
+
+
+@on_ranks(4)
+def test_a_reduction_over_gloo_returns_its_memory_to_the_pool_once_it_is_summed(rank: int) -> None:
+    rank_group, pool = axis_of(4), MemoryPool()
+    assert rank_group is not None
+    full = torch.ones(400)
+    pending = GlooCollectives(rank_group).begin_reduce_scatter(full, pool)
+    assert not pool._idle
+    assert_equal(pending.wait(), torch.full((100,), 4.0))
+    assert list(pool._idle) == [full.nbytes]
 
 
 @on_ranks(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
 import pytest
@@ -97,3 +98,26 @@ def test_ranks_with_other_bytes_in_their_further_groups_send_the_same_messages(s
         channels.wait()
     for target, whole in found:
         assert_equal(target, whole)
+
+
+@on_ranks(2)
+def test_what_a_rank_sent_through_shared_memory_may_be_changed_before_others_read_it(rank: int) -> None:
+    rank_group, numel = RankGroup.of(dist.group.WORLD), 100_000
+    channels = P2PChannels()
+    plan = plan_transfer(
+        IrregularPartition((Interval(0, numel), Interval(0, 0))),
+        IrregularPartition((Interval(0, 0), Interval(0, numel))),
+        rank,
+    )
+    source = torch.arange(numel) if rank == 0 else torch.arange(0)
+    target = torch.zeros(numel if rank == 1 else 0, dtype=torch.int64)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    begun = time.monotonic()
+    channels.add(plan, source, target, rank_group=rank_group, device=CPU)
+    channels.wait()
+    assert rank == 1 or time.monotonic() - begun < 0.5
+    source.zero_()
+    dist.barrier()
+    assert_equal(target, torch.arange(len(target)))

@@ -33,16 +33,17 @@ class SharedMemoryCollectives(GlooCollectives):
         transport = self._transport if self._is_connected else self._connect()
         if transport is None:
             return super().begin_all_gather(tensor, target)
-        slices = None if target is not None else tensor.chunk(self.size)
-        own = tensor if slices is None else slices[self.rank]
+        slices = tensor.chunk(self.size) if target is None else ()
+        own = slices[self.rank] if target is None else tensor
 
         def place(rows: dict[int, torch.Tensor]) -> torch.Tensor:
+            if target is None:
+                for rank, row in rows.items():
+                    slices[rank].copy_(row)
+                return tensor
             with unrecorded():
                 for rank, row in rows.items():
-                    if target is not None:
-                        target.place(rank, row.view(1, -1))
-                    elif slices is not None:
-                        slices[rank].copy_(row)
+                    target.place(rank, row.view(1, -1))
             return tensor
 
         transport.send("gather", dict.fromkeys(self._others, own), unit=self._unit)
