@@ -32,6 +32,7 @@ EXPECTED_WARNINGS = (
     "None of the inputs have requires_grad=True",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "auto_wrap_policy matches",
+    "auto_wrap_policy chooses no module",
     "auto_wrap_policy names no class",
     "clip_grad_norm_ was called on a rank without gradients",
     ".*is sharded in torch.float32",
