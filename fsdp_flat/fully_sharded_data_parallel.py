@@ -212,6 +212,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
     def no_sync(self, mode: Literal["local", "sharded"] = "local") -> Generator[None, None, None]:
         """Accumulate gradients over several backwards; only on the root. Backward must be inside too.
 
+        With SHARD_GRAD_OP a backward inside keeps unsharded parameters for the next forward; see
+        :meth:`set_reshard_after_backward`.
+
         Args:
             mode: ``"local"`` reduces nothing and keeps each rank's unreduced local gradient, which takes the memory of
                 all trainable parameters. ``"sharded"`` reduces after each backward, as outside of ``no_sync``, and

@@ -174,6 +174,8 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
             else:
                 return
         unit.check_idle("state_dict or load_state_dict")
+        if unit.state is MemoryState.KEPT:
+            unit.reshard()
         unit.park()  # what a forward has left for its backward stays: one rank alone may take a state dict in between
         handle.adopt_changes()
 

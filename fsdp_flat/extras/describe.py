@@ -17,7 +17,6 @@ from fsdp_flat.flat import FlatParamHandle, ManagedParam, collect_params, named_
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
     Ignored,
-    MemoryState,
     UnitControl,
     UnitOptions,
     handles_of,
@@ -46,7 +45,7 @@ class UnitDescription:
         grad_nbytes: bytes of this rank's shard of the gradients after a backward; 0 for frozen parameters.
         gathered_nbytes: bytes of the unsharded parameters; 0 if nothing is sharded.
         whole_grad_nbytes: bytes of the gradient before it is reduced.
-        is_gathered: the parameters are unsharded now.
+        is_gathered: memory of unsharded parameters is allocated now.
         reshard_after_forward: the parameters are freed after forward; None: unless the unit is the outermost.
     """
 
@@ -117,7 +116,7 @@ class ModelDescription:
 def describe(model: nn.Module) -> ModelDescription:
     """Describe the units of a wrapped model, with their bytes. Nothing is communicated.
 
-    ``print(describe(model))`` shows the units of an auto-wrap policy, and marks those that are unsharded now (``*``).
+    ``print(describe(model))`` shows the units of an auto-wrap policy, and marks those that hold memory of unsharded parameters now (``*``).
 
     Args:
         model: a wrapper, or any module that holds wrappers.
@@ -138,7 +137,7 @@ def describe(model: nn.Module) -> ModelDescription:
             mesh.options,
             mesh.handles,
             unit.control.reshard_after_forward,
-            is_gathered=unit.state is not MemoryState.SHARDED,
+            is_gathered=any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in mesh.handles),
         )
         for unit in units
         for mesh in unit.meshes

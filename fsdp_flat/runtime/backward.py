@@ -61,15 +61,25 @@ class Iteration:
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
         trains: gradients were enabled at its begin, so a backward may follow.
         expects_backward: a backward may reach the outputs of a unit.
+        is_open_ended: a backward may come to parameters of a unit, through no outputs that were found.
     """
 
-    __slots__ = ("__weakref__", "events", "expects_backward", "order", "outputs", "post_backward_nodes", "trains")
+    __slots__ = (
+        "__weakref__",
+        "events",
+        "expects_backward",
+        "is_open_ended",
+        "order",
+        "outputs",
+        "post_backward_nodes",
+        "trains",
+    )
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
-        self.expects_backward = False
+        self.expects_backward = self.is_open_ended = False
         self.post_backward_nodes: list[weakref.ref[Any]] = []
         self.outputs: list[weakref.ref[Any]] = []
 

@@ -155,7 +155,7 @@ class UnitForward:
             self._schedule.fail(error)
             return
         if self._calls is not None:
-            self._unit.exit_forward(AfterForward.KEEP_UNSHARDED if recomputes else AfterForward.RESHARD)
+            self._unit.exit_forward(AfterForward.STAY_UNSHARDED if recomputes else AfterForward.RESHARD)
         if self._is_outermost:
             self._schedule.end_iteration()
 
@@ -240,16 +240,19 @@ class UnitForward:
             in_grad = torch.is_grad_enabled() and not (self._is_outermost and schedule.ran_without_gradients(record))
             expects_backward = is_reached or (in_grad and unit.is_trainable)
             after = self._after_forward(expects_backward=expects_backward, is_open_ended=is_open_ended)
-            schedule.end_forward(record, after, expects_backward=expects_backward and not is_open_ended)
+            schedule.end_forward(record, after, expects_backward=expects_backward, is_open_ended=is_open_ended)
             if self._is_outermost:
                 schedule.end_iteration()
 
     def _after_forward(self, *, expects_backward: bool, is_open_ended: bool) -> AfterForward:
-        """Choose what becomes of the parameters.
+        """Choose what becomes of the parameters; :meth:`Unit.exit_forward` says when they stay nevertheless.
 
-        * They stay if a backward may follow and would find them: inside a backward (a recomputation), if the unit does
-          not reshard after forward, or if nothing would unshard it, because its outputs are not hooked.
-        * They are parked if the backward of this iteration would all-gather them.
+        * They stay unsharded if a backward may follow, and one of these holds: the forward is a recomputation inside a
+          backward; the unit does not reshard after forward (as the outermost one, if its switch is None); nothing would
+          unshard it, because its outputs are not hooked; or a reshard would free nothing.
+        * They are parked if the backward of this iteration would all-gather them: the modules show sharded parameters,
+          and the memory stays until the next unit runs (:meth:`Schedule.end_forward`).
+        * Else they are freed.
         """
         unit, iteration = self._unit, self._record.iteration
         wanted = unit.control.reshard_after_forward
@@ -259,7 +262,7 @@ class UnitForward:
         trains = iteration is not None and iteration.trains
         may_follow = expects_backward or (trains and unit.is_trainable)
         if may_follow and (is_open_ended or iteration is None or not wanted or not unit.frees_buffers):
-            return AfterForward.KEEP_UNSHARDED
+            return AfterForward.STAY_UNSHARDED
         if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:
             return AfterForward.PARK
         return AfterForward.RESHARD

@@ -135,8 +135,8 @@ class UnitControl:
 
     Attributes:
         reshard_after_forward: free the unsharded parameters after forward; None: unless the unit is the outermost.
-        reshard_after_backward: free them after backward; None: where gradients are reduced or
-            ``reshard_after_forward`` is not False.
+        reshard_after_backward: free them after backward, or keep them for the next forward. None: keep them only where
+            gradients are not reduced and ``reshard_after_forward`` is False (SHARD_GRAD_OP in ``no_sync``).
         sync_gradients: reduce gradients at the end of the unit's backward; False accumulates unreduced ones.
         unshard_in_backward: unshard the parameters for backward; False where backward does not read them.
         is_last_backward: at a root: the end of a backward waits for reductions and sets gradients.
@@ -179,7 +179,7 @@ class AfterForward(Enum):
 
     RESHARD = "they are freed"
     PARK = "the next backward uses them if no other unit has run"
-    KEEP_UNSHARDED = "they stay for backward"
+    STAY_UNSHARDED = "they stay for backward"
 
 
 def listed(name: str, value: Any, is_valid: Callable[[Any], bool], what: str) -> list[Any]:

@@ -34,7 +34,7 @@ class Schedule(CommContext):
     """Holds the units at and below one root and makes the decisions that concern all of them in a step.
 
     Attributes:
-        root: the outermost unit; its parameters stay unsharded between forward and backward.
+        root: the outermost unit; its parameters stay unsharded between forward and backward, by default.
         units: every unit, parents before children.
         iteration: the running iteration; None outside of a forward.
         open_groups: open forwards of units of several modules, each with the modules that have not run.
@@ -66,7 +66,7 @@ class Schedule(CommContext):
         if self.root.averages_ignored is None and len(settings) == 1:
             # A wrapper put around roots continues what they were told.
             self.root.averages_ignored = settings.pop()
-        # Units whose parameters are unsharded on every rank at all times.
+        # Units whose parameters every rank has in full.
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self.rank_checks = RankChecks(root_module, self.units)
@@ -167,9 +167,12 @@ class Schedule(CommContext):
             self._shrink_parked()
         return ForwardRecord(unit, iteration, weights, self._position)
 
-    def end_forward(self, record: ForwardRecord, after: AfterForward, *, expects_backward: bool) -> None:
+    def end_forward(
+        self, record: ForwardRecord, after: AfterForward, *, expects_backward: bool, is_open_ended: bool
+    ) -> None:
         """End a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
 
+        A backward of an open-ended forward comes to the parameters without passing hooked outputs, if it comes at all.
         A forward without gradients inside an iteration with gradients is taken for that of a re-entrant checkpoint,
         whose recomputation a backward reaches.
         """
@@ -179,8 +182,10 @@ class Schedule(CommContext):
             record.end = self._position
             in_grad = torch.is_grad_enabled()
             recomputed = iteration.trains and not in_grad and unit.is_trainable
-            weights = record.weights if expects_backward or recomputed else None
-            iteration.expects_backward |= expects_backward
+            is_hooked = expects_backward and not is_open_ended
+            weights = record.weights if is_hooked or recomputed else None
+            iteration.expects_backward |= is_hooked
+            iteration.is_open_ended |= is_open_ended
             iteration.events.append(Event(self._position, unit, is_begin=False, in_grad=in_grad, weights=weights))
         unit.exit_forward(after)
         if after is AfterForward.PARK:
@@ -205,9 +210,11 @@ class Schedule(CommContext):
         if not self.iteration.expects_backward:
             self._shrink_parked()
             self._pending.remove([self.iteration])
-            for whole in self._unsharded:
-                if whole.phase is Phase.IDLE:
-                    whole.reshard()
+            # Units that took a forward without gradients for that of a re-entrant checkpoint (a method under no_grad).
+            ran = () if self.iteration.is_open_ended else self.iteration.order
+            for unit in dict.fromkeys([*self._unsharded, *ran]):
+                if unit.phase is Phase.IDLE and not unit.holds_graph:
+                    unit.reshard()
             # No backward follows to wait for these copies, and the caller may write to shards next.
             self.streams.wait_for_host_copies()
         self.iteration = None
@@ -252,7 +259,7 @@ class Schedule(CommContext):
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
-        if unit is not None and unit.needs_all_gather and unit.is_sharded and unit.context is self:
+        if unit is not None and unit.needs_all_gather and unit.shows_sharded and unit.context is self:
             unit.log_event(event)
             self._prefetched[unit] = None
             unit.begin_unshard()
@@ -371,7 +378,7 @@ class Schedule(CommContext):
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._parked:
             self._parked = None
-        elif unit.needs_all_gather and unit.is_sharded and unit is not self.root:
+        elif unit.needs_all_gather and unit.shows_sharded and unit is not self.root:
             self._shrink_parked()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:

@@ -61,8 +61,8 @@ class Unit:
         phase: the state of the step; written by this class and by ``summon_full_params``.
         needs_all_gather: an unshard communicates, so that beginning it early helps.
         state: the state of the parameters' memory; only :meth:`_move` sets it.
-        gathered: the weights that the buffers hold, or held last.
-        holds_graph: a graph of a backward (``create_graph=True``) may need the buffers; the next backward frees them.
+        gathered: the version of the weights that the buffers hold, or held last.
+        holds_graph: a graph of a backward (``create_graph=True``) may need the buffers, until a backward without it.
         full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         undo: objects whose ``remove()`` undoes what the unit's making has changed of modules, besides parameters.
@@ -129,8 +129,8 @@ class Unit:
         return "; ".join(mesh.summary() for mesh in self.meshes if mesh.handles or len(self.meshes) == 1)
 
     @property
-    def is_sharded(self) -> bool:
-        """True if the modules show the sharded parameters, and no all-gather is in flight."""
+    def shows_sharded(self) -> bool:
+        """True if the modules show the sharded parameters, and no all-gather is in flight (buffers may be kept)."""
         return self.state not in (MemoryState.GATHERING, MemoryState.READY)
 
     @property
@@ -164,8 +164,18 @@ class Unit:
     def _move(self, event: MemoryEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
-    def adopt_changes(self) -> WeightsVersion:
-        """Adopt tensors that the user assigned to sharded parameters; return the version of the shards' values.
+    def adopt_changes(self) -> None:
+        """Adopt tensors that the user assigned to sharded parameters.
+
+        Raises:
+            PhaseError: as :meth:`current_version`.
+        """
+        self.current_version()
+
+    def current_version(self) -> WeightsVersion:
+        """Return the version of the shards' values, after adopting tensors that the user assigned to parameters.
+
+        Its epochs are sums over the handles.
 
         Raises:
             PhaseError: the buffers are kept for the next forward, so that an assignment would be lost.
@@ -182,14 +192,14 @@ class Unit:
 
     def begin_unshard(self) -> None:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
-        if not self.handles or not self.is_sharded or self._reuse():
+        if not self.handles or not self.shows_sharded or self._reuse():
             return
         self.log_event("unshard")
         context = self.context
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
             # The values that ranks get are those of now, whatever changes before the wait.
-            self.gathered = self.adopt_changes()
+            self.gathered = self.current_version()
             for mesh in self.meshes:
                 self._pending_all_gathers += mesh.begin_all_gather(context)
             self._move(MemoryEvent.GATHER)
@@ -197,14 +207,15 @@ class Unit:
                 context.streams.shards_read()
 
     def _reuse(self) -> bool:
-        """Show the parameters that the buffers still hold, if the caller can use them; else free them, return False.
+        """Show the parameters that the buffers still hold, and return True; or free them and return False.
 
-        A backward uses those of its forward, and :meth:`pre_backward` raises if weights have changed since. (A rank on
-        which they changed must not all-gather, because the others do not.) A forward needs current ones.
+        A forward can use buffers that a backward has left (KEPT) if their version is the current one in all numbers.
+        A backward uses the buffers that its forward has parked, although weights may have changed on some ranks since:
+        a rank on which they changed must not all-gather where other ranks do not. :meth:`pre_backward` then raises.
         """
         if self.state is MemoryState.SHARDED:
             return False
-        in_backward, now = graph_task_id() != -1, self.adopt_changes()
+        in_backward, now = graph_task_id() != -1, self.current_version()
         if in_backward and self.state is MemoryState.SHRUNK:
             return False
         if in_backward:
@@ -239,18 +250,18 @@ class Unit:
 
     def unshard(self) -> None:
         """Unshard the current parameters and point the modules at them."""
-        if not self.is_sharded:
+        if not self.shows_sharded:
             if self.state is MemoryState.READY:
                 for handle in self.handles:
                     handle.check_not_assigned(shows_unsharded=True)
                     handle.show_unsharded()  # with the ``requires_grad`` of now
-            if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.adopt_changes():
+            if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.current_version():
                 # The all-gather began before shards may have changed, on this rank or on others.
                 self.reshard()
         self.begin_unshard()
         self.finish_unshard()
         if not self.needs_all_gather:
-            self.gathered = self.adopt_changes()
+            self.gathered = self.current_version()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -269,7 +280,7 @@ class Unit:
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
-        if self.is_sharded or self._depth > 0 or graph_task_id() != -1:
+        if self.shows_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
         return {param: own for handle in self.handles for param, own in handle.optimizer_param_of().items()}
 
@@ -308,8 +319,11 @@ class Unit:
         for handle in self.handles:
             handle.rows = None
 
-    def park(self, event: MemoryEvent = MemoryEvent.PARK) -> None:
-        """Show the sharded parameters, and keep the memory of the unsharded ones if they are there."""
+    def park(self) -> None:
+        """Show the sharded parameters, and leave the memory of the unsharded ones to the backward that follows."""
+        self._leave_buffers(MemoryEvent.PARK)
+
+    def _leave_buffers(self, event: MemoryEvent) -> None:
         self.finish_unshard()
         if self.state is MemoryState.READY:
             for handle in self.handles:
@@ -360,7 +374,11 @@ class Unit:
         self.unshard()
 
     def exit_forward(self, after: AfterForward) -> None:
-        """End the module's forward; ``after`` holds for its parameters unless a backward, or its graph, uses them."""
+        """End a forward of the module, and leave the parameters as ``after`` says.
+
+        They stay unsharded whatever it says while another forward of the unit is open (of a method that calls it),
+        in a backward, and while the graph of a backward may need them (``holds_graph``).
+        """
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
@@ -369,13 +387,13 @@ class Unit:
         if after is AfterForward.RESHARD:
             self.reshard()
         elif after is AfterForward.PARK:
-            self.park()
+            self._leave_buffers(MemoryEvent.PARK)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
-        used = self.adopt_changes()
+        used = self.current_version()
         if weights.storage_epoch != used.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
@@ -415,7 +433,7 @@ class Unit:
         if reshards is None:
             reshards = control.sync_gradients or control.reshard_after_forward is not False
         if keeps_graph or not reshards:
-            self.park(MemoryEvent.KEEP)
+            self._leave_buffers(MemoryEvent.KEEP)
         else:
             self.reshard()
 

@@ -77,7 +77,7 @@ def test_backward_gathers_fewer_bytes_over_the_smaller_group_and_each_rank_holds
     # The last unit keeps its buffers, the others two rows; all modules show shards.
     held = [unit.handles[0].rows for unit in (root, *blocks)]
     assert [None if rows is None else rows.numel() for rows in held] == [2 * n for n in numels[:-1]] + [None]
-    assert all(unit.is_sharded for unit in units_of(model))
+    assert all(unit.shows_sharded for unit in units_of(model))
     with recorded() as backward:
         loss.backward()
     # Two rows go to one other rank.
@@ -192,7 +192,7 @@ def test_parameters_freed_by_hand_after_forward_come_back_in_backward() -> None:
 
     sides = Sides(Stack(), to_groups_of(False))
     sides.step(run, num_steps=2)
-    assert all(unit.is_sharded for unit in units_of(sides.ours))
+    assert all(unit.shows_sharded for unit in units_of(sides.ours))
 
 
 @on_ranks(2)

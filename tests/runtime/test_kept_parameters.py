@@ -112,3 +112,17 @@ def test_an_assigned_parameter_of_a_flat_one_is_an_error(call: str, kind: str) -
     model.module.head.weight = {"parameter": nn.Parameter(ones), "tensor": ones, "none": None}[kind]
     with pytest.raises(UsageError, match=r"'head.weight' .* was assigned on rank \d.* summon_full_params"):
         CALLS[call](model)
+
+
+@on_ranks(2)
+@HOWS
+@BOTH
+def test_a_forward_sees_weights_that_were_written_while_parameters_were_kept(how: str, use_orig_params: bool) -> None:
+    model = kept(how, use_orig_params=use_orig_params)
+    before = model(batch(0, 1))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    after = model(batch(0, 1))
+    assert bool(before.any())
+    assert not bool(after.any())

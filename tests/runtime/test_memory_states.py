@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from torch import nn
 
+from fsdp_flat import ShardingStrategy, register_forward_method
+from fsdp_flat.runtime import units_of
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState
 from fsdp_flat.runtime.unit import own_unit
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import Block, wrapped
+from tests.support.kit import Block, batch, wrapped
 
 S, E = MemoryState, MemoryEvent
 
@@ -40,3 +45,31 @@ def test_an_event_that_a_state_does_not_know_raises_and_changes_nothing(rank: in
                 unit._move(event)
             assert unit.state is state
     unit.state = S.SHARDED
+
+
+class Generating(nn.Module):
+    """Has a method that disables gradients, as ``generate`` of language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_a_method_without_gradients_leaves_nothing_unsharded(strategy: ShardingStrategy) -> None:
+    model = wrapped(Generating(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy)
+    register_forward_method(model, "generate")
+    model.generate(batch(0))
+    assert {unit.state for unit in units_of(model)} == {S.SHARDED}
+    loss = model(batch(0)).sum()
+    model.generate(batch(0))
+    loss.backward()
+    assert {unit.state for unit in units_of(model)} == {S.SHARDED}
