@@ -16,8 +16,8 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     """Record the events of the units of ``model`` inside the block, in their order on this rank.
 
     Each is ``(event, module)``, with the module's path in the tree (the outermost one's class, and the paths of several
-    modules of one unit separated by commas); ``"blocks.0 (efsdp)"`` for those of its parameters that are on another
-    mesh, of one dim ``efsdp``::
+    modules of one unit separated by commas). An ``all_gather`` of parameters on another mesh names that too:
+    ``"blocks.0 (efsdp)"`` for a mesh of one dim ``efsdp``::
 
         with trace(model) as events:
             model(x).sum().backward()
@@ -25,10 +25,10 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
 
     Events of a unit are ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward``; ``unshard`` where its
     all-gather begins, ``wait_for_unshard`` where it is complete, ``reshard`` where its memory is freed, or its content
-    given up (``set_keep_unsharded_storage``);
-    ``forward_prefetch`` and ``backward_prefetch`` before an ``unshard`` that begins early; and ``root_post_backward``
-    at the end of a backward. Collectives are ``all_gather`` and ``reduce_scatter``, one for each dtype and each
-    ``requires_grad`` in the unit.
+    given up (``set_keep_unsharded_storage``); ``forward_prefetch`` and ``backward_prefetch`` before an ``unshard`` that
+    begins early; and ``root_post_backward`` at the end of a backward. The last unit of a forward keeps its memory for
+    the backward, and has no ``reshard`` in between. Collectives are ``all_gather`` and ``reduce_scatter``, one for each
+    dtype and each ``requires_grad`` in the unit.
 
     Args:
         model: a module with units, of ``fully_shard`` or ``FullyShardedDataParallel``.

@@ -161,7 +161,7 @@ class UnitControl:
 
     @classmethod
     def of(cls, strategy: Strategy) -> UnitControl:
-        """Return the switches of a new unit of the wrapper, from the columns of its strategy."""
+        """Return the switches of a new unit, from the columns of its strategy; ``fully_shard`` then sets its own."""
         return cls(reshard_after_forward=None if strategy.reshard_after_forward else False)
 
 

@@ -35,7 +35,7 @@ def num_gathers(unit: Unit, root: Unit, last: Unit) -> int:
     """Gathers of a unit in a training step; the outermost and the last of the forward stay for the backward."""
     if unit.options.groups.shard.size == 1:
         return 0
-    return 2 if unit.options.strategy.reshard_after_forward and unit not in (root, last) else 1
+    return 2 if unit.control.reshard_after_forward is not False and unit not in (root, last) else 1
 
 
 def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool = True) -> None:

@@ -32,7 +32,7 @@ from tests.wrapper.models import (
     whole_state,
 )
 
-STRATEGIES = [member.name for member in ShardingStrategy]
+STRATEGIES = [member.name for member in peer_library.ShardingStrategy]
 
 
 # ------------------------------------------------------------------------------------------- groups and meshes
