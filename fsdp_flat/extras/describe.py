@@ -116,7 +116,8 @@ class ModelDescription:
 def describe(model: nn.Module) -> ModelDescription:
     """Describe the units of a wrapped model, with their bytes. Nothing is communicated.
 
-    ``print(describe(model))`` shows the units of an auto-wrap policy, and marks those that hold memory of unsharded parameters now (``*``).
+    ``print(describe(model))`` shows the units of an auto-wrap policy, and marks those that hold memory of unsharded
+    parameters now (``*``).
 
     Args:
         model: a wrapper, or any module that holds wrappers.
