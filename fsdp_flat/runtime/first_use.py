@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -197,7 +197,7 @@ def _trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> lis
 
 def raise_difference(
     collectives: Sequence[str], averaged: Sequence[str], units: Sequence[Unit], groups: ShardingGroups
-) -> None:
+) -> NoReturn:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
     ``collectives`` has one line for each collective over the groups that this rank has issued, and ``averaged`` one for
@@ -205,6 +205,7 @@ def raise_difference(
     """
     for lines, texts in ((collectives, _ORDER), (_trained_lines(units, [groups]), _TRAINED), (averaged, _AVERAGED)):
         agree(lines, None, groups.rank_groups, units[0].options.device, texts)
+    raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
 
 
 class RankChecks:
