@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, named_sites, unguarded
+from fsdp_flat.layout import join_fqn
 from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.runtime.torch_runtime import TorchDispatchMode
 from fsdp_flat.user_warnings import warn_user
@@ -27,6 +28,10 @@ from fsdp_flat.user_warnings import warn_user
 def _own_tensors(module: nn.Module, ignored: Ignored) -> list[torch.Tensor]:
     params = [p for p in module._parameters.values() if p is not None and not ignored.has(p)]
     return [*params, *(b for b in module._buffers.values() if b is not None)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return adapter_if_dtensor(tensor).to_local(tensor.detach())
 
 
 def materialize(
@@ -57,7 +62,7 @@ def materialize(
         for other in others:
             other.module._parameters[other.name] = first.module._parameters[first.name]
     left = [
-        f"{name}.{key}" if name else key
+        join_fqn(name, key)
         for name, module in modules
         for key, param in module._parameters.items()
         if param is not None and param.is_meta and not ignored.has(param)
@@ -137,7 +142,7 @@ def agree_on_weights(
     named = [
         (n, each) for n, each in named if each.layout is torch.strided and type(each.data) in (torch.Tensor, DTensor)
     ]
-    prints = fingerprints([adapter_if_dtensor(each).to_local(each.detach()) for _, each in named])
+    prints = fingerprints([_local(each) for _, each in named])
     # Names may differ between ranks that ignore different modules.
     lines = [f"{print_}\t{name!r}" for (name, _), print_ in zip(named, prints, strict=True)]
     found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
@@ -151,7 +156,7 @@ def agree_on_weights(
 @torch.no_grad()
 def broadcast_from_rank_zero(tensors: Iterable[torch.Tensor], groups: ShardingGroups) -> None:
     """Overwrite ``tensors`` with those of rank 0. Every rank of the groups must call this with the same shapes."""
-    targets = [adapter_if_dtensor(tensor).to_local(tensor).detach() for tensor in {id(t): t for t in tensors}.values()]
+    targets = list(map(_local, dict.fromkeys(tensors)))
     for rank_group in reversed(connected(groups.rank_groups)):
         assert rank_group.group is not None
         source = dist.get_global_rank(rank_group.group, 0)
@@ -206,7 +211,7 @@ def marking_empty(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 
 
 def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    local = adapter_if_dtensor(tensor).to_local(tensor.detach())
+    local = _local(tensor)
     if local.is_meta or local.layout is not torch.strided or local.is_quantized or local.itemsize not in _MARKS:
         return None, 0
     dtype, mark = _MARKS[local.itemsize]
