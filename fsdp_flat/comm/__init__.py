@@ -19,10 +19,9 @@ from fsdp_flat.comm.exchanges import (
     encoded,
     exchange_bytes,
     exchange_ints,
-    report_failure,
     true_on_any_rank,
-    unit_names,
 )
+from fsdp_flat.comm.failures import report_failure, unit_names
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
 from fsdp_flat.comm.rank_groups import (
     ALONE,

@@ -17,7 +17,7 @@ from fsdp_flat.comm import (
     agree,
     agreement,
     exchange_if_different,
-    exchanges,
+    failures,
     find_disagreement,
     report_failure,
     true_on_any_rank,
@@ -120,7 +120,7 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
     begun = time.monotonic()
     if rank == 1:
         time.sleep(2)
-    with patience(exchanges, 0.5):
+    with patience(failures, 0.5):
         payloads = exchange_if_different(b"of rank %d" % rank, rank_group, CPU)
         # Rank 0 has waited beyond its patience, so it has looked for failures.
         assert time.monotonic() - begun > 1
@@ -138,7 +138,7 @@ def test_failures_in_a_destroyed_group_do_not_count_in_the_next_group_of_its_nam
         for _ in range(num_failures):
             report_failure(RankGroup.of(group), "raised ValueError: old")
         group_store(group).set("fsdp_flat/failure/1", "1 raised KeyError: new")
-        found.append(exchanges.has_failed(RankGroup.of(group), [1]))
+        found.append(failures.has_failed(RankGroup.of(group), [1]))
         dist.destroy_process_group()
     assert len(names) == 1
     assert found == [False, True]

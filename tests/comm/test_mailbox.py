@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import RankGroup, exchanges
+from fsdp_flat.comm import RankGroup, failures
 from fsdp_flat.comm.shm import connect, transport_of
 from fsdp_flat.comm.shm import transport as module
 from fsdp_flat.comm.shm.transport import Messages, SharedMemoryTransport, wait_for
@@ -389,13 +389,13 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logger = logging.getLogger("fsdp_flat")
-        patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.25
+        patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.25
         logger.addHandler(handler)
         try:
             expected(box, "reduction", 1, 4, unit=7).wait()
         finally:
             logger.removeHandler(handler)
-            exchanges.WARN_AFTER_S = patience
+            failures.WARN_AFTER_S = patience
         assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
     dist.barrier()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_flat.comm import exchanges
+from fsdp_flat.comm import failures
 from fsdp_flat.composable import FSDPModule
 from fsdp_flat.errors import PeerFailureError, UsageError
 from fsdp_flat.runtime import units_of
@@ -169,7 +169,7 @@ def test_a_backward_that_raised_is_an_error_of_finalize_backward(is_followed: bo
 @on_ranks(2)
 def test_a_backward_that_raised_on_one_rank_is_an_error_of_finalize_backward_on_all(rank: int) -> None:
     own = DeviceMesh.from_group(dist.new_group(), "cpu")  # its ranks are out of step afterwards
-    with patience(exchanges, 0.5):
+    with patience(failures, 0.5):
         model = blocks_and_root(Stack(), mesh=own)
         model.set_manual_backward_finalization(True)
         if rank == 0:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.comm import exchanges
+from fsdp_flat.comm import failures
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.errors import PeerFailureError
 from fsdp_flat.runtime import units_of
@@ -89,11 +89,11 @@ def in_a_hurry() -> Iterator[None]:
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
     # One in which no rank waits for another that has failed.
     group = dist.new_group()
-    patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     try:
         yield
     finally:
-        exchanges.WARN_AFTER_S = patience
+        failures.WARN_AFTER_S = patience
     dist.barrier(group)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import exchanges
+from fsdp_flat.comm import failures
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.step.pairs import batch, by_policy
 from tests.support import on_ranks
@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_build_a_unit_is_named_by_the_others_first_forward(sh
 @on_ranks(3, timeout=50)
 def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
     model = ready(timeout_s=20)
-    patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     if rank == 1:
         model.module.bad = 1
         with pytest.raises(ValueError, match="an odd batch"):
@@ -101,7 +101,7 @@ def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
         assert text.endswith("that came first."), text
         if rank == 2:
             assert "rank 0 was in the all-gather of unit 'blocks." in text, text
-    exchanges.WARN_AFTER_S = patience
+    failures.WARN_AFTER_S = patience
     dist.barrier()
 
 
@@ -121,14 +121,14 @@ def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> 
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("fsdp_flat")
-    patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     logger.addHandler(handler)
     try:
         if rank == 1:
             time.sleep(2)
         square_loss(model, batch(rank)).backward()
     finally:
-        exchanges.WARN_AFTER_S = patience
+        failures.WARN_AFTER_S = patience
         logger.removeHandler(handler)
     waited = [text for text in said if "has waited" in text]
     if rank == 0:
@@ -142,7 +142,7 @@ def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> 
 @on_ranks(2, timeout=50)
 def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(shared: bool, rank: int) -> None:
     model = ready(timeout_s=40, shared=shared)
-    patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     try:
         if rank == 1:
             model.module.bad = 0
@@ -152,7 +152,7 @@ def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(
             with pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
                 square_loss(model, batch(rank)).backward()
     finally:
-        exchanges.WARN_AFTER_S = patience
+        failures.WARN_AFTER_S = patience
     dist.barrier()
 
 
@@ -164,10 +164,10 @@ def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(share
     model.module.bad = 0
     with pytest.raises(ValueError, match="an odd batch"):
         model(batch(rank))
-    patience, exchanges.WARN_AFTER_S = exchanges.WARN_AFTER_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     try:
         for pause in (0, 2):
             time.sleep(pause * (1 - rank))
             square_loss(other, batch(rank)).backward()
     finally:
-        exchanges.WARN_AFTER_S = patience
+        failures.WARN_AFTER_S = patience

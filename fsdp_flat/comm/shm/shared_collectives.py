@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_flat.comm.exchanges import unit_names
+from fsdp_flat.comm.failures import unit_names
 from fsdp_flat.comm.flat_collectives import GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import transport_of

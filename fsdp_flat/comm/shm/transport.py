@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_flat.comm import exchanges
+from fsdp_flat.comm import failures
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
@@ -157,7 +157,7 @@ class SharedMemoryTransport:
         self.rank, self._size = rank_group.rank, rank_group.size
         self._peers = peers
         self.timeout_s = timeout_s
-        self.names = exchanges.unit_names(rank_group.group)
+        self.names = failures.unit_names(rank_group.group)
         # Read by benchmarks and tests only, as nbytes is; counted once per destination rank.
         self.sent_nbytes = 0
         self._num_sends = 0
@@ -215,8 +215,8 @@ class SharedMemoryTransport:
         none; a rank that expects another unit raises, as this does if one of the ranks has ended.
         """
         self._check()
-        if exchanges.reported:
-            exchanges.withdraw_report(self._group())
+        if failures.reported:
+            failures.withdraw_report(self._group())
         for rank in self._peers:
             self.receive(rank)
         self._num_sends += 1
@@ -382,35 +382,23 @@ def wait_for(
         for rank in ranks:
             poll.register(transport._peers[rank], select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     timeout_s = min(map(attrgetter("timeout_s"), sources))
-    patience_s = min(exchanges.WARN_AFTER_S, timeout_s)
+    patience_s = min(failures.WARN_AFTER_S, timeout_s)
     if not poll.poll(patience_s * 1000):
-        _wait_longer(poll, sources, purpose, unit, timeout_s - patience_s)
+        until = time.monotonic() + timeout_s - patience_s
+        transport, ranks = next(iter(sources.items()))
+        group, collective = transport.rank_group, transport.describe(purpose, unit)
+
+        def is_over() -> bool:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                silent = f"nothing has come from rank(s) {sorted(ranks)} within the group's {timeout_s:.0f} seconds"
+                raise failures.failure_in(collective, group, silent)
+            return bool(poll.poll(min(left_s, failures.WARN_AFTER_S) * 1000))
+
+        failures.keep_waiting(is_over, group, ranks, collective)
     for transport, ranks in sources.items():
         for rank in tuple(ranks):
             transport.receive(rank)
-
-
-def _wait_longer(
-    poll: select.poll,
-    sources: Mapping[SharedMemoryTransport, Collection[int]],
-    purpose: str,
-    unit: int,
-    left_s: float,
-) -> None:
-    transport, ranks = next(iter(sources.items()))
-    group, collective = transport.rank_group, transport.describe(purpose, unit)
-    until = time.monotonic() + left_s
-
-    def is_over() -> bool:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            nothing = (
-                f"nothing has come from rank(s) {sorted(ranks)} within the group's {transport.timeout_s:.0f} seconds"
-            )
-            raise exchanges.failure_in(collective, group, nothing)
-        return bool(poll.poll(min(left_s, exchanges.WARN_AFTER_S) * 1000))
-
-    exchanges.keep_waiting(is_over, group, ranks, collective)
 
 
 def _mapped(fd: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:

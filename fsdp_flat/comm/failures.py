@@ -1,0 +1,176 @@
+"""Waits for other ranks, and finds the cause if a collective on the CPU fails.
+
+gloo reports only a closed connection or a timeout on every rank but one, and a rank that has raised sends nothing at
+all. A group's store keeps working when the group's connections fail, so ranks exchange reports of their failures
+through it. A rank that waits for long says for which others, and looks for their reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo
+from fsdp_flat.errors import PeerFailureError
+
+_logger = logging.getLogger("fsdp_flat")
+# Time after which a rank logs which other ranks it waits for.
+WARN_AFTER_S = 10.0
+# Ranks notice broken connections one after the other, so reports arrive over some time.
+REPORT_TIMEOUT_S = 3.0
+_POLL_INTERVAL_S = 0.1
+_TEXT_LENGTH = 2000
+# Of a rank's report in the store.
+_KEY = "fsdp_flat/failure/%d"
+_ADVICE = (
+    "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
+    "first."
+)
+# The number of this process's failures in each group, and the groups whose stores have its report. Process-wide,
+# because a group outlives models.
+_num_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
+    return _unit_names.setdefault(group, {})
+
+
+def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
+    """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
+
+    Does nothing unless the group moves CPU tensors by gloo. The reason is worded to follow "rank 1". If it ``follows``
+    from another rank's failure, an earlier report of this rank stays.
+    """
+    group = rank_group.group
+    # The caller raises its own error, also if the store is gone because its host process has ended.
+    with suppress(Exception):
+        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group in reported):
+            return
+        text = text.removesuffix(_ADVICE).rstrip(". ")
+        number = _num_failures[group] = _num_failures.get(group, 0) + 1
+        reported.add(group)
+        group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
+
+
+def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
+    """Return the reports published so far as (failure count, text) by rank."""
+    reports: dict[int, tuple[int, str]] = {}
+    # The store may be gone, as may the group.
+    with suppress(Exception):
+        assert rank_group.group is not None
+        store = group_store(rank_group.group)
+        for rank in ranks:
+            if store.check([_KEY % rank]):
+                number, _, text = store.get(_KEY % rank).decode(errors="replace").partition(" ")
+                reports[rank] = int(number), text
+    return reports
+
+
+def withdraw_report(group: dist.ProcessGroup | None) -> None:
+    """Delete this rank's report of a failure, if there is one, as this rank continues."""
+    if group is not None and group in reported:
+        reported.remove(group)
+        with suppress(Exception):
+            group_store(group).delete_key(_KEY % group.rank())
+
+
+def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
+    """Return whether one of ``ranks`` has reported more failures than this rank, so that it will send nothing."""
+    own = 0 if rank_group.group is None else _num_failures.get(rank_group.group, 0)
+    return any(number > own for number, _ in _read_reports(rank_group, ranks).values())
+
+
+def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailureError:
+    """Report that this rank has failed in a collective, and return the error, with the reports of the others."""
+    own, others = f"was in {collective}", rank_group.others
+    report_failure(rank_group, own)
+    until = time.monotonic() + REPORT_TIMEOUT_S
+    while len(reports := _read_reports(rank_group, others)) < len(others) and time.monotonic() < until:
+        time.sleep(_POLL_INTERVAL_S)
+    lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
+    missing = [rank for rank in others if rank not in reports]
+    if missing:
+        lines.append(f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective")
+    return PeerFailureError(
+        f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: {'; '.join(lines)}. "
+        f"{_ADVICE}"
+    )
+
+
+def keep_waiting(
+    is_over: Callable[[], bool],
+    rank_group: RankGroup,
+    sources: Collection[int],
+    collective: str,
+    *,
+    raises_early: bool = True,
+) -> None:
+    """Log that this rank waits in a collective for the ranks ``sources``, and go on until ``is_over``, which waits too.
+
+    Raise a PeerFailureError once one of them has reported a failure, if it ``raises_early``.
+    """
+    text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
+    _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
+    while True:
+        if raises_early and has_failed(rank_group, sources):
+            raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
+        if is_over():
+            return
+
+
+@dataclass(slots=True, eq=False)
+class WatchedWork:
+    """Wraps a gloo ``Work``: logs once which ranks (``sources``) it waits for, and raises the cause if it fails.
+
+    A failure that one of them has reported ends the wait if it ``raises_early``. This rank continues, so a report of
+    its failure is deleted.
+    """
+
+    work: dist.Work
+    rank_group: RankGroup
+    collective: str
+    sources: Sequence[int]
+    raises_early: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        leave_time_for_gloo()
+        if reported:
+            withdraw_report(self.rank_group.group)
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        """Block until the work has completed; raise a PeerFailureError if it failed."""
+        try:
+            if not self._is_over():
+                early = self.raises_early
+                keep_waiting(self._is_over, self.rank_group, self.sources, self.collective, raises_early=early)
+        except PeerFailureError:
+            raise
+        except RuntimeError as error:
+            # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
+            first = str(error).partition("\n")[0].partition(". ")[0]
+            raise failure_in(self.collective, self.rank_group, first) from error
+
+    def _is_over(self) -> bool:
+        try:
+            self.work.wait(timedelta(seconds=WARN_AFTER_S))
+        except RuntimeError as error:
+            # The error of a Work that is still running; the group's timeout has a different text.
+            if "Operation timed out" in str(error):
+                return False
+            raise
+        return True
