@@ -164,7 +164,10 @@ class Reduction:
         self._free()
 
     def _divide(self, shard: torch.Tensor, *, by_tensor: bool = False) -> None:
-        """Divide by what is missing to the divisor of the sum over all ranks; ``by_tensor`` if that is a tensor."""
+        """Divide by the part of the divisor that ``shard`` has not been divided by.
+
+        A divisor that is a tensor may not be complete yet, so only the last division (``by_tensor``) is by it.
+        """
         factor = None if self._policy.hook is not None else self._policy.divide_factor
         divisor = self._mean_divisor if factor is None else factor
         is_missing = by_tensor if isinstance(divisor, torch.Tensor) else divisor != self._divided_by

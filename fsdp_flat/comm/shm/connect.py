@@ -100,7 +100,7 @@ def _shares_memory() -> bool:
         return False
     fd = os.memfd_create("fsdp_flat")
     try:
-        os.ftruncate(fd, mmap.PAGESIZE)
+        os.ftruncate(fd, 1 << 22)  # as much as messages need at first; a limit of the process may forbid it
     finally:
         os.close(fd)
     return True
