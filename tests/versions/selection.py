@@ -24,7 +24,7 @@ SHORT = (
     # Meta initialisation.
     "tests/wrapper/test_meta.py::test_reset_parameters_gives_the_weights_of_a_model_built_on_the_cpu",
     # Mixed precision.
-    "tests/surface/test_mixed_precision.py::test_buffers_are_low_in_compute_and_whole_in_saved_and_loaded_states",
+    "tests/surface/test_mixed_precision.py::test_buffers_are_low_in_compute_and_in_their_own_dtype_in_saved_and_loaded_states",
     "tests/surface/test_mixed_precision.py::test_parameters_are_gathered_in_the_low_dtype_and_sharded_in_the_full_one",
     # Compilation.
     "tests/runtime/test_compile.py::test_blocks_compiled_inside_units_train_as_the_reference",
