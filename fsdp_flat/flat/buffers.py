@@ -119,7 +119,7 @@ class UnshardedParams:
         plain: those that are plain tensors.
         buffer: their memory.
         own_slice: this rank's shard in the buffer, of a flat layout.
-        rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
+        gather_target: places shards of ranks in the buffer, for a row layout over several ranks; else None.
         versions: version counters from before they were raised; None while the buffer holds values.
         filled: version counters when the buffer was filled.
     """
@@ -137,7 +137,7 @@ class UnshardedParams:
         is_shard = layout.world_size == 1 and dtype == shard.dtype and device == shard.device
         flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=device)
         self.buffer = FlatBuffer(flat, owns_memory=not is_shard)
-        self.rows = row_target(flat, layout)
+        self.gather_target = row_target(flat, layout)
         self.own_slice = flat[layout.shard(rank).to_slice()]
         params = []
         for entry, view in zip(managed, views_of(flat, layout), strict=True):

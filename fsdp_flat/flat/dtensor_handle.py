@@ -24,7 +24,7 @@ from fsdp_flat.flat.layout_views import (
     VisibleParam,
     clear_padding,
     local_part,
-    rows_of,
+    shards_of,
     split_alone,
 )
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam, check_extensions
@@ -117,18 +117,18 @@ class DTensorHandle(FlatParamHandle):
 
     # -- an all-gather over a smaller group ------------------------------------------------------------------------
 
-    def keep_rows(self, ranks: range) -> None:
-        self.rows = rows_of(self.buffer.tensor, self.layout, ranks)
+    def keep_shards(self, ranks: range) -> None:
+        self.kept_shards = shards_of(self.buffer.tensor, self.layout, ranks)
 
     def begin_gather(self) -> tuple[torch.Tensor, RowTarget | None]:
-        if self.rows is None:
+        if self.kept_shards is None:
             self._check_materialized()
             return super().begin_gather()
-        rows, self.rows = self.rows, None
+        shards, self.kept_shards = self.kept_shards, None
         self.buffer.alloc(self.pool)
-        target = self._unsharded.rows
+        target = self._unsharded.gather_target
         assert target is not None
-        return rows, GroupedRows(target, rows.numel() // self.layout.shard_numel)
+        return shards, GroupedRows(target, shards.numel() // self.layout.shard_numel)
 
     # -- changes ---------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class FlatParamHandle(GradientCollector):
         visible: the parameters that an optimizer holds.
         buffer: the unsharded buffer of the compute dtype; a reshard frees it, unless it is the shard itself.
         pool: memory pool of the buffers; the units of a tree share one.
-        rows: shards of several ranks, in the compute dtype, that are kept for an all-gather over a smaller group.
+        kept_shards: consecutive ranks' shards (1-D, compute dtype), input of the next all-gather over a smaller group.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
         shows_names: the modules hold the tensors of :meth:`show_names`.
     """
@@ -93,7 +93,7 @@ class FlatParamHandle(GradientCollector):
         self._saved_grads: list[torch.Tensor | None] | None = None
         self.shows_names = False
         self.pool = MemoryPool()
-        self.rows: torch.Tensor | None = None
+        self.kept_shards: torch.Tensor | None = None
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         self._select_unsharded(params)
         self.params = tuple(self._shown_instead(params))
@@ -197,7 +197,7 @@ class FlatParamHandle(GradientCollector):
     def check_plain(self) -> None:
         """Raise an UnsupportedError if local tensors have extensions that would not be called."""
 
-    def keep_rows(self, ranks: range) -> None:
+    def keep_shards(self, ranks: range) -> None:
         """Copy the shards of some ranks from the unsharded buffer; the next all-gather begins with them."""
         raise NotImplementedError
 
@@ -287,8 +287,8 @@ class FlatParamHandle(GradientCollector):
         if shard.device != buffer.tensor.device:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
             shard = shard.to(buffer.tensor.device, non_blocking=True)
-        if unsharded.rows is not None:
-            return shard.to(buffer.tensor.dtype), unsharded.rows
+        if unsharded.gather_target is not None:
+            return shard.to(buffer.tensor.dtype), unsharded.gather_target
         if buffer.owns_memory:
             unsharded.own_slice.copy_(shard)
         return buffer.tensor, None
@@ -391,10 +391,10 @@ class FlatParamHandle(GradientCollector):
 
     def reset(self, *, frees: bool, shown: bool) -> None:
         """Drop all gradients after an exception, and free the buffer, whose parameters may be shown."""
-        self.rows = None
+        self.kept_shards = None
         self.restore_unsharded_params()
-        if self._unsharded.rows is not None:
-            self._unsharded.rows.drop_staging()
+        if self._unsharded.gather_target is not None:
+            self._unsharded.gather_target.drop_staging()
         if frees:
             self.free()
         if shown:

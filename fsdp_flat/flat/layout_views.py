@@ -229,7 +229,7 @@ def joined(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list[tupl
     return results
 
 
-def rows_of(buffer: torch.Tensor, layout: RowLayout, ranks: range) -> torch.Tensor:
+def shards_of(buffer: torch.Tensor, layout: RowLayout, ranks: range) -> torch.Tensor:
     """Return the shards of consecutive ranks, padding included, as a copy (1-D) of parts of the unsharded buffer."""
     rows = buffer.new_empty(len(ranks), layout.shard_numel)
     parts = rows.split([chunk.numel for chunk in layout.chunks], 1)

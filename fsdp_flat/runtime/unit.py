@@ -317,7 +317,7 @@ class Unit:
         if not is_freed:
             self._free_buffers()
         for handle in self.handles:
-            handle.rows = None
+            handle.kept_shards = None
 
     def park(self) -> None:
         """Show the sharded parameters, and leave the memory of the unsharded ones to the backward that follows."""

@@ -36,8 +36,8 @@ class SmallerGroup:
     def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
         self.rank_group = subgroup_of(shard, num_ranks)
         self._device, self._unit, self._name = device, unit, name
-        num_rows = shard.size // num_ranks
-        self._ranks = range(self.rank_group.rank * num_rows, (self.rank_group.rank + 1) * num_rows)
+        num_kept = shard.size // num_ranks
+        self._ranks = range(self.rank_group.rank * num_kept, (self.rank_group.rank + 1) * num_kept)
         self.use_collectives(CollectiveChoice())
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
@@ -50,7 +50,7 @@ class SmallerGroup:
         """Keep this rank's part of the unsharded parameters."""
         with unrecorded():
             for handle in handles:
-                handle.keep_rows(self._ranks)
+                handle.keep_shards(self._ranks)
 
 
 class UnitMesh:
@@ -121,16 +121,19 @@ class UnitMesh:
         return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"
 
     def begin_all_gather(self, context: CommContext) -> list[Pending]:
-        """Begin the all-gathers of the handles, one for each dtype; those with rows gather over the smaller group."""
+        """Begin the all-gathers of the handles, over the smaller group if the handles keep shards for it.
+
+        All DTensor handles of one compute dtype share an all-gather; each flat parameter has one of its own.
+        """
         smaller, collectives, pendings = self.smaller_group, self.step_collectives, []
-        if smaller is not None and self.handles and self.handles[0].rows is not None:
+        if smaller is not None and self.handles and self.handles[0].kept_shards is not None:
             collectives = smaller.collectives
         inputs = list(map(_BEGIN_GATHER, self.handles))
         if collectives is None:
             return []
-        for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
+        for tensor, target in joined(inputs) if len(inputs) > 1 else inputs:
             if context.trace is not None:
                 context.trace.append(("all_gather", self.name))
             self.issued.append(("all-gather", self))
-            pendings.append(collectives.begin_all_gather(tensor, rows))
+            pendings.append(collectives.begin_all_gather(tensor, target))
         return pendings

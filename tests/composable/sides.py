@@ -130,7 +130,7 @@ def assert_no_step_runs(model: nn.Module) -> None:
         if isinstance(unit.context, Schedule):
             assert unit.context.backward is None
             assert unit.context.iteration is None
-        assert all(handle.rows is None for handle in unit.handles)
+        assert all(handle.kept_shards is None for handle in unit.handles)
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -53,8 +53,9 @@ def test_the_smaller_group_holds_parameters_in_their_low_precision() -> None:
         copy.load_state_dict(model.state_dict())
         blocks_and_root(copy, fully_shard, reshard_after_forward=size, mp_policy=policy)
         loss = square_loss(copy, batch_of(0))
-        held = [handle.rows for unit in units_of(copy) for handle in unit.handles if handle.rows is not None]
-        assert {rows.dtype for rows in held} <= {torch.bfloat16}
+        kept = [handle.kept_shards for unit in units_of(copy) for handle in unit.handles]
+        held = [shards for shards in kept if shards is not None]
+        assert {shards.dtype for shards in held} <= {torch.bfloat16}
         assert len(held) == (3 if size == 2 else 0)
         loss.backward()
         losses.append([param.grad.full_tensor() for param in copy.parameters()])
@@ -74,16 +75,16 @@ def test_backward_gathers_fewer_bytes_over_the_smaller_group_and_each_rank_holds
     # Over all four ranks a shard goes to three others.
     assert forward.counts() == {"gather": 4}
     assert forward.sent("gather") == sum(numels) * 3 * ITEMSIZE
-    # The last unit keeps its buffers, the others two rows; all modules show shards.
-    held = [unit.handles[0].rows for unit in (root, *blocks)]
-    assert [None if rows is None else rows.numel() for rows in held] == [2 * n for n in numels[:-1]] + [None]
+    # The last unit keeps its buffers, the others two shards; all modules show shards.
+    held = [unit.handles[0].kept_shards for unit in (root, *blocks)]
+    assert [None if shards is None else shards.numel() for shards in held] == [2 * n for n in numels[:-1]] + [None]
     assert all(unit.shows_sharded for unit in units_of(model))
     with recorded() as backward:
         loss.backward()
-    # Two rows go to one other rank.
+    # Two shards go to one other rank.
     assert backward.count("gather") == 3
     assert backward.sent("gather") == sum(numels[:-1]) * 2 * ITEMSIZE
-    assert all(unit.handles[0].rows is None for unit in units_of(model))
+    assert all(unit.handles[0].kept_shards is None for unit in units_of(model))
 
 
 @on_ranks(4)
