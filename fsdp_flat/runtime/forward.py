@@ -64,7 +64,7 @@ def run_forward(
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
-        forward.check()
+        forward.check_after_compute()
     except BaseException as error:
         forward.fail(error)
         raise
@@ -134,7 +134,7 @@ class UnitForward:
         return call.given
 
     @dynamo_disabled
-    def check(self) -> None:
+    def check_after_compute(self) -> None:
         """Raise a UsageError if the computation has changed parameters, which would be lost."""
         for handle in self._unit.handles:
             handle.check_after_compute()
@@ -173,15 +173,15 @@ class UnitForward:
         does, and a graph of an earlier step may be alive.
         """
         assert self._calls is not None
-        given, found = self._calls[-1].given, output
+        given, original = self._calls[-1].given, output
         output, is_reached = self._hook_outputs(output)
         is_hidden = False
-        if not is_reached and torch.is_grad_enabled() and not are_tensors(found, among=given):
+        if not is_reached and torch.is_grad_enabled() and not are_tensors(original, among=given):
             is_hidden = any(handle.is_in_a_graph for handle in self._unit.handles)
         self._close(is_reached or is_hidden, is_open_ended=is_hidden)
         return output
 
-    def leave_open(self) -> None:
+    def leave_open_ended(self) -> None:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
         self._close(torch.is_grad_enabled(), is_open_ended=True)
 
@@ -230,9 +230,9 @@ class UnitForward:
         unit, schedule, record = self._unit, self._schedule, self._record
         if self._is_outermost:
             # Units of several modules of which some did not run.
-            groups, schedule.open_groups = schedule.open_groups, {}
-            for forward, _ in groups.values():
-                forward.leave_open()
+            unfinished, schedule.unfinished_forwards = schedule.unfinished_forwards, {}
+            for forward, _ in unfinished.values():
+                forward.leave_open_ended()
         with profiled("post_forward", unit.name):
             unit.log_event("post_forward")
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The

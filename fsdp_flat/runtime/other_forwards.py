@@ -56,21 +56,21 @@ def _run_member(
     The unit's forward begins with the first of them to run and ends with the last.
     """
     schedule = schedule_of(module, unit)
-    if unit not in schedule.open_groups:
-        schedule.open_groups[unit] = UnitForward(module, unit), set(unit.members)
-    forward, waiting = schedule.open_groups[unit]
+    if unit not in schedule.unfinished_forwards:
+        schedule.unfinished_forwards[unit] = UnitForward(module, unit), set(unit.members)
+    forward, waiting = schedule.unfinished_forwards[unit]
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
-        forward.check()
+        forward.check_after_compute()
     except BaseException as error:
-        schedule.open_groups.pop(unit, None)
+        schedule.unfinished_forwards.pop(unit, None)
         forward.fail(error)
         raise
     waiting.discard(module)
     if waiting:
         return forward.leave_one(output)
-    del schedule.open_groups[unit]
+    del schedule.unfinished_forwards[unit]
     return forward.leave(output)
 
 
@@ -98,13 +98,13 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
                 forward.enter((), {})
         yield
         for forward in entered:
-            forward.check()
+            forward.check_after_compute()
     except BaseException as error:
         for forward in reversed(entered):
             forward.fail(error)
         raise
     for forward in reversed(entered):
-        forward.leave_open()
+        forward.leave_open_ended()
 
 
 @dynamo_disabled
@@ -176,10 +176,10 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     own = method if inner() is module else None
 
     @functools.wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def run_unsharded(*args: Any, **kwargs: Any) -> Any:
         return run_forward(module, unit, args, kwargs, own or getattr(inner(), method_name))
 
-    module.__dict__[method_name] = gathered
+    module.__dict__[method_name] = run_unsharded
     unit.forward_methods.add(method_name)
 
 

@@ -37,8 +37,8 @@ class Schedule(CommContext):
         root: the outermost unit; its parameters stay unsharded between forward and backward, by default.
         units: every unit, parents before children.
         iteration: the running iteration; None outside of a forward.
-        open_groups: open forwards of units of several modules, each with the modules that have not run.
-        is_left_open: a backward has ended whose gradients ``finalize_backward`` sets.
+        unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
+        has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
     """
 
@@ -67,7 +67,7 @@ class Schedule(CommContext):
             # A wrapper put around roots continues what they were told.
             self.root.averages_ignored = settings.pop()
         # Units whose parameters every rank has in full.
-        self._unsharded = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
+        self._replicated = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self.rank_checks = RankChecks(root_module, self.units)
         self._cast_buffers()
@@ -82,8 +82,8 @@ class Schedule(CommContext):
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # their all-gathers began early, and they have not run
         self._parked: Unit | None = None  # the last unit of a forward
-        self.open_groups: dict[Unit, tuple[Any, set[nn.Module]]] = {}
-        self.is_left_open = False
+        self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
+        self.has_unfinalized_gradients = False
         # The last backward has left each rank its own gradients, which ``.grad`` shows.
         self.shows_unreduced = False
 
@@ -127,7 +127,7 @@ class Schedule(CommContext):
     def has_unset_gradients(self) -> bool:
         """True if a backward has ended whose gradients a later one, or ``finalize_backward``, will set."""
         partial = any(handle.partial_grad.shard is not None for unit in self.units for handle in unit.handles)
-        return self.is_left_open or partial or not self.reductions.is_empty
+        return self.has_unfinalized_gradients or partial or not self.reductions.is_empty
 
     def check_gradients_set(self, what: str) -> None:
         """Raise a UsageError if a backward has left gradients to a later one; ``what`` names the call."""
@@ -156,9 +156,9 @@ class Schedule(CommContext):
             self.streams.optimizer_stepped()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
-            for whole in self._unsharded:
-                if whole.phase is Phase.IDLE:
-                    whole.unshard()
+            for replicated in self._replicated:
+                if replicated.phase is Phase.IDLE:
+                    replicated.unshard()
         iteration = self.iteration
         iteration.order.append(unit)
         self._position += 1
@@ -212,7 +212,7 @@ class Schedule(CommContext):
             self._pending.remove([self.iteration])
             # Units that took a forward without gradients for that of a re-entrant checkpoint (a method under no_grad).
             ran = () if self.iteration.is_open_ended else self.iteration.order
-            for unit in dict.fromkeys([*self._unsharded, *ran]):
+            for unit in dict.fromkeys([*self._replicated, *ran]):
                 if unit.phase is Phase.IDLE and not unit.holds_graph:
                     unit.reshard()
             # No backward follows to wait for these copies, and the caller may write to shards next.
@@ -248,7 +248,7 @@ class Schedule(CommContext):
 
     def abort(self) -> None:
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
-        if self.root.control.finalizes_by_hand and (self.is_left_open or self.backward is not None):
+        if self.root.control.finalizes_by_hand and (self.has_unfinalized_gradients or self.backward is not None):
             self.has_lost_gradients = True
         self._begin_anew()
         self.reductions.reset(self.streams)
@@ -417,7 +417,7 @@ class Schedule(CommContext):
 
     @dynamo_disabled
     def _end_of_backward(self, *, by_hand: bool = False) -> None:
-        """Pass all remaining events; reduce all remaining gradients and set the sharded ones, unless left open."""
+        """Pass all remaining events; reduce and set the gradients, unless a later call is to set them."""
         backward = self.backward
         assert backward is not None
         with profiled("root_post_backward", self.root.name):
@@ -428,8 +428,8 @@ class Schedule(CommContext):
                 if unit.phase is Phase.BACKWARD or not (backward.keeps_graph or unit.is_at_rest):
                     unit.end_backward(keeps_graph=backward.keeps_graph)
             control = self.root.control
-            self.is_left_open = control.finalizes_by_hand and not by_hand
-            if not self.is_left_open and (control.is_last_backward or control.finalizes_by_hand):
+            self.has_unfinalized_gradients = control.finalizes_by_hand and not by_hand
+            if not self.has_unfinalized_gradients and (control.is_last_backward or control.finalizes_by_hand):
                 self._finalize()
         self.backward = None
         self._callback = None
@@ -439,7 +439,7 @@ class Schedule(CommContext):
         self.root.log_event("root_post_backward")
 
     def _finalize(self) -> None:
-        """Set the gradients of this backward, and of those before it that were left open."""
+        """Set the gradients of this backward, and of those of earlier backwards that are not set yet."""
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:

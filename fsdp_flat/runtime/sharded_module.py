@@ -221,7 +221,7 @@ class ShardedModule(UnitSettings):
         unit, schedule = _outermost(self, "set_manual_backward_finalization")
         if enabled == unit.control.finalizes_by_hand:
             return
-        if graph_task_id() != -1 or (schedule is not None and schedule.is_left_open):
+        if graph_task_id() != -1 or (schedule is not None and schedule.has_unfinalized_gradients):
             raise UsageError(
                 f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
                 "or after one whose gradients are not set yet. Call finalize_backward first."
