@@ -120,8 +120,8 @@ class UnshardedParams:
         buffer: their memory.
         own_slice: this rank's shard in the buffer, of a flat layout.
         gather_target: places shards of ranks in the buffer, for a row layout over several ranks; else None.
-        versions: version counters from before they were raised; None while the buffer holds values.
-        filled: version counters when the buffer was filled.
+        versions_before_free: version counters of ``params`` before a free raised them; None while the buffer is filled.
+        versions_when_filled: version counters of ``params`` when the buffer was filled.
     """
 
     def __init__(
@@ -148,5 +148,5 @@ class UnshardedParams:
             params.append(param)
         self.params = tuple(params)
         self.plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
-        self.versions: tuple[int, ...] | None = None
-        self.filled: tuple[int, ...] | None = None
+        self.versions_before_free: tuple[int, ...] | None = None
+        self.versions_when_filled: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ from fsdp_flat.flat.layout_views import (
     clear_padding,
     local_part,
     shards_of,
-    split_alone,
+    split_storage,
 )
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam, check_extensions
 from fsdp_flat.flat.row_sharding import RowSharding
@@ -55,7 +55,7 @@ class DTensorHandle(FlatParamHandle):
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
-        locals_ = split_alone(self.flat_param.data, self._local_parts)
+        locals_ = split_storage(self.flat_param.data, self._local_parts)
         return [
             entry.replaced_by(dtensor_parameter(self.row_sharding.template(entry, dim, local), like=entry.param))
             for entry, dim, local in zip(params, layout.dims, locals_, strict=True)
@@ -95,7 +95,7 @@ class DTensorHandle(FlatParamHandle):
         return [None if grad is None else local_of(grad) for grad in found]
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
-        parts = split_alone(shard_grad, self._local_parts)
+        parts = split_storage(shard_grad, self._local_parts)
         return [dtensor_of(part, param._spec) for param, part in zip(self._shown, parts, strict=True)]
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
@@ -133,7 +133,7 @@ class DTensorHandle(FlatParamHandle):
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def _bind_shard(self, *, rebuilt: bool = False) -> None:
-        locals_ = split_alone(self.flat_param.data, self._local_parts)
+        locals_ = split_storage(self.flat_param.data, self._local_parts)
         for index, (entry, local) in enumerate(zip(self.params, locals_, strict=True)):
             param = entry.param
             if (local.dtype, local.device) == (param.dtype, param.device):
@@ -230,7 +230,7 @@ class DTensorHandle(FlatParamHandle):
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
         self._check_assigned(index, current)
         self.raise_weights_epoch()
-        (local,) = split_alone(self.flat_param.data, [self._local_parts[index]])
+        (local,) = split_storage(self.flat_param.data, [self._local_parts[index]])
         with torch.no_grad():
             local.copy_(local_of(current))
         if (local.dtype, local.device) != (current.dtype, current.device):

@@ -46,7 +46,7 @@ class FlatGradBuffer:
         self._layout, self.kind = layout, (dtype, device)
         self._places = grad_places(flat, layout)
         # The gradient as a matrix with a row for each rank, if one operation can write it.
-        self._rows = flat.view(layout.world_size, -1) if can_chunk(layout) else None
+        self._by_rank = flat.view(layout.world_size, -1) if can_chunk(layout) else None
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self.waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
@@ -85,10 +85,10 @@ class FlatGradBuffer:
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
         if self._buffer.alloc(pool):
-            if self._rows is not None and len(self.waiting) == len(self._places):
+            if self._by_rank is not None and len(self.waiting) == len(self._places):
                 grads = list(map(self.waiting.__getitem__, range(len(self._places))))
-                if set(map(_DTYPE, grads)) == {self._rows.dtype}:  # it converts slowly
-                    chunk_cat(grads, 0, self._layout.world_size, out=self._rows)
+                if set(map(_DTYPE, grads)) == {self._by_rank.dtype}:  # it converts slowly
+                    chunk_cat(grads, 0, self._layout.world_size, out=self._by_rank)
                     self.waiting.clear()
                     return self._buffer.tensor
             for padding in self._paddings:
@@ -222,7 +222,7 @@ class GradientCollector:
         self.num_trainable = 0
         self._grad_hooks = [entry.param._backward_hooks for entry in params]
         self._are_plain = all(entry.adapter is PLAIN for entry in params)
-        self._synced = [False] * len(params)
+        self._synced_requires_grad = [False] * len(params)
         self._accept_hook = partial(_accept, weakref.ref(self))
         self._grad_buffer: FlatGradBuffer | None = None
         # Takes a parameter's first gradient in a backward if that needs no conversion. None where accept_grad has to be
@@ -261,12 +261,12 @@ class GradientCollector:
         self.grad_dtype = torch.promote_types(compute_dtype, reduce_dtype)
         self.reduce_dtype, self._grad_device = reduce_dtype, device
         # Unsharded parameters that were in use before still have their flags and hooks.
-        self._synced = [param.requires_grad for param in self.unsharded_params]
+        self._synced_requires_grad = [param.requires_grad for param in self.unsharded_params]
         self.sync_requires_grad()
 
     def sync_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
-        unsharded_params, before = self.unsharded_params, self._synced
+        unsharded_params, before = self.unsharded_params, self._synced_requires_grad
         shown = list(map(_REQUIRES_GRAD, unsharded_params))
         if shown != before:
             self.adopt_requires_grad(shown, before)
@@ -280,7 +280,7 @@ class GradientCollector:
                 param.register_post_accumulate_grad_hook(self._accept_hook)
             elif was and not want:
                 param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        self._synced = wanted
+        self._synced_requires_grad = wanted
         self.num_trainable = sum(wanted)
 
     @property

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -46,10 +46,6 @@ from fsdp_flat.flat.torch_flat import (
     set_versions,
 )
 from fsdp_flat.layout import FlatLayout, LocalShard, alignment_numel
-
-# Number of gradients between two calls of on_ready, which looks for completed reductions: a system call a rank.
-_GRADS_PER_CALL = 8
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -296,18 +292,18 @@ class FlatParamHandle(GradientCollector):
     def finish_gather(self) -> None:
         """Have autograd accept the parameters again: the buffer has the values of all ranks."""
         unsharded = self._unsharded
-        if unsharded.versions is not None:
-            set_versions(unsharded.params, unsharded.versions)
-            unsharded.versions = None
-        unsharded.filled = tuple(map(VERSION_OF, unsharded.params)) if self.buffer.owns_memory else None
+        if unsharded.versions_before_free is not None:
+            set_versions(unsharded.params, unsharded.versions_before_free)
+            unsharded.versions_before_free = None
+        unsharded.versions_when_filled = tuple(map(VERSION_OF, unsharded.params)) if self.buffer.owns_memory else None
 
     def free(self) -> None:
         """Free the buffer, and have autograd refuse what it saved of it."""
         unsharded = self._unsharded
         # Where nothing is freed, nothing can be used too late.
-        if unsharded.versions is None and self.buffer.owns_memory:
-            unsharded.versions = tuple(map(VERSION_OF, unsharded.params))
-            set_versions(unsharded.params, tuple(map(EXPIRED.__add__, unsharded.versions)))
+        if unsharded.versions_before_free is None and self.buffer.owns_memory:
+            unsharded.versions_before_free = tuple(map(VERSION_OF, unsharded.params))
+            set_versions(unsharded.params, tuple(map(EXPIRED.__add__, unsharded.versions_before_free)))
         self.buffer.free(self.pool)
 
     def show_unsharded(self) -> None:
@@ -374,7 +370,7 @@ class FlatParamHandle(GradientCollector):
         A module may put other values in the place of its weights while it computes (quantized ones, for example), by
         an assignment to ``.data``, and put the weights back. Writes through ``.data`` are not seen.
         """
-        filled, versions = self._unsharded.filled, tuple(map(VERSION_OF, self.unsharded_params))
+        filled, versions = self._unsharded.versions_when_filled, tuple(map(VERSION_OF, self.unsharded_params))
         changed = self.restore_unsharded_params()
         if filled is not None and filled != versions and not changed:
             with torch.no_grad():

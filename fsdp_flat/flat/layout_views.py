@@ -47,7 +47,7 @@ def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     return [flat[each.offset : each.offset + each.numel].view(each.shape) for each in layout.param_infos]
 
 
-def split_alone(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:
+def split_storage(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:
     """Return a view of each interval of ``shard`` (1-D), in its shape, whose storage begins and ends with it.
 
     A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0.
@@ -212,7 +212,7 @@ class _JoinedRows(RowTarget):
             target.place(first, part)
 
 
-def joined(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list[tuple[torch.Tensor, RowTarget | None]]:
+def join_inputs(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list[tuple[torch.Tensor, RowTarget | None]]:
     """Join inputs of all-gathers of one unit, each with the target of its rows, by dtype.
 
     Inputs that are all-gathered in place, with None, stay as they are.

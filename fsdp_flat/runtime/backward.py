@@ -94,7 +94,9 @@ class Iteration:
         if not self.post_backward_nodes:
             return self.is_alive
         # Check the last ones first: a loss nearly always reaches those.
-        return any(node_will_run(node) for gate in reversed(self.post_backward_nodes) if (node := gate()) is not None)
+        return any(
+            node_will_run(node) for node_ref in reversed(self.post_backward_nodes) if (node := node_ref()) is not None
+        )
 
 
 class PendingIterations:

@@ -100,12 +100,12 @@ class BackwardExchange:
         """
         for groups, handles in self.handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
-            late = bytes([handle in unreduced for handle in handles])
+            is_unreduced = bytes([handle in unreduced for handle in handles])
             trained = bytes([trains for handle in handles for trains in handle.requires_grad()])
             digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
-            row = bytearray(b"".join([*flags, late, bytes([retains_graph]), digest, _complement(digest)]))
-            pending = Pending((), torch.frombuffer(row, dtype=torch.uint8))
+            message = bytearray(b"".join([*flags, is_unreduced, bytes([retains_graph]), digest, _complement(digest)]))
+            pending = Pending((), torch.frombuffer(message, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
             self._in_flight[groups] = pending
@@ -123,13 +123,13 @@ class BackwardExchange:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
         differing, retains_graph = None, False
         for groups, pending in self._in_flight.items():
-            row = BytesIO(bytes(pending.wait().numpy()))
+            message = BytesIO(bytes(pending.wait().numpy()))
             handles = self.handles[groups]
             for handle in handles:
-                used[handle] = row.read(len(handle.layout.param_infos))
-            unreduced.update(compress(handles, row.read(len(handles))))
-            retains_graph |= row.read(1) == b"\1"
-            if row.read(_DIGEST_NBYTES) != _complement(row.read(_DIGEST_NBYTES)):
+                used[handle] = message.read(len(handle.layout.param_infos))
+            unreduced.update(compress(handles, message.read(len(handles))))
+            retains_graph |= message.read(1) == b"\1"
+            if message.read(_DIGEST_NBYTES) != _complement(message.read(_DIGEST_NBYTES)):
                 differing = differing or groups
         return Outcome(differing, retains_graph)
 

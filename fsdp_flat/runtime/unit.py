@@ -321,9 +321,9 @@ class Unit:
 
     def park(self) -> None:
         """Show the sharded parameters, and leave the memory of the unsharded ones to the backward that follows."""
-        self._leave_buffers(MemoryEvent.PARK)
+        self._keep_buffers(MemoryEvent.PARK)
 
-    def _leave_buffers(self, event: MemoryEvent) -> None:
+    def _keep_buffers(self, event: MemoryEvent) -> None:
         self.finish_unshard()
         if self.state is MemoryState.READY:
             for handle in self.handles:
@@ -387,14 +387,14 @@ class Unit:
         if after is AfterForward.RESHARD:
             self.reshard()
         elif after is AfterForward.PARK:
-            self._leave_buffers(MemoryEvent.PARK)
+            self._keep_buffers(MemoryEvent.PARK)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
-        used = self.current_version()
-        if weights.storage_epoch != used.storage_epoch:
+        current = self.current_version()
+        if weights.storage_epoch != current.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
                 "the forward of this backward, whose buffers are gone. Convert between steps."
@@ -405,8 +405,8 @@ class Unit:
             if weights.full_precision != self._full_precision:
                 self.use_full_precision(weights.full_precision)
             self.unshard()
-            used = self.gathered
-        if weights.weights_epoch != used.weights_epoch:
+            current = self.gathered
+        if weights.weights_epoch != current.weights_epoch:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
                 "step, load_state_dict, summon_full_params or an assignment), so its gradients would mix two sets of "
@@ -433,7 +433,7 @@ class Unit:
         if reshards is None:
             reshards = control.sync_gradients or control.reshard_after_forward is not False
         if keeps_graph or not reshards:
-            self._leave_buffers(MemoryEvent.KEEP)
+            self._keep_buffers(MemoryEvent.KEEP)
         else:
             self.reshard()
 

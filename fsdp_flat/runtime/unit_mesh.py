@@ -18,7 +18,7 @@ from fsdp_flat.comm import (
     unit_names,
     unrecorded,
 )
-from fsdp_flat.flat import FlatParamHandle, joined
+from fsdp_flat.flat import FlatParamHandle, join_inputs
 from fsdp_flat.runtime.options import UnitOptions
 from fsdp_flat.runtime.reduction import CommContext
 
@@ -131,7 +131,7 @@ class UnitMesh:
         inputs = list(map(_BEGIN_GATHER, self.handles))
         if collectives is None:
             return []
-        for tensor, target in joined(inputs) if len(inputs) > 1 else inputs:
+        for tensor, target in join_inputs(inputs) if len(inputs) > 1 else inputs:
             if context.trace is not None:
                 context.trace.append(("all_gather", self.name))
             self.issued.append(("all-gather", self))
