@@ -30,7 +30,7 @@ from fsdp_flat.flat import is_released, node_will_run
 from fsdp_flat.runtime.memory import WeightsVersion
 from fsdp_flat.runtime.unit import Unit
 
-# The oldest ones beyond this number are dropped: a program that evaluates with gradients enabled never runs backward.
+# Older iterations than this many are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32
 
 
@@ -59,9 +59,9 @@ class Iteration:
         order: the units in the order in which they began.
         post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not keep the graph alive.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
-        trains: gradients were enabled at its begin, so a backward may follow.
+        trains: gradients were enabled when the iteration began, so a backward may follow.
         expects_backward: a backward may reach the outputs of a unit.
-        is_open_ended: a backward may come to parameters of a unit, through no outputs that were found.
+        is_open_ended: a backward may reach parameters of a unit without passing a hooked output.
     """
 
     __slots__ = (
@@ -90,10 +90,10 @@ class Iteration:
 
     @property
     def is_in_backward(self) -> bool:
-        """True if the running backward reaches this iteration; without post-backward nodes, if it may."""
+        """True if the running backward reaches a post-backward node; without such nodes, if a hook is alive."""
         if not self.post_backward_nodes:
             return self.is_alive
-        # Check the last ones first: a loss nearly always reaches those.
+        # Check the last nodes first: a loss nearly always reaches them.
         return any(
             node_will_run(node) for node_ref in reversed(self.post_backward_nodes) if (node := node_ref()) is not None
         )
@@ -118,10 +118,10 @@ class PendingIterations:
         self._iterations += [iteration for iteration in other._iterations if iteration not in self._iterations]
 
     def of_backward(self, any_rank: Callable[[Sequence[bool]], list[bool]]) -> list[Iteration]:
-        """Return the iterations that the running backward goes through on any rank; drop those of freed graphs.
+        """Return the iterations that the running backward goes through on any rank; drop those whose graphs are freed.
 
-        If several are pending, ranks exchange flags, because a unit's post-backward runs at the first of its forwards.
-        An iteration that is missing here, because of an earlier backward, is included when it is reached.
+        If several are pending, ranks exchange flags, to agree on the first forward of each unit in this backward, where
+        its post-backward runs. Iterations that an earlier backward has removed are included when autograd reaches them.
         """
         included = [iteration.is_in_backward for iteration in self._iterations]
         if len(included) > 1:
@@ -143,7 +143,7 @@ class ForwardRecord:
     weights: WeightsVersion
     begin: int = -1
     end: int = -1
-    task: int = -1  # id of the autograd graph task that reached its outputs last
+    task: int = -1  # id of the autograd graph task that last reached the forward's outputs
 
 
 class Backward:
@@ -179,7 +179,7 @@ class Backward:
         if len(self.iterations) > 1:
             self._events.sort(key=lambda event: event.position)
         positions: dict[Unit, int] = {}
-        # Forwards without gradients count only for units that have no others, as under re-entrant checkpoints.
+        # Forwards without gradients count only for units that have no forward with gradients (re-entrant checkpoints).
         self._with_grad.update([event.unit for event in self._events if event.in_grad])
         for in_grad in (True, False):
             for event in self._events:
@@ -202,8 +202,8 @@ class Backward:
             self._last_node = node
             self._pass_until(record.begin - 1)
         elif record.iteration is None:
-            # A recomputation stands for one of the unit's recorded forwards, none of which is later than the last one
-            # not passed yet. So every event after that one can be passed.
+            # The recomputed forward is the unit's last one whose begin is not passed yet, or an earlier one. So every
+            # event after that begin can be passed.
             for event in reversed(self._events):
                 if event.is_begin and event.unit is record.unit:
                     self._pass_until(event.position - 1)
@@ -211,9 +211,9 @@ class Backward:
 
     @property
     def retains_graph(self) -> bool:
-        """True if autograd keeps the graph for another backward, and this rank's part of the graph shows it.
+        """True if autograd keeps the graph for another backward, as the last node that ran on a unit's inputs shows.
 
-        At the end of the backward; the loss of a rank may reach no unit's inputs, so ranks may differ.
+        Read at the end of the backward. A rank whose loss reaches no such node sees False, so ranks may differ.
         """
         return self._last_node is not None and not is_released(self._last_node)
 

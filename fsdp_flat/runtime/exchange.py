@@ -46,7 +46,7 @@ class Outcome:
     """Holds the result of an exchange.
 
     Attributes:
-        differing: groups whose ranks issued different collectives, or train or average different parameters, or None.
+        differing: groups whose ranks issued different collectives, or train or average different parameters; else None.
         retains_graph: autograd keeps the graph of this backward on any rank.
     """
 
@@ -57,7 +57,7 @@ class Outcome:
 class BackwardExchange:
     """Exchanges flags and digests between the ranks of one tree. Every rank must make the same calls.
 
-    ``handles`` holds those whose gradients are reduced, by groups, in the same order on every rank.
+    ``handles`` are those on more than one rank, by their groups, in the same order on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog) -> None:
@@ -76,7 +76,7 @@ class BackwardExchange:
         self._in_flight: dict[ShardingGroups, Pending] = {}
 
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
-        """Return for each flag whether it is true on any rank, by default of units with handles."""
+        """Return for each flag whether it is true on any rank of ``over``, by default of all groups with handles."""
         chosen = [groups for groups, some in self.handles.items() if some] if over is None else [over]
         rank_groups = [rank_group for groups in chosen for rank_group in self._host_groups(groups)]
         return true_on_any_rank(flags, rank_groups, torch.device("cpu"), collective=_DOING)
@@ -95,7 +95,7 @@ class BackwardExchange:
             used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing handle
                 has none.
             unreduced: handles that hold unreduced gradients.
-            same: compared between ranks beside the collectives.
+            same: bytes that must be equal on all ranks.
             retains_graph: see :class:`Outcome`.
         """
         for groups, handles in self.handles.items():
@@ -103,7 +103,7 @@ class BackwardExchange:
             is_unreduced = bytes([handle in unreduced for handle in handles])
             trained = bytes([trains for handle in handles for trains in handle.requires_grad()])
             digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
-            # The all-reduce takes the maximum; with the complement it also yields the minimum.
+            # The all-reduce takes maxima; that of the complement shows the minimum of the digest.
             message = bytearray(b"".join([*flags, is_unreduced, bytes([retains_graph]), digest, _complement(digest)]))
             pending = Pending((), torch.frombuffer(message, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):

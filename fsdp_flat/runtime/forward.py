@@ -76,8 +76,8 @@ class _Call(NamedTuple):
 
     Attributes:
         given: arguments and keyword arguments as the module gets them.
-        hooked: the tensors of the caller that were replaced by hooked aliases.
-        inputs: those in containers; None for a call with one tensor.
+        hooked: the caller's tensors that aliases with a backward hook replaced.
+        inputs: finds and replaces tensors in the arguments; None if one tensor is the only argument.
     """
 
     given: Inputs
@@ -88,8 +88,8 @@ class _Call(NamedTuple):
 class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs.
 
-    A unit of several modules has one, which :meth:`enter` begins with the first module that runs, and which
-    :meth:`leave` ends with the last one.
+    In a unit of several modules, one object serves all of them: :meth:`enter` is called before each module,
+    :meth:`leave_one` after each but the last, and :meth:`leave` after the last.
     """
 
     __slots__ = ("_calls", "_is_outermost", "_record", "_schedule", "_unit")
@@ -107,8 +107,8 @@ class UnitForward:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Unshard the parameters, prefetch the next unit, and prepare the inputs.
 
-        In a unit of several modules this is called for each; all after the first only prepare the inputs. The unit's
-        part of the backward is complete once the first module's inputs have their gradients.
+        In a unit of several modules, calls after the first only prepare the inputs, without hooks: the unit's part of
+        the backward is complete once the inputs of the first module have their gradients.
         """
         unit, schedule, record, is_first = self._unit, self._schedule, self._record, self._calls is None
         with profiled("pre_forward", unit.name):
@@ -135,7 +135,7 @@ class UnitForward:
 
     @dynamo_disabled
     def check_after_compute(self) -> None:
-        """Raise a UsageError if the computation has changed parameters, which would be lost."""
+        """Raise a UsageError if the computation has changed parameters: a reshard would lose the changes."""
         for handle in self._unit.handles:
             handle.check_after_compute()
 
@@ -143,8 +143,8 @@ class UnitForward:
     def fail(self, error: BaseException) -> None:
         """Leave a forward that raised ``error``.
 
-        Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
-        backward. Elsewhere the step ends, unless an outer caller catches the exception.
+        Inside a backward, activation checkpointing may raise to stop a recomputation early, and the parameters stay
+        unsharded for this backward. Elsewhere they are resharded, and an outermost forward aborts the step.
         """
         if self._calls and (inputs := self._calls.pop().inputs) is not None:
             inputs.restore()
@@ -168,9 +168,9 @@ class UnitForward:
     def leave(self, output: Any) -> Any:
         """Hook the outputs, and reshard the parameters or keep them for backward; return the outputs.
 
-        A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
-        a generator, or stored outside of the model. Not so if it returns inputs alone: a layer that this rank skips
-        does, and a graph of an earlier step may be alive.
+        Without an output to hook, a backward may still reach the forward if a graph of the parameters is alive: outputs
+        may be in a generator, or stored outside of the model. A forward that returns its inputs alone, as of a layer
+        that this rank skips, does not count: the graph may be that of an earlier step.
         """
         assert self._calls is not None
         given, original = self._calls[-1].given, output
@@ -182,7 +182,7 @@ class UnitForward:
         return output
 
     def leave_open_ended(self) -> None:
-        """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
+        """End a forward without hooking outputs, and keep the parameters unsharded for a backward that may follow."""
         self._close(torch.is_grad_enabled(), is_open_ended=True)
 
     def _hook_outputs(self, output: Any) -> tuple[Any, bool]:
@@ -200,7 +200,7 @@ class UnitForward:
         if call.inputs is not None:
             written = call.inputs.written()
             call.inputs.restore()
-        # Those of an outermost unit without parameters too: a backward begins there.
+        # An outermost unit without parameters has its outputs hooked too: a backward begins there.
         if not torch.is_grad_enabled() or not (unit.handles or self._is_outermost):
             return output, False
         if isinstance(output, torch.Tensor):
@@ -216,27 +216,27 @@ class UnitForward:
         if record.iteration is not None and self._is_outermost:
             record.iteration.outputs.append(weakref.ref(hook))
         for tensor in found:
-            # A leaf that is passed through outlives the graph, and so would its hook.
+            # A leaf that the forward passes through outlives the graph, and so would a hook on it.
             if not tensor.is_leaf:
                 tensor.register_hook(hook)
                 hooks: Any = tensor._backward_hooks
-                # First, before hooks of the module itself, which may compute with the parameters.
+                # Run before hooks that the module has registered, which may compute with the parameters.
                 for key in list(hooks)[:-1] if len(hooks) > 1 else ():
                     hooks[key] = hooks.pop(key)
         return output, bool(unit.handles)
 
     def _close(self, is_reached: bool, *, is_open_ended: bool) -> None:
-        """End the forward, which a backward may reach (``is_reached``), and not through hooked outputs alone."""
+        """End the forward; a backward may reach it (``is_reached``), even without a hooked output (``is_open_ended``)."""
         unit, schedule, record = self._unit, self._schedule, self._record
         if self._is_outermost:
-            # Units of several modules of which some did not run.
+            # End forwards of units of several modules of which some did not run.
             unfinished, schedule.unfinished_forwards = schedule.unfinished_forwards, {}
             for forward, _ in unfinished.values():
                 forward.leave_open_ended()
         with profiled("post_forward", unit.name):
             unit.log_event("post_forward")
-            # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
-            # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
+            # Outputs may require gradients on some ranks only, so a trainable unit expects a backward on all ranks.
+            # The forward of a method under no_grad begins with gradients enabled, but its nested units run without.
             in_grad = torch.is_grad_enabled() and not (self._is_outermost and schedule.ran_without_gradients(record))
             expects_backward = is_reached or (in_grad and unit.is_trainable)
             after = self._after_forward(expects_backward=expects_backward, is_open_ended=is_open_ended)
@@ -245,20 +245,20 @@ class UnitForward:
                 schedule.end_iteration()
 
     def _after_forward(self, *, expects_backward: bool, is_open_ended: bool) -> AfterForward:
-        """Choose what becomes of the parameters; :meth:`Unit.exit_forward` says when they stay nevertheless.
+        """Choose what becomes of the parameters; :meth:`Unit.exit_forward` names exceptions.
 
         * They stay unsharded if a backward may follow, and one of these holds: the forward is a recomputation inside a
-          backward; the unit does not reshard after forward (as the outermost one, if its switch is None); nothing would
-          unshard it, because its outputs are not hooked; or a reshard would free nothing.
+          backward; the unit's ``reshard_after_forward`` is off (None is off for the outermost unit); the backward may
+          begin without a hooked output, which would unshard the unit; or a reshard would free nothing.
         * They are parked if the backward of this iteration would all-gather them: the modules show sharded parameters,
-          and the memory stays until the next unit runs (:meth:`Schedule.end_forward`).
+          and the buffers stay until the next unit runs (:meth:`Schedule.end_forward`).
         * Else they are freed.
         """
         unit, iteration = self._unit, self._record.iteration
         wanted = unit.control.reshard_after_forward
         if wanted is None:
             wanted = unit is not self._schedule.root
-        # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
+        # Units in a re-entrant checkpoint run with gradients disabled, but the iteration began with gradients enabled.
         trains = iteration is not None and iteration.trains
         may_follow = expects_backward or (trains and unit.is_trainable)
         if may_follow and (is_open_ended or iteration is None or not wanted or not unit.frees_buffers):
@@ -271,7 +271,7 @@ class UnitForward:
 def _with_hooked_inputs(record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks: bool) -> _Call:
     """Return the call of a module; with ``hooks`` its inputs that require gradients get an autograd node.
 
-    Without such inputs, the forward's part of the backward ends with the backward.
+    Without such inputs, the unit's post-backward runs once the backward passes an earlier forward, or ends.
     """
     inputs = None
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
@@ -287,7 +287,7 @@ def _with_hooked_inputs(record: ForwardRecord, args: tuple[Any, ...], kwargs: di
 
 
 def _copy_parts_of_buffers(unit: Unit, output: Any, inputs: CallInputs | None) -> Any:
-    """Return the outputs, with copies in the place of views of a buffer, whose memory is freed meanwhile."""
+    """Return the outputs, with views of the unit's buffers replaced by copies: a reshard frees the buffers."""
     buffers = []
     for handle in unit.handles:
         if handle.buffer.owns_memory:
@@ -295,7 +295,7 @@ def _copy_parts_of_buffers(unit: Unit, output: Any, inputs: CallInputs | None) -
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         local = local_of(tensor)
-        if local.layout is torch.strided:  # others are without a storage
+        if local.layout is torch.strided:  # tensors of other layouts have no storage
             for buffer in buffers:
                 if is_alias(local, buffer):
                     return tensor.clone()
@@ -314,14 +314,15 @@ def _copy_parts_of_buffers(unit: Unit, output: Any, inputs: CallInputs | None) -
 
 @dynamo_disabled
 def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
-    # A root may have taken over the unit since the forward.
+    # A root may have taken over the unit since the forward, with another schedule.
     cast(Schedule, record.unit.context).outputs_reached(record)
 
 
 class _PostBackwardNode(torch.autograd.Function):
-    """Passes the inputs of a forward through, and runs a callback once the gradients of all of them exist.
+    """Passes the inputs of a forward through, and calls the schedule once the gradients of all of them exist.
 
-    The outputs are new aliases, not views created here: a module may change its input in place (:class:`_HookedInput`).
+    The outputs are aliases that autograd does not know as views: a module may change its input in place
+    (:class:`_HookedInput`), and autograd refuses to change views that a custom function returns.
     """
 
     @staticmethod
@@ -361,7 +362,7 @@ class _HookedInput(NamedTuple):
     """Holds an input of the caller and the alias of it that the module gets.
 
     If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
-    must get the autograd history of the change too.
+    must get the autograd history of the change too. ``version`` is the alias's version counter before the module runs.
     """
 
     given: torch.Tensor
@@ -370,6 +371,6 @@ class _HookedInput(NamedTuple):
 
     def follow_changes(self) -> None:
         """Give the caller's tensor the autograd history of the module's in-place changes."""
-        # Values that autograd saved stay valid: the data does not change here.
+        # The data does not change here, so values that autograd saved stay valid.
         with preserve_version(self.given):
             _TakeHistory.apply(self.given, self.alias)

@@ -1,4 +1,4 @@
-"""Defines the states of a unit's memory, and the events that move it from one to the next."""
+"""Defines the states of a unit's memory, and the events that change the state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 class MemoryState(Enum):
     """Enumerates what a unit's buffers hold, and what its modules point at.
 
-    All but READY show the sharded parameters to modules, optimizers and state dicts.
+    Modules point at the unsharded parameters in READY, and at the sharded ones in every other state.
     """
 
     SHARDED = "the buffers are freed"
     GATHERING = "an all-gather into the buffers is in flight"
     READY = "the buffers hold all parameters, and the modules point at them"
     PARKED = "the buffers are kept for the backward of the forward that has ended"
-    SHRUNK = "the buffers are freed, and smaller groups keep the parameters for that backward"
-    KEPT = "a backward has left the buffers for the next forward, or for another backward of its graph"
+    SHRUNK = "the buffers are freed, and smaller groups keep all shards for the backward of the forward that has ended"
+    KEPT = "a backward has kept the buffers for the next forward, or for another backward through its graph"
 
 
 class MemoryEvent(Enum):
@@ -28,9 +28,9 @@ class MemoryEvent(Enum):
     PARK = "a forward ends, and its backward is near"
     KEEP = "a backward ends, and the caller wants no other all-gather"
     REUSE = "the buffers are used again as they are"
-    SHRINK = "smaller groups take what they keep"
-    FREE = "the memory is freed"
-    ABORT = "a step raised"
+    SHRINK = "each rank copies the shards that its smaller group keeps, and the buffers are freed"
+    FREE = "the buffers, or the shards that a smaller group keeps, are freed"
+    ABORT = "a step raised an exception"
 
 
 _State, _Event = MemoryState, MemoryEvent
@@ -49,16 +49,16 @@ TRANSITIONS = {
     (_State.KEPT, _Event.FREE): _State.SHARDED,
     **dict.fromkeys([(state, _Event.ABORT) for state in _State], _State.SHARDED),
 }
-"""The state after each event; an event that is missing for a state is a defect of this library."""
+"""The next state by state and event. A missing pair raises a KeyError: a defect of this library."""
 
 
 class WeightsVersion(NamedTuple):
-    """Identifies the values that buffers hold, or that a forward computed with; its backward needs the same.
+    """Identifies the weights that buffers hold, or that a forward computed with; its backward needs the same weights.
 
     Attributes:
-        full_precision: they are in the original dtype.
-        storage_epoch: counts replacements of the shards (``.to(dtype)``), and with them of the buffers.
-        weights_epoch: counts changes of their values.
+        full_precision: unsharded parameters have the dtype of the shards, not the low-precision dtype.
+        storage_epoch: number of times that shards, and so buffers, were replaced (``.to(dtype)``); summed over handles.
+        weights_epoch: increases with changes of the shards' values; summed over handles.
     """
 
     full_precision: bool

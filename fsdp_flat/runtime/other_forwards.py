@@ -36,8 +36,8 @@ class UnshardHandle:
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
     """Run ``call``, the module's own ``__call__``, with the parameters of the module's unit unsharded.
 
-    Outside of the forward of an outer unit, which ends forwards of which some modules do not run, each of several
-    modules is a forward of the unit.
+    In a unit of several modules, these share one forward inside the forward of an outer unit, which ends it if some of
+    them do not run. Otherwise each module's call is a forward of the unit.
     """
     unit = own_unit(module)
     if len(unit.members) > 1:
@@ -51,10 +51,7 @@ def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _run_member(
     module: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
-    """Run one of several modules of a unit.
-
-    The unit's forward begins with the first of them to run and ends with the last.
-    """
+    """Run one of several modules of a unit, whose forward begins with the first to run and ends with the last."""
     schedule = schedule_of(module, unit)
     if unit not in schedule.unfinished_forwards:
         schedule.unfinished_forwards[unit] = UnitForward(module, unit), set(unit.members)
@@ -167,7 +164,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     # A wrapper's module is looked up at each call: it may be replaced (activation checkpointing, torch.compile).
     inner = functools.partial(_wrapped_in, module)
     if inner() is not module:
-        register_forward_method(inner(), method_name)  # the method of a wrapped wrapper unshards both units
+        register_forward_method(inner(), method_name)  # of a wrapper inside this one: the method unshards both units
     method = getattr(inner(), method_name, None)
     if not callable(method):
         raise OptionError(

@@ -64,9 +64,9 @@ class Schedule(CommContext):
         self._adopt_units()
         settings = {unit.averages_ignored for unit in self.units} - {None}
         if self.root.averages_ignored is None and len(settings) == 1:
-            # A wrapper put around roots continues what they were told.
+            # A new root around earlier roots takes over the setting that callers gave these.
             self.root.averages_ignored = settings.pop()
-        # Units whose parameters every rank has in full.
+        # Units that are not sharded: every rank has their parameters in full.
         self._replicated = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self.rank_checks = RankChecks(root_module, self.units)
@@ -74,21 +74,21 @@ class Schedule(CommContext):
         log_units(self.units)
 
     def _begin_anew(self) -> None:
-        """Forget the step, and everything that earlier ones have left for a later backward."""
+        """Forget the step, and everything that earlier steps have left for a later backward."""
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
         self._used: dict[FlatParamHandle, bytes] = {}
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
-        self._prefetched: dict[Unit, None] = {}  # their all-gathers began early, and they have not run
-        self._parked: Unit | None = None  # the last unit of a forward
+        self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
+        self._parked: Unit | None = None  # the last unit that ran forward, while its buffers stay for backward
         self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.has_unfinalized_gradients = False
-        # The last backward has left each rank its own gradients, which ``.grad`` shows.
+        # The last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
         self.shows_unreduced = False
 
     def _adopt_units(self) -> None:
-        """Take over every unit, also one that another root has run since, unless that root's backward is running."""
+        """Take over units from other schedules, except from one whose backward is running."""
         for unit in self.units:
             before = unit.context
             if before is self or (isinstance(before, Schedule) and before.backward is not None):
@@ -130,7 +130,7 @@ class Schedule(CommContext):
         return self.has_unfinalized_gradients or partial or not self.reductions.is_empty
 
     def check_gradients_set(self, what: str) -> None:
-        """Raise a UsageError if a backward has left gradients to a later one; ``what`` names the call."""
+        """Raise a UsageError if gradients of a backward are not set yet; ``what`` names the call that needs them."""
         if self.has_unset_gradients:
             raise UsageError(
                 f"{what} was called on unit {self.root.name!r} after a backward whose gradients are not set yet, so "
@@ -139,9 +139,9 @@ class Schedule(CommContext):
             )
 
     def begin_forward(self, unit: Unit, compiler: Any = None) -> ForwardRecord:
-        """Record the begin of a unit's forward; inside a backward of this tree it is a recomputation.
+        """Record the begin of a unit's forward, which is a recomputation inside a backward of this tree.
 
-        ``compiler`` compiles the code that calls the unit; None if nothing does.
+        ``compiler`` is the compiler of the code that calls the unit, or None.
         """
         weights = WeightsVersion(unit.wants_full_precision, -1, -1)
         if self.recomputes:
@@ -155,7 +155,7 @@ class Schedule(CommContext):
                 self._pending.add(self.iteration)
             self.streams.optimizer_stepped()
             self._cast_buffers()
-            # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
+            # Modules in these units may be called by themselves, and gradients must reach the unsharded parameters.
             for replicated in self._replicated:
                 if replicated.phase is Phase.IDLE:
                     replicated.unshard()
@@ -170,17 +170,20 @@ class Schedule(CommContext):
     def end_forward(
         self, record: ForwardRecord, after: AfterForward, *, expects_backward: bool, is_open_ended: bool
     ) -> None:
-        """End a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
+        """End a unit's forward.
 
-        A backward of an open-ended forward comes to the parameters without passing hooked outputs, if it comes at all.
-        A forward without gradients inside an iteration with gradients is taken for that of a re-entrant checkpoint,
-        whose recomputation a backward reaches.
+        Args:
+            record: the forward.
+            after: what becomes of the parameters.
+            expects_backward: a backward may reach the forward, on this rank or on others.
+            is_open_ended: it may do so without passing a hooked output.
         """
         unit, iteration = record.unit, record.iteration
         if iteration is not None:
             self._position += 1
             record.end = self._position
             in_grad = torch.is_grad_enabled()
+            # A trainable unit that runs without gradients is taken to be in a re-entrant checkpoint.
             recomputed = iteration.trains and not in_grad and unit.is_trainable
             is_hooked = expects_backward and not is_open_ended
             weights = record.weights if is_hooked or recomputed else None
@@ -198,7 +201,7 @@ class Schedule(CommContext):
                 self._parked = unit
 
     def _shrink_parked(self) -> None:
-        """Free the memory of the last unit that has run, because another one runs."""
+        """Free the parked buffers of the last unit that ran, because another unit needs memory."""
         unit, self._parked = self._parked, None
         if unit is not None:
             unit.shrink_parked()
@@ -210,7 +213,7 @@ class Schedule(CommContext):
         if not self.iteration.expects_backward:
             self._shrink_parked()
             self._pending.remove([self.iteration])
-            # Units that took a forward without gradients for that of a re-entrant checkpoint (a method under no_grad).
+            # Units of a method under no_grad may have kept buffers, as if in a re-entrant checkpoint.
             ran = () if self.iteration.is_open_ended else self.iteration.order
             for unit in dict.fromkeys([*self._replicated, *ran]):
                 if unit.phase is Phase.IDLE and not unit.holds_graph:
@@ -230,7 +233,7 @@ class Schedule(CommContext):
 
     @property
     def _lost_callback(self) -> bool:
-        """True if the callback at the end of the backward will not run. Only autograd holds it while it is queued."""
+        """True if autograd, which alone holds the callback at the end of the backward, has dropped it without a call."""
         return self._callback is None or self._callback() is None
 
     def fail(self, error: BaseException) -> None:
@@ -270,7 +273,7 @@ class Schedule(CommContext):
             unit.reshard()
 
     def prefetch_forward(self, record: ForwardRecord) -> None:
-        """Begin the all-gathers of the caller's list, else of the unit that followed in the last such iteration."""
+        """Begin early all-gathers: of the caller's list, else of the unit that ran next in the last iteration."""
         unit = record.unit
         self._prefetched.pop(unit, None)
         if record.iteration is None:
@@ -279,7 +282,7 @@ class Schedule(CommContext):
             self._begin_early(unit_of(module), "forward_prefetch")
         if self._prefetched or unit.control.forward_prefetch:
             return
-        # Without streams nothing overlaps unless it begins early, so forward prefetch is always on there.
+        # On CPUs (no streams) only an early all-gather overlaps compute, so forward prefetch is always on.
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
         running = record.iteration.order
@@ -325,7 +328,7 @@ class Schedule(CommContext):
         return Backward(self._unshard_for_backward, self._post_backward)
 
     def complete_accumulation(self) -> None:
-        """Reduce and set the gradients that backwards have left, outside of any. Every rank must call this."""
+        """Reduce and set, after backwards, the gradients that they have left unset. Every rank must call this."""
         self.recover()
         if self.backward is None:
             with torch.no_grad():
@@ -353,7 +356,7 @@ class Schedule(CommContext):
         """End the backward of a forward, whose input gradients exist; ``node`` is the autograd node on its inputs."""
         backward = self._in_backward()
         if record.iteration is None and torch.is_grad_enabled():
-            return  # a recomputed forward takes gradients itself, and the backward passes its graph again
+            return  # torch.autograd.grad inside a recomputed forward; the backward passes this graph again
         if record.iteration is not None:
             backward.include([record.iteration])
         backward.complete(record, node)
@@ -406,7 +409,7 @@ class Schedule(CommContext):
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
-        """Add the parameters that have got gradients to those used in this backward; return whether any has."""
+        """Mark parameters that have gradients as used in this backward; return whether there are any."""
         grads_ready, before = handle.grads_ready(), self._used.get(handle)
         has_any = any(grads_ready)
         if before is None:

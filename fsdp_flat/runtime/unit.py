@@ -1,6 +1,6 @@
 """Runs one unit: a wrapped module, its handles, and the collectives that all-gather and reduce them.
 
-The tree's forwards and schedule drive a unit, which uses the context passed down to it and calls nothing above itself.
+A unit is called by forwards (``forward``) and by the schedule of its tree (``schedule``), and calls neither.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _OWNS_MEMORY = attrgetter("buffer.owns_memory")
 
 
 class FullParams(NamedTuple):
-    """Holds the full parameters of a unit in memory of their own.
+    """Holds the full parameters of a unit, in other memory than its buffers.
 
     Attributes:
         tensors: the unsharded flat tensor of each handle, 1-D, ``layout.numel`` elements in the original dtype.
-        are_shown: the modules show views of them as Parameters.
+        are_shown: the modules hold Parameters that are views of ``tensors``.
     """
 
     tensors: dict[FlatParamHandle, torch.Tensor]
@@ -53,20 +53,21 @@ class Unit:
     """Holds one wrapped module and everything needed to run it sharded.
 
     Attributes:
-        name: its path in its tree, once that is known.
-        meshes: the handles by the mesh that they are sharded over; the first is that of the unit, also without handles.
-        members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
-        handles: one per flat parameter, of all meshes; none if the module has no parameters of its own.
-        options: those of the first mesh.
-        phase: the state of the step; written by this class and by ``summon_full_params``.
-        needs_all_gather: an unshard communicates, so that beginning it early helps.
+        name: the path from the root's module; before the root's first use, the path that wrapping gave.
+        meshes: one for each device mesh that parameters are sharded over; the unit's own mesh is first, even if without
+            handles.
+        members: ``module`` alone, or several modules whose forwards, one after another, are one forward of the unit.
+        handles: the handles of all meshes; empty if all parameters belong to nested units or are ignored.
+        options: the options of ``meshes[0]``.
+        phase: what the unit is doing; also written by ``Schedule.grads_ready`` and ``summon_full_params``.
+        needs_all_gather: an unshard communicates: some handles are sharded over more than one rank.
         state: the state of the parameters' memory; only :meth:`_move` sets it.
         gathered: the version of the weights that the buffers hold, or held last.
-        holds_graph: a graph of a backward (``create_graph=True``) may need the buffers, until a backward without it.
+        holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
         full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
-        averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
-        undo: objects whose ``remove()`` undoes what the unit's making has changed of modules, besides parameters.
-        unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
+        averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.
+        undo: objects whose ``remove()`` undoes one change each that wrapping made to modules, other than to parameters.
+        unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
 
     module: nn.Module
@@ -106,13 +107,13 @@ class Unit:
         _UNITS.add(self)
 
     def rename(self, path: str) -> None:
-        """Set the name to the unit's path in its tree, if it has one."""
+        """Set the name to ``path``, unless that is empty."""
         self.name = path or self.name
         for mesh in self.meshes:
             mesh.rename(self.name)
 
     def use_context(self, context: CommContext) -> None:
-        """Use the streams, memory and records of the tree that the unit belongs to."""
+        """Use ``context``: the streams, memory and records of the tree that the unit belongs to."""
         self.context = context
         for mesh in self.meshes:
             mesh.use_context(context)
@@ -121,7 +122,7 @@ class Unit:
 
     @property
     def unit_id(self) -> int:
-        """Id of the unit between ranks, the same on all of them; 0 if it has none."""
+        """Id of the unit in messages between ranks, equal on all ranks; 0 if it has none."""
         return self.meshes[0].unit_id
 
     def summary(self) -> str:
@@ -150,7 +151,7 @@ class Unit:
 
     @property
     def frees_buffers(self) -> bool:
-        """True if a reshard frees memory: some unsharded parameters are not the shard itself."""
+        """True if a reshard frees memory: the buffer of some handle is not the handle's shard."""
         return any(map(_OWNS_MEMORY, self.handles))
 
     def log_event(self, event: str) -> None:
@@ -173,12 +174,10 @@ class Unit:
         self.current_version()
 
     def current_version(self) -> WeightsVersion:
-        """Return the version of the shards' values, after adopting tensors that the user assigned to parameters.
-
-        Its epochs are sums over the handles.
+        """Return the version of the shards' values, after adopting tensors assigned to sharded parameters.
 
         Raises:
-            PhaseError: the buffers are kept for the next forward, so that an assignment would be lost.
+            PhaseError: a parameter was assigned in GATHERING or KEPT, where the assignment would be lost.
         """
         storage_epoch = weights_epoch = 0
         for handle in self.handles:
@@ -191,14 +190,17 @@ class Unit:
         return WeightsVersion(self._full_precision, storage_epoch, weights_epoch)
 
     def begin_unshard(self) -> None:
-        """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
+        """Begin the all-gather, unless it has begun or the buffers can be used again.
+
+        Every rank of the shard group must call this.
+        """
         if not self.handles or not self.shows_sharded or self._reuse():
             return
         self.log_event("unshard")
         context = self.context
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
-            # The values that ranks get are those of now, whatever changes before the wait.
+            # The all-gather sends the values of now, whatever changes before it is complete.
             self.gathered = self.current_version()
             for mesh in self.meshes:
                 self._pending_all_gathers += mesh.begin_all_gather(context)
@@ -207,11 +209,11 @@ class Unit:
                 context.streams.shards_read()
 
     def _reuse(self) -> bool:
-        """Show the parameters that the buffers still hold, and return True; or free them and return False.
+        """Show the unsharded parameters, and return True, if the buffers may be used as they are; else return False.
 
-        A forward can use buffers that a backward has left (KEPT) if their version is the current one in all numbers.
-        A backward uses the buffers that its forward has parked, although weights may have changed on some ranks since:
-        a rank on which they changed must not all-gather where other ranks do not. :meth:`pre_backward` then raises.
+        A forward uses buffers that a backward has kept, if they hold the current version of the weights. A backward
+        uses any buffers that were kept since its forward, even if weights have changed on this rank: other ranks, where
+        they have not, begin no all-gather that this rank could join. :meth:`pre_backward` then raises.
         """
         if self.state is MemoryState.SHARDED:
             return False
@@ -249,14 +251,14 @@ class Unit:
         self.log_event("wait_for_unshard")
 
     def unshard(self) -> None:
-        """Unshard the current parameters and point the modules at them."""
+        """Unshard the parameters, with their current values, and point the modules at them."""
         if not self.shows_sharded:
             if self.state is MemoryState.READY:
                 for handle in self.handles:
                     handle.check_not_assigned(shows_unsharded=True)
-                    handle.show_unsharded()  # with the ``requires_grad`` of now
+                    handle.show_unsharded()  # the user may have set ``requires_grad``
             if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.current_version():
-                # The all-gather began before shards may have changed, on this rank or on others.
+                # Shards may have changed after the all-gather began, on this rank or on others.
                 self.reshard()
         self.begin_unshard()
         self.finish_unshard()
@@ -269,7 +271,7 @@ class Unit:
         return self.options.precision.full_in_eval and not self.module.training
 
     def use_full_precision(self, full: bool) -> None:
-        """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
+        """Switch compute to the shards' dtype (``full``) or the low-precision one; free buffers of the other dtype."""
         if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
@@ -279,19 +281,19 @@ class Unit:
         self._full_precision = full
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
+        """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""
         if self.shows_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
         return {param: own for handle in self.handles for param, own in handle.optimizer_param_of().items()}
 
     def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Show the modules a tensor for each parameter, in the order of the handles, until :meth:`hide_names`."""
+        """Put ``tensors`` in the place of the modules' parameters, in handle order, until :meth:`hide_names`."""
         remaining = iter(tensors)
         for handle in self.handles:
             handle.show_names([next(remaining) for _ in handle.layout.param_infos])
 
     def hide_names(self) -> None:
-        """Show the modules the parameters again that they had before :meth:`show_names`, if that was called."""
+        """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
         for handle in self.handles:
             handle.hide_names(shows_unsharded=self.state is MemoryState.READY)
 
@@ -305,7 +307,7 @@ class Unit:
             )
 
     def reshard(self) -> None:
-        """Free the unsharded parameters, also parked ones, after waiting for an all-gather in flight."""
+        """Free the buffers, and shards kept for a smaller group, after waiting for an all-gather in flight."""
         if self.state is MemoryState.SHARDED:
             return
         self.finish_unshard()
@@ -320,7 +322,7 @@ class Unit:
             handle.kept_shards = None
 
     def park(self) -> None:
-        """Show the sharded parameters, and leave the memory of the unsharded ones to the backward that follows."""
+        """Show the sharded parameters, and keep the buffers for the backward that follows."""
         self._keep_buffers(MemoryEvent.PARK)
 
     def _keep_buffers(self, event: MemoryEvent) -> None:
@@ -331,7 +333,7 @@ class Unit:
             self._move(event)
 
     def shrink_parked(self) -> None:
-        """Free the parked buffers, except for the rows that smaller groups keep of them for backward."""
+        """Free parked buffers, after each smaller group has copied the shards that it keeps for backward."""
         if self.state is not MemoryState.PARKED:
             return
         shrinks = False
@@ -348,7 +350,7 @@ class Unit:
     def _free_buffers(self) -> None:
         self.log_event("reshard")
         if is_autocast_on():
-            # autocast keeps low-precision copies of parameters, as large as these and soon outdated.
+            # autocast caches low-precision copies of parameters, which are large and outdated after a step.
             torch.clear_autocast_cache()
         if not self.control.keeps_unsharded_storage:
             for handle in self.handles:
@@ -358,7 +360,7 @@ class Unit:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_forward(self, full_precision: bool) -> None:
-        """Begin the module's forward with unsharded parameters, of the shards' dtype if in ``full_precision``."""
+        """Begin a forward with unsharded parameters, in the dtype of the shards if ``full_precision``."""
         if self.phase is Phase.SUMMONED:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
@@ -374,10 +376,10 @@ class Unit:
         self.unshard()
 
     def exit_forward(self, after: AfterForward) -> None:
-        """End a forward of the module, and leave the parameters as ``after`` says.
+        """End a forward, and leave the parameters as ``after`` says.
 
-        They stay unsharded whatever it says while another forward of the unit is open (of a method that calls it),
-        in a backward, and while the graph of a backward may need them (``holds_graph``).
+        With any ``after``, parameters stay unsharded inside another forward of the unit (of a method that calls the
+        module), in a backward, and while the graph of a backward may need them (``holds_graph``).
         """
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
@@ -392,7 +394,7 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def pre_backward(self, weights: WeightsVersion) -> None:
-        """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
+        """Unshard the parameters for the backward of a forward with ``weights``; raise if weights have changed."""
         current = self.current_version()
         if weights.storage_epoch != current.storage_epoch:
             raise UsageError(
@@ -414,14 +416,14 @@ class Unit:
             )
 
     def end_backward(self, *, keeps_graph: bool) -> None:
-        """End the unit's part of a backward: reshard the parameters, unless they are still needed.
+        """End the unit's part of a backward: reshard the parameters, or keep the buffers by the unit's switches.
 
-        With ``keeps_graph`` (``create_graph=True``) a second backward may follow through tensors that the first one
-        computed with the parameters.
+        With ``keeps_graph`` (``create_graph=True``) the buffers are kept: a second backward may go through tensors that
+        this one computed from the parameters.
         """
         for handle in self.handles:
             if self.state is MemoryState.READY:
-                # A checkpoint's recomputation may have ended before its modules put their weights back.
+                # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
                 handle.restore_unsharded_params()
             handle.end_backward()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
@@ -438,9 +440,9 @@ class Unit:
             self.reshard()
 
     def begin_reductions(self, chosen: Container[FlatParamHandle] | None = None) -> None:
-        """Begin to reduce the gradients of handles, zeros for one without any; those ``chosen``, or all trainable ones.
+        """Begin to reduce the gradients (zeros if missing) of the ``chosen`` handles, by default all trainable ones.
 
-        Every rank of their groups must call this.
+        Every rank of the handles' groups must call this.
         """
         for mesh in self.meshes:
             for handle in mesh.handles:
@@ -456,11 +458,11 @@ class Unit:
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
         if self.phase is Phase.SUMMONED:
-            return  # the forward was refused, and the block continues
+            return  # a forward inside summon_full_params was refused, and its block continues
         self._depth, self.holds_graph = 0, False
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         for pending in pendings:
-            # A failure here adds nothing to the reason for the abort.
+            # The exception that led here is raised; another one of a wait would hide it.
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
@@ -475,7 +477,7 @@ _UNITS: WeakSet[Unit] = WeakSet()
 
 
 def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
-    """Return the units that manage any of the parameters, which an optimizer holds; in no particular order."""
+    """Return the units that manage any of ``params``, the parameters of an optimizer, in no particular order."""
     held = {param for param in params if is_managed(param)}
     if not held:
         return []
@@ -491,7 +493,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def own_unit(module: nn.Module) -> Unit:
-    """Return the unit of a module that is one."""
+    """Return the unit of a module that is known to have one."""
     unit = unit_of(module)
     assert unit is not None
     return unit

@@ -26,11 +26,10 @@ _BEGIN_GATHER = methodcaller("begin_gather")
 
 
 class SmallerGroup:
-    """Holds the parameters of a mesh sharded over some consecutive ranks of its shard group, from forward to backward.
+    """Keeps all shards of a mesh within ``num_ranks`` consecutive ranks, of one host for example, for backward.
 
-    After forward each rank keeps the shards of several ranks of the shard group, so that the smaller group has all of
-    them, and backward all-gathers over that group alone: the ranks of one host, for example.
-    Every rank of the shard group must create it. ``num_ranks`` is a factor of the shard group's.
+    After forward each rank keeps the shards of several ranks of the shard group, so that backward all-gathers over the
+    smaller group alone. ``num_ranks`` divides the size of the shard group, each rank of which must create this.
     """
 
     def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
@@ -41,13 +40,13 @@ class SmallerGroup:
         self.use_collectives(CollectiveChoice())
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use other collectives in later steps, as the mesh does."""
+        """Use the collectives of ``choice`` in later steps."""
         collectives = collectives_for(self.rank_group, self._device, choice, unit=self._unit, name=self._name)
         assert collectives is not None
         self.collectives = collectives
 
     def keep(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Keep this rank's part of the unsharded parameters."""
+        """Copy the shards that this rank keeps out of the buffers of ``handles``."""
         with unrecorded():
             for handle in handles:
                 handle.keep_shards(self._ranks)
@@ -59,13 +58,13 @@ class UnitMesh:
     Attributes:
         options: the unit's options with the groups of this mesh.
         handles: one per flat parameter; none if the unit has no parameters on this mesh.
-        unit_id: id of the unit on this mesh between ranks, the same on all of them; 0 if it has none.
-        name: the unit's name, with that of the mesh if it is not the one of the unit's modules.
-        collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
-            and ``summon_full_params`` always use these; steps may use others (``choice``).
-        step_collectives: those that steps use.
+        unit_id: id of the unit and mesh in messages between ranks, equal on all ranks; 0 if it has none.
+        name: the unit's name and ``suffix``.
+        collectives: exact collectives of the shard group, for state dicts and ``summon_full_params``; None for a single
+            rank.
+        step_collectives: the collectives that steps use, by ``choice``.
         issued: the tree's list of collectives over these groups, which ranks compare.
-        smaller_group: holds all parameters between forward and backward, if they are freed; None: the shard group does.
+        smaller_group: keeps all shards between forward and backward; None if backward uses the shard group.
     """
 
     def __init__(self, options: UnitOptions, handles: Sequence[FlatParamHandle], unit_id: int, name: str) -> None:
@@ -78,7 +77,7 @@ class UnitMesh:
 
     @property
     def suffix(self) -> str:
-        """Names the mesh in the name of its unit, if that has another mesh too; else empty."""
+        """Text after the unit's name, for a mesh that ``shard_placement_fn`` chose; else empty."""
         return "" if self.options.rows is None else self.options.rows.suffix
 
     @property
@@ -87,7 +86,7 @@ class UnitMesh:
         return self.options.groups
 
     def rename(self, unit_name: str) -> None:
-        """Follow the unit to another name."""
+        """Rename the mesh and its handles after the unit."""
         self.name, group = unit_name + self.suffix, self.groups.shard.group
         if group is not None:
             unit_names(group)[self.unit_id] = self.name
@@ -95,13 +94,13 @@ class UnitMesh:
             handle.rename(self.name)
 
     def use_context(self, context: CommContext) -> None:
-        """Use the memory and the records of the tree that the unit belongs to."""
+        """Use ``context``: the memory and records of the tree that the unit belongs to."""
         self.issued = context.collectives.of(self.groups)
         for handle in self.handles:
             handle.pool = context.pool
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use other collectives in later steps; :func:`replace_collectives` checks that none is under way."""
+        """Use the collectives of ``choice`` in later steps. The caller, ``replace_collectives``, checks the phase."""
         self.choice = choice
         shard, device = self.groups.shard, self.options.device
         self.step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)
