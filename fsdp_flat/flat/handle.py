@@ -1,7 +1,7 @@
 """Defines the handle, which owns one flat parameter: shard, unsharded buffer, gradients, and what modules hold.
 
-A handle never communicates: others all-gather into its buffer, and reduce its flat gradient. What differs between the
-kinds of parameters that modules and optimizers see is in three subclasses:
+A handle never communicates: ``runtime`` all-gathers into its buffer, and reduces its flat gradient. Its three
+subclasses differ in what modules and optimizers see:
 
 * :class:`OriginalsHandle` (``use_orig_params=True``): outside of compute ``module.weight`` is the user's Parameter,
   whose data is this rank's 1-D local shard (possibly empty), or the full parameter if nothing is sharded.
@@ -9,7 +9,7 @@ kinds of parameters that modules and optimizers see is in three subclasses:
   optimizer sees only the flat parameter. Outside of compute the modules hold placeholders that raise when used.
 * :class:`DTensorHandle` (``fully_shard``): ``module.weight`` is a DTensor under its own name.
 
-During compute all of them show ``unsharded_params``: one Parameter for each original one, a view of the buffer.
+During compute modules hold ``unsharded_params``: for each original parameter one that is a view of the buffer.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class FlatParamHandle(GradientCollector):
         params: the managed parameters, in layout order.
         unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
         visible: the parameters that an optimizer holds.
-        buffer: the unsharded buffer of the compute dtype; a reshard frees it, unless it is the shard itself.
+        buffer: the unsharded buffer (1-D, ``layout.numel``, compute dtype); a reshard frees it, unless it is the shard.
         pool: memory pool of the buffers; the units of a tree share one.
         kept_shards: consecutive ranks' shards (1-D, compute dtype), input of the next all-gather over a smaller group.
-        storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
-        shows_names: the modules hold the tensors of :meth:`show_names`.
+        storage_epoch: number of times the shard was replaced; older graphs than that cannot run backward.
+        shows_names: the modules hold the tensors that :meth:`show_names` was given.
     """
 
     _visible_params: tuple[nn.Parameter, ...]
@@ -103,7 +103,7 @@ class FlatParamHandle(GradientCollector):
         self._mark_params()
 
     def rename(self, unit_name: str) -> None:
-        """Rename the unit, once the tree that it belongs to is known."""
+        """Rename the unit that the handle belongs to."""
         self.spec = replace(self.spec, unit_name=unit_name)
         self._mark_params()
 
@@ -132,7 +132,7 @@ class FlatParamHandle(GradientCollector):
         )
 
     def _shown_instead(self, params: Sequence[ManagedParam]) -> Sequence[ManagedParam]:
-        """Return the entries with the parameters that modules hold in the place of the original ones."""
+        """Return ``params`` with the parameters that modules hold in the place of the original ones."""
         return params
 
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
@@ -168,19 +168,19 @@ class FlatParamHandle(GradientCollector):
         self.show_sharded()
 
     def show_names(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Register a tensor for each parameter under its original names, until :meth:`hide_names`."""
+        """Register ``tensors``, one per parameter, under the original names, until :meth:`hide_names`."""
         self.shows_names = True
         for index, site in self._sites:
             site.module._parameters[site.name] = tensors[index]  # type: ignore[assignment]
 
     def hide_names(self, *, shows_unsharded: bool = False) -> None:
-        """Undo :meth:`show_names`, if that is not done yet: the sharded or unsharded parameters are shown again."""
+        """Undo :meth:`show_names`: show the sharded parameters, or the unsharded ones if those were shown before."""
         if self.shows_names:
             self.shows_names = False
             (self.show_unsharded if shows_unsharded else self.show_sharded)()
 
     def changed(self) -> list[int]:
-        """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
+        """Return indices of sharded parameters that the user has replaced, or given other ``.data``."""
         raise NotImplementedError
 
     def _adopt(self, changed: Sequence[int]) -> None:
@@ -188,22 +188,22 @@ class FlatParamHandle(GradientCollector):
         raise NotImplementedError
 
     def _bind_shard(self, *, rebuilt: bool = False) -> None:
-        """Make sharded parameters views of the data of ``flat_param``."""
+        """Make sharded parameters views of the shard, which has another dtype or device if ``rebuilt``."""
 
     def check_plain(self) -> None:
-        """Raise an UnsupportedError if local tensors have extensions that would not be called."""
+        """Raise an UnsupportedError if local tensors have FSDP2's all-gather extensions, which would not be called."""
 
     def keep_shards(self, ranks: range) -> None:
-        """Copy the shards of some ranks from the unsharded buffer; the next all-gather begins with them."""
+        """Copy the shards of ``ranks`` (consecutive) from the unsharded buffer into ``kept_shards``."""
         raise NotImplementedError
 
     def _check_convertible(self) -> None:
         """Raise a UsageError if a parameter cannot change its dtype or device."""
 
     def remove(self) -> None:
-        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
-        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
-        # rebuild their list of weights after a conversion (nn.RNN) would keep.
+        """Take the managed parameters out of the modules, so that ``Module._apply`` skips them."""
+        # Empty Parameters keep the places: optimizers number parameters in registration order, and modules that
+        # rebuild their list of weights after a conversion (nn.RNN) would keep a None.
         for parameters, name in zip(self._bindings.attributes, self._bindings.names, strict=True):
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
@@ -212,11 +212,11 @@ class FlatParamHandle(GradientCollector):
         return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
 
     def visible_grads(self) -> list[torch.Tensor | None]:
-        """Return this rank's gradient of each visible parameter."""
+        """Return this rank's local gradient of each visible parameter, or None."""
         return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradient of each visible parameter, as views of a gradient like the shard."""
+        """Return views of ``shard_grad`` (1-D, ``shard_numel``): the gradient of each visible parameter."""
         return [each.part_of(shard_grad) for each in self.visible]
 
     # -- dtypes, and the buffer of the compute dtype -----------------------------------------------------------------
@@ -229,7 +229,7 @@ class FlatParamHandle(GradientCollector):
         self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
 
     def dtype_in(self, full: bool) -> torch.dtype:
-        """Return the dtype of compute in full precision, that of the shard, or else the low-precision dtype."""
+        """Return the dtype of compute: the shard's in ``full`` precision, else the low-precision dtype."""
         return self.orig_dtype if full else self._low_dtype
 
     def use_full_precision(self, full: bool) -> None:
@@ -273,10 +273,10 @@ class FlatParamHandle(GradientCollector):
     # -- the unsharded parameters ------------------------------------------------------------------------------------
 
     def begin_gather(self) -> tuple[torch.Tensor, RowTarget | None]:
-        """Allocate the buffer, and return the input of its all-gather.
+        """Allocate the buffer, and return the arguments of its all-gather.
 
-        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
-        of the shards of all ranks.
+        For an all-gather in place: the buffer, which contains this rank's shard, and None. Else: this rank's shard
+        (1-D, compute dtype), and the target that places the shards of all ranks in the buffer.
         """
         unsharded, buffer, shard = self._unsharded, self.buffer, self.flat_param.data
         buffer.alloc(self.pool)
@@ -290,7 +290,7 @@ class FlatParamHandle(GradientCollector):
         return buffer.tensor, None
 
     def finish_gather(self) -> None:
-        """Have autograd accept the parameters again: the buffer has the values of all ranks."""
+        """Restore version counters, so that autograd accepts saved parameters again: the buffer is filled."""
         unsharded = self._unsharded
         if unsharded.versions_before_free is not None:
             set_versions(unsharded.params, unsharded.versions_before_free)
@@ -298,9 +298,9 @@ class FlatParamHandle(GradientCollector):
         unsharded.versions_when_filled = tuple(map(VERSION_OF, unsharded.params)) if self.buffer.owns_memory else None
 
     def free(self) -> None:
-        """Free the buffer, and have autograd refuse what it saved of it."""
+        """Free the buffer, and raise version counters, so that autograd refuses parameters that it saved."""
         unsharded = self._unsharded
-        # Where nothing is freed, nothing can be used too late.
+        # A buffer that is the shard is never freed, so that saved parameters stay valid.
         if unsharded.versions_before_free is None and self.buffer.owns_memory:
             unsharded.versions_before_free = tuple(map(VERSION_OF, unsharded.params))
             set_versions(unsharded.params, tuple(map(EXPIRED.__add__, unsharded.versions_before_free)))
@@ -316,7 +316,7 @@ class FlatParamHandle(GradientCollector):
             held[name] = tensor
 
     def show_sharded(self) -> None:
-        """Point the modules at the sharded parameters or their placeholders."""
+        """Point the modules at the sharded parameters, or at placeholders for them."""
         attributes, names, _, sharded = self._bindings
         for held, name, tensor in zip(attributes, names, sharded, strict=True):
             held[name] = tensor
@@ -324,13 +324,13 @@ class FlatParamHandle(GradientCollector):
             hooks[self._guard_key] = self._guard
 
     def _hold_sharded(self) -> bool:
-        """Return whether every place in a module has its sharded tensor."""
+        """Return whether the modules hold every sharded parameter or placeholder."""
         attributes, names, _, sharded = self._bindings
-        # A mapping of a module whose class keeps parameters elsewhere too is no dict.
+        # ``.get``: some modules keep parameters elsewhere too, and their mapping is no dict.
         return all(map(is_, [held.get(name) for held, name in zip(attributes, names, strict=True)], sharded))
 
     def check_not_assigned(self, *, shows_unsharded: bool) -> None:
-        """Raise a PhaseError if a parameter was assigned while the buffer was kept, which would be lost."""
+        """Raise a PhaseError if a parameter was assigned while the buffer was filled: the assignment would be lost."""
         if not shows_unsharded:
             for index in self.changed():
                 raise PhaseError(
@@ -351,7 +351,7 @@ class FlatParamHandle(GradientCollector):
                 )
 
     def restore_unsharded_params(self) -> list[int]:
-        """Undo assignments to the ``.data`` of unsharded parameters; return those whose values were changed by them."""
+        """Undo assignments to ``.data`` of unsharded parameters; return the indices of those that got other values."""
         unsharded, flat = self._unsharded, self.buffer.tensor
         if all(map(partial(is_alias, flat), unsharded.plain)):
             return []
@@ -367,8 +367,8 @@ class FlatParamHandle(GradientCollector):
     def check_after_compute(self) -> None:
         """Raise a UsageError if a forward has changed parameters, which a reshard would lose.
 
-        A module may put other values in the place of its weights while it computes (quantized ones, for example), by
-        an assignment to ``.data``, and put the weights back. Writes through ``.data`` are not seen.
+        A module may compute with other values (quantized ones, for example) that it assigns to ``.data``, if it then
+        restores the weights. Changes in place of ``.data`` are not noticed.
         """
         filled, versions = self._unsharded.versions_when_filled, tuple(map(VERSION_OF, self.unsharded_params))
         changed = self.restore_unsharded_params()
@@ -385,15 +385,15 @@ class FlatParamHandle(GradientCollector):
                 "compute with a changed copy in forward, or leave the module out of sharding (ignored_modules)."
             )
 
-    def reset(self, *, frees: bool, shown: bool) -> None:
-        """Drop all gradients after an exception, and free the buffer, whose parameters may be shown."""
+    def reset(self, *, frees: bool, shows_unsharded: bool) -> None:
+        """Drop gradients and kept shards after an exception, show the sharded parameters, and free the buffer."""
         self.kept_shards = None
         self.restore_unsharded_params()
         if self._unsharded.gather_target is not None:
             self._unsharded.gather_target.drop_staging()
         if frees:
             self.free()
-        if shown:
+        if shows_unsharded:
             self.show_sharded()
         self.drop_grads()
 
@@ -410,8 +410,8 @@ class FlatParamHandle(GradientCollector):
     def raise_weights_epoch(self) -> None:
         """Record a change of shard values that may raise no version counter on this rank.
 
-        It may be a load, a write-back, an assignment to ``.data``, or the step of an optimizer, which changes nothing
-        on a rank whose elements have no gradients.
+        For example: a load, a write-back, an assignment to ``.data``, or an optimizer step that changes other ranks'
+        elements only, because this rank's have no gradients.
         """
         self._weights_epoch += 1
 
@@ -419,7 +419,7 @@ class FlatParamHandle(GradientCollector):
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         if not self._is_current(self.flat_param.data):
             self.convert(lambda tensor: tensor)
-        # An exception may have ended a load below a plain module, where nothing restores the parameters.
+        # A load that began at a plain module, not at a wrapper, and raised has not called hide_names.
         if self.shows_names:
             self.hide_names()
         changed = self.changed()
@@ -439,7 +439,7 @@ class FlatParamHandle(GradientCollector):
             self._check_convertible()
         converted = fn(self.flat_param.data)
         spec = self.spec
-        # Offloaded shards may be on the meta device still.
+        # Offloaded shards are pinned, once they have left the meta device.
         if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
             converted = converted.pin_memory()
         grad, self.flat_param.grad = self.flat_param.grad, None
@@ -522,4 +522,4 @@ class FlatParamHandle(GradientCollector):
 
     def _describe_one_of(self, module: nn.Module) -> str:
         own = (index for index, site in self._sites if site.module is module)
-        return self.describe_with_shape(next(own, 0))  # a copy of a module is called, which has the hook too
+        return self.describe_with_shape(next(own, 0))  # no site: a copy of a module, which has the hook too, was called

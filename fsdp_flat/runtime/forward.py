@@ -226,7 +226,12 @@ class UnitForward:
         return output, bool(unit.handles)
 
     def _close(self, is_reached: bool, *, is_open_ended: bool) -> None:
-        """End the forward; a backward may reach it (``is_reached``), even without a hooked output (``is_open_ended``)."""
+        """End the forward.
+
+        Args:
+            is_reached: a backward may reach the forward.
+            is_open_ended: a backward may do so without passing a hooked output.
+        """
         unit, schedule, record = self._unit, self._schedule, self._record
         if self._is_outermost:
             # End forwards of units of several modules of which some did not run.

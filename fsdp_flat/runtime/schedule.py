@@ -233,7 +233,7 @@ class Schedule(CommContext):
 
     @property
     def _lost_callback(self) -> bool:
-        """True if autograd, which alone holds the callback at the end of the backward, has dropped it without a call."""
+        """True if autograd, which alone holds the callback at the end of the backward, has dropped it uncalled."""
         return self._callback is None or self._callback() is None
 
     def fail(self, error: BaseException) -> None:

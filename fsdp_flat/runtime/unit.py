@@ -466,7 +466,9 @@ class Unit:
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
-            handle.reset(frees=not self.control.keeps_unsharded_storage, shown=self.state is MemoryState.READY)
+            handle.reset(
+                frees=not self.control.keeps_unsharded_storage, shows_unsharded=self.state is MemoryState.READY
+            )
         self._move(MemoryEvent.ABORT)
         self.phase = Phase.IDLE
         self.context.streams.buffers_freed()

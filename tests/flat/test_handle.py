@@ -71,7 +71,7 @@ def test_a_reset_frees_the_buffer_and_the_handle_can_be_gathered_again(is_gather
     handle = handle_of(module)
     if is_gathered:
         gather(handle)
-    handle.reset(frees=True, shown=False)
+    handle.reset(frees=True, shows_unsharded=False)
     assert handle.buffer.nbytes == 0
     gather(handle)
     handle.show_unsharded()
