@@ -1,4 +1,4 @@
-"""Manages the memory of flat buffers, and the unsharded parameters that view one."""
+"""Manages the memory of flat buffers, and the unsharded parameters that are views of a buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout
 
-# Blocks of one size that the pool keeps.
+# Most freed blocks of one size that the pool keeps.
 _MOST_IDLE = 2
 
 
@@ -71,7 +71,7 @@ class FlatBuffer:
     same values are all-gathered again, all saved views are valid.
 
     Args:
-        tensor: the tensor.
+        tensor: the 1-D tensor, with its memory.
         owns_memory: False for the shard of a unit that is not sharded, which is its own buffer and is never freed.
     """
 
@@ -85,7 +85,7 @@ class FlatBuffer:
         return self.tensor.untyped_storage().nbytes()
 
     def alloc(self, pool: MemoryPool) -> bool:
-        """Allocate memory from ``pool``, with undefined content, unless there is some; return whether it did."""
+        """Allocate memory from ``pool`` (undefined content); return False if there is memory already."""
         storage = self.tensor.untyped_storage()
         if not self.owns_memory or storage.nbytes() == self._nbytes:
             return False
@@ -107,19 +107,19 @@ class UnshardedParams:
     """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
 
     While the buffer does not hold their values, the parameters are marked as changed: autograd, which compares versions
-    whenever it unpacks a saved tensor, then raises. A backward unshards a unit when it reaches one of the outputs that
-    were found. A tensor that a module stored elsewhere may be reached earlier, and would read freed memory.
+    whenever it unpacks a saved tensor, then raises. Without this, a backward that begins at a tensor that a module
+    stored, and not at a hooked output, which unshards the unit, would read freed memory.
 
     Args:
         shard: the handle's shard, which becomes the buffer if it holds the same values.
         dtype: compute dtype.
 
     Attributes:
-        params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
-        plain: those that are plain tensors.
-        buffer: their memory.
-        own_slice: this rank's shard in the buffer, of a flat layout.
-        gather_target: places shards of ranks in the buffer, for a row layout over several ranks; else None.
+        params: one Parameter per managed parameter, for modules to compute with; each has its own version counter.
+        plain: the ``params`` that are plain tensors and not DTensors.
+        buffer: the memory of ``params``.
+        own_slice: the part of the buffer for this rank's shard, in a flat layout (1-D, ``shard_numel``).
+        gather_target: places the shards of ranks in the buffer, for a row layout over several ranks; else None.
         versions_before_free: version counters of ``params`` before a free raised them; None while the buffer is filled.
         versions_when_filled: version counters of ``params`` when the buffer was filled.
     """

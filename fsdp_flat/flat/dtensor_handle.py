@@ -68,7 +68,7 @@ class DTensorHandle(FlatParamHandle):
         return []  # operations on DTensors are defined, and mixing them with plain tensors raises
 
     def _show(self, params: Sequence[ManagedParam]) -> None:
-        """Use these parameters, whose local tensors are views of the shard, from now on."""
+        """Manage ``params``, whose local tensors are views of the shard, in the place of the present ones."""
         self.params = tuple(params)
         parts = zip(self.params, self._local_parts, strict=True)
         self._set_visible(
@@ -76,13 +76,13 @@ class DTensorHandle(FlatParamHandle):
             for index, (entry, (in_shard, shape)) in enumerate(parts)
         )
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
-        # A change of either raises its own version counter.
+        # A DTensor and its local tensor have separate version counters.
         self._versioned = (self.flat_param, *shown, *[param._local_tensor for param in shown])
         self._pointers = [param._local_tensor.data_ptr() for param in shown]
         for held in self._held.values():
             held.clear()
         for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
-            # Conversions of an inner module swap the attributes of its parameters away.
+            # A conversion of an inner module swaps the parameters' contents, attributes included.
             entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
         for index, site in self._sites:
             held = self._held.setdefault(site.module, [])
@@ -99,9 +99,9 @@ class DTensorHandle(FlatParamHandle):
         return [dtensor_of(part, param._spec) for param, part in zip(self._shown, parts, strict=True)]
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
-        """Return a DTensor of a full tensor like parameter ``index``, without communication.
+        """Return ``full`` (the unsharded shape) as a DTensor sharded like parameter ``index``, without communication.
 
-        Its local tensor, which may be a view of ``full``, is on the device of shards, or on meta if ``full`` is.
+        The local tensor, which may be a view of ``full``, is on the device of shards, or on meta if ``full`` is.
         """
         entry = self.params[index]
         inner = entry.adapter.local_slice(full.detach())
@@ -112,7 +112,7 @@ class DTensorHandle(FlatParamHandle):
         return self.with_local(index, local if local.is_meta else local.to(device_type))
 
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
-        """Return a DTensor with the mesh and placements of parameter ``index`` and the given local tensor."""
+        """Return a DTensor of ``local`` with the mesh and placements of parameter ``index``."""
         return self.row_sharding.template(self.params[index], self.layout.dims[index], local)
 
     # -- an all-gather over a smaller group ------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class DTensorHandle(FlatParamHandle):
             if (local.dtype, local.device) == (param.dtype, param.device):
                 param._local_tensor = local  # type: ignore[attr-defined]
             else:
-                # A DTensor cannot change its dtype or device; an optimizer keeps the Parameter, which gets another one.
+                # A DTensor cannot change its dtype or device, so swap another one into the Parameter that optimizers hold.
                 template = self.row_sharding.template(entry, self.layout.dims[index], local)
                 other = dtensor_parameter(template, like=param)
                 if param.grad is not None:
@@ -158,15 +158,16 @@ class DTensorHandle(FlatParamHandle):
                 )
 
     def _assigned(self, index: int) -> nn.Parameter:
-        """Return the tensor that the modules hold in place of parameter ``index``, or the parameter itself."""
+        """Return the Parameter that was assigned in the place of parameter ``index``, or else the parameter itself."""
         entry = self.params[index]
         held = [site.module._parameters.get(site.name) for site in entry.sites]
         return next((each for each in held if each is not None and each is not entry.param), entry.param)
 
     def _loaded(self) -> list[torch.Tensor] | None:
-        """Keep what was assigned to parameters on the meta device; return their local tensors once none is left there.
+        """Keep parameters that were assigned for those on the meta device; return None while any is still there.
 
-        The parameters are views of a shard on the meta device until then; :meth:`_fill` follows once it has memory.
+        Returns:
+            All local tensors: the caller allocates the shard, which is on the meta device, and calls :meth:`_fill`.
         """
         params = []
         for index, entry in enumerate(self.params):
@@ -179,7 +180,7 @@ class DTensorHandle(FlatParamHandle):
         return None if left else [local_of(entry.param) for entry in params]
 
     def _fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy local tensors to the parameters."""
+        """Copy ``values``, a local tensor per parameter, to the shard."""
         with torch.no_grad():
             for entry, value in zip(self.params, values, strict=True):
                 local_of(entry.param).copy_(value)
@@ -189,7 +190,7 @@ class DTensorHandle(FlatParamHandle):
     def held_by(self, module: nn.Module) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
         """Return the name, the parameter and its local tensor for each parameter of ``module``.
 
-        The list is updated when the parameters change; a state dict compares it with the module in every hook.
+        The list is updated when parameters are replaced; every state-dict hook compares it with the module.
         """
         return self._held[module]
 
@@ -220,14 +221,14 @@ class DTensorHandle(FlatParamHandle):
         for index, current in assigned.items():
             before = params[index].param
             if before is not current:
-                # The caller may put it back, or has put it elsewhere: it keeps its values in memory of its own.
+                # The caller may use the replaced parameter again or elsewhere, so it gets memory of its own.
                 before._local_tensor = local_of(before).clone()  # type: ignore[attr-defined]
         for index, current in assigned.items():
             params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
-        """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
+        """Copy the values of an assigned parameter to the shard, and return it as a view of the shard."""
         self._check_assigned(index, current)
         self.raise_weights_epoch()
         (local,) = split_storage(self.flat_param.data, [self._local_parts[index]])

@@ -53,7 +53,7 @@ class OriginalsHandle(FlatParamHandle):
             entry.param.grad = None
             entry.param.data = tensor
             if entry.adapter is not PLAIN:
-                # The user's plain Parameter replaces a DTensor, which it cannot become.
+                # The managed Parameter is plain and cannot become a DTensor, so modules get another Parameter.
                 shown = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=entry.param.requires_grad)
                 for site in entry.sites:
                     site.module._parameters[site.name] = shown
@@ -183,7 +183,7 @@ class FlatHandle(FlatParamHandle):
         self.spec.module._parameters[FLAT_PARAM] = None
 
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
-        pass  # that of the flat parameter counts
+        pass  # the flat parameter's own flag counts
 
     def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         return {}
@@ -192,7 +192,7 @@ class FlatHandle(FlatParamHandle):
         return [flat_grad[: self.layout.unpadded_numel]]
 
     def changed(self) -> list[int]:
-        # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
+        # A Parameter that the user assigns goes to ``_parameters``, any other value to the module's ``__dict__``.
         places = zip(self._sites, self._registered, *self._bindings, strict=False)
         return [
             index

@@ -23,15 +23,15 @@ from fsdp_flat.layout import FlatLayout
 _DTYPE = attrgetter("dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _PARAM_REQUIRES_GRAD = attrgetter("param.requires_grad")
-# Number of gradients between two calls of on_grads_ready, which looks for completed reductions: a system call a rank.
+# Number of gradients between two calls of on_grads_ready, which makes a system call a rank to find finished reductions.
 _GRADS_PER_CALL = 8
 
 
 class FlatGradBuffer:
     """Collects the gradients of parameters, and copies them into a flat buffer at once when closed.
 
-    It is closed after the parameters were freed, so that the buffer can reuse their memory. Later gradients are added
-    to the buffer.
+    Close it after the parameters are freed, so that the flat buffer can reuse their memory. Gradients that come after a
+    close are added to the flat buffer.
 
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
@@ -45,7 +45,7 @@ class FlatGradBuffer:
         flat = self._buffer.tensor
         self._layout, self.kind = layout, (dtype, device)
         self._places = grad_places(flat, layout)
-        # The gradient as a matrix with a row for each rank, if one operation can write it.
+        # The flat gradient as (world_size, shard_numel), if one operation can write it; else None.
         self._by_rank = flat.view(layout.world_size, -1) if can_chunk(layout) else None
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self.waiting: dict[int, torch.Tensor] = {}
@@ -72,7 +72,7 @@ class FlatGradBuffer:
                 place.add_(piece)
 
     def clear(self, indices: Iterable[int], *, set_to_none: bool) -> None:
-        """Fill the gradients of parameters with zeros, or drop them."""
+        """Fill the gradients of parameters with zeros, or drop them (``set_to_none``)."""
         for index in indices:
             waiting = self.waiting.pop(index, None)
             if waiting is None and self._buffer.nbytes:
@@ -80,14 +80,14 @@ class FlatGradBuffer:
             if set_to_none:
                 self.grads_ready[index] = 0
             elif waiting is not None:
-                self.waiting[index] = torch.zeros_like(waiting)  # autograd may hold the tensor too
+                self.waiting[index] = torch.zeros_like(waiting)  # not in place: autograd may hold the tensor
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
-        """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
+        """Return the flat gradient (1-D, ``layout.numel``): zero in padding and for parameters without a gradient."""
         if self._buffer.alloc(pool):
             if self._by_rank is not None and len(self.waiting) == len(self._places):
                 grads = list(map(self.waiting.__getitem__, range(len(self._places))))
-                if set(map(_DTYPE, grads)) == {self._by_rank.dtype}:  # it converts slowly
+                if set(map(_DTYPE, grads)) == {self._by_rank.dtype}:  # chunk_cat converts dtypes slowly
                     chunk_cat(grads, 0, self._layout.world_size, out=self._by_rank)
                     self.waiting.clear()
                     return self._buffer.tensor
@@ -116,19 +116,19 @@ class ReduceScatteredGrad:
     """Holds this rank's shard of a gradient that is summed over the shard group, and not over the replicate group yet.
 
     Attributes:
-        shard: the sum, 1-D, in the reduce dtype; None if there is none, or once another gradient contains it.
-        used: one byte per parameter: 1 if any rank has used it; None until an exchange of ranks has shown it.
+        shard: the sum (1-D, ``shard_numel``, reduce dtype); None if there is none, or once it was added to another.
+        used: one byte per parameter: 1 if any rank has used it; None until ranks have exchanged it.
     """
 
     shard: torch.Tensor | None = None
     used: bytes | None = None
 
     def add(self, shard: torch.Tensor) -> None:
-        """Add another sum."""
+        """Add the sum of another backward."""
         self.shard = shard if self.shard is None else self.shard.add_(shard)
 
     def add_used(self, used: bytes) -> bytes:
-        """Add the parameters that another backward has used, and return all."""
+        """Add the parameters that another backward has used (``used``), and return those of all backwards."""
         self.used = used if self.used is None else bytes(map(max, used, self.used))
         return self.used
 
@@ -162,11 +162,11 @@ def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> 
 class UnreducedGrad:
     """Shows the gradient that waits inside ``no_sync`` as the ``.grad`` of a parameter, until the next backward.
 
-    As in FSDP1 it is this rank's own and has the unsharded shape. It shares memory with the waiting gradient, so what a
-    caller does to it is done to that.
+    As in FSDP1, ``.grad`` is this rank's own gradient, in the unsharded shape. It shares the memory of the waiting
+    gradient, so in-place changes by a caller change both.
 
     Attributes:
-        indices: the layout's parameters that the gradient is of.
+        indices: indices in the layout of the parameters that the gradient belongs to.
     """
 
     __slots__ = ("_before", "_param", "_shown", "indices")
@@ -179,13 +179,13 @@ class UnreducedGrad:
         self._shown = self._param.grad
 
     def take_back(self) -> bool:
-        """Restore the previous ``.grad``, and return whether the caller has set the gradient to None."""
+        """Restore the previous ``.grad``; but if the caller has set ``.grad`` to None, leave it, and return True."""
         grad = self._param.grad
         if grad is None:
             return True
         if grad is not self._shown:
             if grad.shape != self._shown.shape:
-                return False  # the caller's gradient of the local shard, to which the reduced one is added
+                return False  # the caller has set a gradient of the local shard, which stays: the reduced one is added
             self._shown.copy_(grad)
         set_grad(self._param, self._before)
         return False
@@ -199,10 +199,10 @@ class GradientCollector:
         num_trainable: number of parameters that require a gradient.
         grad_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
         reduce_dtype: dtype in which gradients are reduced.
-        partial_grad: gradient that a later backward completes.
+        partial_grad: gradient that a later backward sums over the replicate group.
     """
 
-    # What the handle has.
+    # Attributes of the handle that this class is a part of.
     spec: HandleSpec
     layout: FlatLayout
     params: tuple[ManagedParam, ...]
@@ -217,7 +217,7 @@ class GradientCollector:
     reduce_dtype: torch.dtype
 
     def _init_gradients(self, params: Sequence[ManagedParam]) -> None:
-        """Set up for ``params`` as they were when they were flattened, with the user's gradient hooks."""
+        """Set up the state, with the gradient hooks of ``params``, the user's original parameters."""
         self.on_grads_ready: Callable[[], None] = lambda: None
         self.num_trainable = 0
         self._grad_hooks = [entry.param._backward_hooks for entry in params]
@@ -225,8 +225,8 @@ class GradientCollector:
         self._synced_requires_grad = [False] * len(params)
         self._accept_hook = partial(_accept, weakref.ref(self))
         self._grad_buffer: FlatGradBuffer | None = None
-        # Takes a parameter's first gradient in a backward if that needs no conversion. None where accept_grad has to be
-        # called: before the backward's first gradient, and for DTensors of the caller's.
+        # The gradient buffer, where a hook may add a parameter's first gradient to it without accept_grad. None before
+        # the first gradient of a backward, and if the user's parameters are DTensors.
         self._fast_buffer: FlatGradBuffer | None = None
         self._num_accepted = 0  # in this backward
         self._spare_grad_buffer: FlatGradBuffer | None = None
@@ -257,7 +257,7 @@ class GradientCollector:
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
     def _use_grad_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
-        """Follow the handle to other unsharded parameters, of ``compute_dtype``, on ``device``."""
+        """Switch to the handle's unsharded parameters of ``compute_dtype`` on ``device``."""
         self.grad_dtype = torch.promote_types(compute_dtype, reduce_dtype)
         self.reduce_dtype, self._grad_device = reduce_dtype, device
         # Unsharded parameters that were in use before still have their flags and hooks.
@@ -293,8 +293,8 @@ class GradientCollector:
         """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
 
         Raises:
-            UnsupportedError: it is differentiable.
-            UsageError: a gradient hook changes its shape.
+            UnsupportedError: the gradient is differentiable (``create_graph=True``).
+            UsageError: a gradient hook changes the gradient's shape.
         """
         if grad.requires_grad:
             raise UnsupportedError(
@@ -339,7 +339,7 @@ class GradientCollector:
         return self._grad_buffer is not None
 
     def grads_ready(self) -> bytes:
-        """Return one byte per parameter: 1 where a gradient waits; without those that the caller has cleared."""
+        """Return one byte per parameter: 1 where a gradient waits, unless the caller has set it to None."""
         if self._unreduced:
             self.hide_unreduced_grads()
         buffer = self._grad_buffer
@@ -349,8 +349,8 @@ class GradientCollector:
         """Return the flat gradient, with memory from the handle's pool, and remove it.
 
         Returns:
-            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
-            :meth:`recycle_grad_buffer` once the gradient is no longer used, or None.
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer or None.
+            Pass the buffer to :meth:`recycle_grad_buffer` once the gradient is no longer used.
         """
         if self._unreduced:
             self.hide_unreduced_grads()
@@ -383,7 +383,7 @@ class GradientCollector:
             unsharded_param.grad = None
 
     def zero_grads(self) -> None:
-        """Fill all gradients that are not reduced yet with zeros; exposed ones are the caller's to fill."""
+        """Fill all gradients that are not completely reduced yet with zeros."""
         if self._grad_buffer is not None:
             self._grad_buffer.clear(range(len(self.params)), set_to_none=False)
         if self.partial_grad.shard is not None:
@@ -395,7 +395,7 @@ class GradientCollector:
     # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
 
     def show_unreduced_grads(self) -> None:
-        """Set ``.grad`` to the waiting, unreduced gradient (unsharded shapes) between backwards inside ``no_sync``."""
+        """Set ``.grad`` to the waiting, unreduced gradients (unsharded shapes) between backwards inside ``no_sync``."""
         if self._grad_buffer is None or self._unreduced or not self.exposes_unreduced:
             return
         flat, ready = self._grad_buffer.close(self.pool), self._grad_buffer.grads_ready
@@ -413,7 +413,7 @@ class GradientCollector:
         """Undo :meth:`show_unreduced_grads`, and drop the gradients that the caller has set to None.
 
         Returns:
-            Whether any was exposed.
+            Whether any gradient was shown.
         """
         shown, self._unreduced = self._unreduced, []
         dropped = [index for each in shown if each.take_back() for index in each.indices]
@@ -430,8 +430,8 @@ def _accept(collector: weakref.ref[GradientCollector], unsharded_param: torch.Te
     """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
 
     The hook must not own the collector, which holds the parameter's autograd node: a cycle through autograd's C++
-    objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
-    gradients need by itself.
+    objects is never collected, so no wrapped model would ever be freed. The hook runs for every gradient, so it handles
+    most of them without a call of ``accept_grad``.
     """
     owner, grad = collector(), unsharded_param.grad
     # The graph may reach the parameter although the loss does not depend on it: an unused output.

@@ -15,14 +15,15 @@ class HandleSpec:
     """Configures a handle.
 
     Attributes:
-        module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
+        module: registers the flat parameter: the unit's module, without wrappers for checkpoints and compilation.
         rank, world_size: this rank in the shard group, and its size.
         num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
-        shard_device: device of the shard and its gradient; in host memory it is pinned for another compute device.
+        device: device of the unsharded parameters.
+        shard_device: device of the shard and its gradient; a CPU shard is pinned if ``device`` is no CPU.
         compute_dtype, master_dtype: dtypes of the unsharded parameters and of the shard; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
-        rows: shards each parameter by itself and shows DTensors; None for a flat layout.
+        rows: how each parameter is sharded by itself and shown as a DTensor; None for a flat layout.
     """
 
     unit_name: str

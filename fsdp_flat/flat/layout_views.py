@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_flat.layout import FlatLayout, Interval, RowLayout
 
-# Elements of gradients that are padded in copies.
+# Most elements of uneven gradients that may be copied for padding.
 _MOST_PADDED = 1 << 14
 
 
@@ -24,9 +24,9 @@ class VisibleParam:
     """Describes a parameter that an optimizer holds: an original one, or the flat parameter.
 
     Attributes:
-        indices: the layout's parameters of which it holds elements.
-        in_shard: its elements in the rank's shard; None for all.
-        shape: its shape where nothing is sharded, else None for one dim.
+        indices: indices in the layout of the original parameters.
+        in_shard: the part of the rank's shard that it holds; None for all.
+        shape: the shape of its part on this rank; None for 1-D.
         is_elsewhere: it has elements, but none on this rank.
     """
 
@@ -37,20 +37,20 @@ class VisibleParam:
     is_elsewhere: bool = False
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's elements of a tensor like the shard, in the parameter's shape."""
+        """Return the parameter's part of ``shard`` or its gradient (1-D, ``shard_numel``), as a view in ``shape``."""
         part = shard if self.in_shard is None else shard[self.in_shard]
         return part if self.shape is None else part.view(self.shape)
 
 
 def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """Return each parameter of a tensor like the unsharded buffer (1-D, ``layout.numel``), as a view of its shape."""
+    """Return a view of each parameter, in its shape, in ``flat`` (1-D, ``layout.numel``, ordered as the buffer)."""
     return [flat[each.offset : each.offset + each.numel].view(each.shape) for each in layout.param_infos]
 
 
 def split_storage(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:
-    """Return a view of each interval of ``shard`` (1-D), in its shape, whose storage begins and ends with it.
+    """Return views of intervals of ``shard`` (1-D), each in its shape and with a storage of its elements alone.
 
-    A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0.
+    A DTensor has the storage offset of its local tensor, and torch cannot copy a DTensor with an offset other than 0.
     """
     storage, itemsize, views = shard.untyped_storage(), shard.itemsize, []
     # Fake tensors have storages on the meta device.
@@ -68,7 +68,7 @@ def split_storage(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int
 
 
 def local_part(layout: FlatLayout, index: int, rank: int, param: torch.Tensor) -> torch.Tensor:
-    """Return a rank's part of parameter ``index``, given the full tensor, in the order of the shard (1-D)."""
+    """Return a rank's part of ``param``, the full parameter ``index``, as 1-D in the order of the shard."""
     if isinstance(layout, RowLayout):
         rows = layout.rows(index, rank)
         return param.narrow(layout.dims[index], rows.start, rows.numel).reshape(-1)
@@ -82,7 +82,7 @@ def clear_padding(shard: torch.Tensor, layout: FlatLayout, rank: int) -> None:
 
 
 def shard_of(layout: FlatLayout, rank: int, unsharded: torch.Tensor) -> torch.Tensor:
-    """Return a rank's shard (1-D, ``shard_numel``) of a tensor like the unsharded buffer; zeros are its padding."""
+    """Return a rank's shard (1-D, ``shard_numel``) of a tensor ordered as the unsharded buffer; padding is zero."""
     if not isinstance(layout, RowLayout) or layout.world_size == 1:
         return unsharded[layout.shard(rank).to_slice()]
     shard, params = unsharded.new_zeros(layout.shard_numel), views_of(unsharded, layout)
@@ -92,7 +92,7 @@ def shard_of(layout: FlatLayout, rank: int, unsharded: torch.Tensor) -> torch.Te
 
 
 def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like the unsharded buffer, of the shards of all ranks one after another (1-D)."""
+    """Return ``ranked`` (1-D, the shards of all ranks one after another) in the order of the unsharded buffer."""
     if not isinstance(layout, RowLayout) or layout.world_size == 1:
         return ranked
     unsharded = torch.empty_like(ranked)
@@ -101,18 +101,18 @@ def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
 
 
 class RowTarget:
-    """Receives the rows of an all-gather, each the input of one rank."""
+    """Receives the rows of an all-gather; a row is the input of one rank (1-D)."""
 
     def place(self, first: int, rows: torch.Tensor) -> None:
-        """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
+        """Copy ``rows`` (2-D), of rank ``first`` and the ranks after it, to their places."""
         raise NotImplementedError
 
     def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Allocate memory for the rows of all ranks, and copy this rank's, ``own`` (1-D), there.
+        """Allocate memory for the rows of all ranks, and copy ``own`` (1-D), the row of ``rank``, to it.
 
         Returns:
-            The memory (1-D, in rank order); and a function, to be called once, that places all rows when they are
-            there. It may free the memory.
+            The memory (1-D, in rank order); and a function that places all rows, to be called once when they have
+            arrived. The function may free the memory.
         """
         full = own.new_empty(num_ranks * own.numel())
         rows = full.view(num_ranks, -1)
@@ -121,7 +121,7 @@ class RowTarget:
 
 
 class _Staging(NamedTuple):
-    """Holds the memory for the rows of all ranks, which is freed between all-gathers, and views of it."""
+    """Holds memory for the rows of all ranks, which is freed between all-gathers, and views of the memory."""
 
     full: torch.Tensor
     storage: torch.UntypedStorage
@@ -165,7 +165,7 @@ class BufferRows(RowTarget):
 
     def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
         staging = self._staging
-        # An all-gather that failed may still write to memory that was not freed: it is left alone.
+        # Memory that was not freed is of an all-gather that failed, which may still write to it: leave it alone.
         if staging is None or staging.storage.nbytes():
             full = torch.empty_like(self._buffer)
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
@@ -186,12 +186,12 @@ class BufferRows(RowTarget):
 
 
 def row_target(buffer: torch.Tensor, layout: FlatLayout) -> BufferRows | None:
-    """Return what places shards of ranks in ``buffer``; None where an all-gather in place needs nothing."""
+    """Return a target that places shards in ``buffer``; None if the all-gather is in place."""
     return BufferRows(buffer, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
 
 
 class GroupedRows(RowTarget):
-    """Places rows that are the shards of ``num_ranks`` consecutive ranks each, which ``target`` places."""
+    """Places rows of ``num_ranks`` shards each, of consecutive ranks, by the ``target`` of single shards."""
 
     def __init__(self, target: RowTarget, num_ranks: int) -> None:
         self._target, self._num_ranks = target, num_ranks
@@ -201,7 +201,7 @@ class GroupedRows(RowTarget):
 
 
 class _JoinedRows(RowTarget):
-    """Places rows that are inputs for several targets, one after another."""
+    """Splits rows into the rows of several targets, which place them."""
 
     def __init__(self, inputs: Sequence[tuple[torch.Tensor, RowTarget]]) -> None:
         self._targets = [target for _, target in inputs]
@@ -213,9 +213,9 @@ class _JoinedRows(RowTarget):
 
 
 def join_inputs(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list[tuple[torch.Tensor, RowTarget | None]]:
-    """Join inputs of all-gathers of one unit, each with the target of its rows, by dtype.
+    """Join inputs of all-gathers, with the targets of their rows, into one input for each dtype.
 
-    Inputs that are all-gathered in place, with None, stay as they are.
+    An input without a target, which is all-gathered in place, stays by itself.
     """
     by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, RowTarget]]] = {}
     results: list[tuple[torch.Tensor, RowTarget | None]] = []
@@ -230,7 +230,7 @@ def join_inputs(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list
 
 
 def shards_of(buffer: torch.Tensor, layout: RowLayout, ranks: range) -> torch.Tensor:
-    """Return the shards of consecutive ranks, padding included, as a copy (1-D) of parts of the unsharded buffer."""
+    """Return a copy (1-D) of the shards of consecutive ``ranks``, padding included, from the unsharded buffer."""
     rows = buffer.new_empty(len(ranks), layout.shard_numel)
     parts = rows.split([chunk.numel for chunk in layout.chunks], 1)
     pieces = [part.view(-1, *shape) for part, shape in zip(parts, layout.chunk_shapes, strict=True)]
@@ -249,7 +249,7 @@ def _by_rank(buffer: torch.Tensor, layout: RowLayout, index: int) -> torch.Tenso
 
 
 def grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tensor]]:
-    """Return the places of each parameter's gradient in a flat gradient; :func:`split_grad` splits alike."""
+    """Return for each parameter the views of a flat gradient that take the pieces of :func:`split_grad`."""
     if not isinstance(layout, RowLayout):
         return [[view] for view in views_of(flat, layout)]
     ranks = flat.view(layout.world_size, layout.shard_numel)
@@ -264,7 +264,7 @@ def grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tenso
 def can_chunk(layout: FlatLayout) -> bool:
     """Return whether :func:`chunk_cat` lays out gradients as fast as copies to :func:`grad_places`, in one operation.
 
-    It pads each uneven gradient in a copy, so that there must be few elements of those.
+    ``chunk_cat`` pads a copy of each uneven gradient, so uneven gradients must have few elements.
     """
     if not isinstance(layout, RowLayout) or any(layout.dims):
         return False
@@ -274,7 +274,7 @@ def can_chunk(layout: FlatLayout) -> bool:
 
 
 def split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:
-    """Split the gradient of a parameter (the parameter's shape) by the places of :func:`grad_places`."""
+    """Split the gradient of a parameter (the parameter's shape) into a piece for each of its :func:`grad_places`."""
     if not isinstance(layout, RowLayout):
         return [grad]
     dim, shape = layout.dims[index], layout.chunk_shapes[index]

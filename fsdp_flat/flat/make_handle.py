@@ -13,7 +13,7 @@ from fsdp_flat.flat.params import ManagedParam
 
 
 def make_handle(params: Sequence[ManagedParam], spec: HandleSpec) -> FlatParamHandle:
-    """Create the handle of ``params``, of one dtype, at least one; its modules then hold this rank's local shards."""
+    """Create the handle of ``params`` (at least one, all of one dtype); the modules then hold this rank's shards."""
     kind = OriginalsHandle if spec.use_orig_params else FlatHandle
     handle: FlatParamHandle = (kind if spec.rows is None else DTensorHandle)(params, spec)
     watch_steps_on(handle)

@@ -1,4 +1,4 @@
-"""Reads and sets the gradients of the parameters that an optimizer holds: reduced ones, and full ones in a summon."""
+"""Reads and sets gradients of the parameters that an optimizer holds, also full ones in ``summon_full_params``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsdp_flat.flat.params import PLAIN, TensorAdapter
 def add_reduced(handle: FlatParamHandle, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
     """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
 
-    ``used`` holds for each parameter whether any rank has used it; others get no gradient.
+    ``used`` holds for each parameter whether any rank has used it; unused ones get no gradient.
     """
     if handle.visible[0].param is handle.flat_param and any(used):
         shard_grad = apply_hooks(handle.flat_param._backward_hooks or {}, shard_grad)
     hooked, all_used = [], all(used)
     for each, grad in zip(handle.visible, handle.reduced_grads(shard_grad), strict=True):
-        # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+        # A parameter without elements on this rank gets no gradient, so norms and optimizers skip it.
         if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
             continue
         param = each.param
@@ -32,7 +32,7 @@ def add_reduced(handle: FlatParamHandle, shard_grad: torch.Tensor, used: Sequenc
             param.grad.add_(grad)
         if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
             hooked.append(param)
-    # The user's gradient hooks and in-backward optimizers, which torch skips: the parameter is not in the graph.
+    # Run the user's gradient hooks and in-backward optimizers: torch does not, as these parameters are in no graph.
     for param in hooked:
         for hook in (param._post_accumulate_grad_hooks or {}).values():
             hook(param)
@@ -57,7 +57,7 @@ def have_grads(handle: FlatParamHandle) -> list[bool]:
 
 
 def show_full_grads(handle: FlatParamHandle, whole: torch.Tensor, there: Sequence[bool]) -> None:
-    """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
+    """Set ``.grad`` of shown full parameters to views of ``whole`` (1-D, ``layout.numel``), if ``there``."""
     for index, (is_there, grad) in enumerate(zip(there, views_of(whole, handle.layout), strict=True)):
         if is_there:
             handle.full_param(index).grad = handle.params[index].adapter.from_local(grad)
@@ -75,7 +75,7 @@ def grads_by_adapter(
 ) -> Iterator[tuple[nn.Parameter, TensorAdapter, torch.Tensor | None]]:
     """Iterate over the parameters that an optimizer holds, each with its adapter and this rank's gradient.
 
-    With ``one_by_one`` a flat gradient is yielded as those of its parameters, without the padding.
+    With ``one_by_one`` the gradient of a flat parameter is split into those of the original ones, without padding.
     """
     all_plain = all(entry.adapter is PLAIN for entry in handle.params)
     for each, grad in zip(handle.visible, handle.visible_grads(), strict=True):

@@ -18,9 +18,9 @@ from fsdp_flat.flat.torch_flat import dtensor_of
 
 _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[tuple[Any, ...], Any]]
 _specs = weakref.WeakKeyDictionary()
-"""torch's descriptions of DTensors that exist, by shard group, shape, dim and dtype: to make one takes long.
+"""The specs of existing DTensors, by shard group, then by shape, dim and dtype. To make a spec takes long.
 
-A mesh may equal one whose groups are destroyed, so only one that has the same group counts as the same.
+The shard group is the key, and not the mesh, because a mesh may equal an earlier one whose groups are destroyed.
 """
 
 
@@ -29,10 +29,10 @@ class RowSharding:
     """Configures the DTensors of a handle.
 
     Attributes:
-        mesh: the data-parallel mesh; its last dim shards, another one replicates.
+        mesh: the data-parallel mesh; its last dim shards, and a dim before it replicates.
         offloads: shards have to be in host memory.
-        data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
-        suffix: names the mesh after the path of its unit, if that has another mesh too; else empty.
+        data_dims: the dims of ``mesh`` in a larger mesh, on which parameters are DTensors before sharding; else None.
+        suffix: text after the unit's name, for a mesh that ``shard_placement_fn`` chose; else empty.
     """
 
     mesh: DeviceMesh
@@ -60,18 +60,18 @@ class RowSharding:
         return dims
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
-        """Create the DTensor of a parameter whose part on this rank is ``local``, on any device."""
+        """Create the DTensor of a parameter whose part on this rank is ``local`` (on any device)."""
         key = entry.shape, dim, local.dtype
         known = _specs.setdefault(self.mesh.get_group(self.mesh.ndim - 1), weakref.WeakValueDictionary())
         spec = known.get(key) if entry.adapter is PLAIN else None
-        # The replicate group of another mesh may be another one.
+        # A mesh with the same shard group may have another replicate group.
         if spec is None or (spec.mesh is not self.mesh and (self.mesh.ndim > 1 or spec.mesh != self.mesh)):
             shape = entry.adapter.full_shape(tuple(entry.shape))
             mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            # One object for all of a shape: DTensor's dispatch finds it faster than an equal one. That of a detached
-            # tensor would be of an equal mesh that torch remembers.
+            # DTensors of one shape share one spec object, which DTensor's dispatch finds faster than an equal one. The
+            # spec of a detached tensor would have an equal mesh that torch remembers, not this one.
             spec = made._spec
             if entry.adapter is PLAIN:
                 known[key] = spec
