@@ -12,7 +12,7 @@ from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import swap_memory
 from fsdp_flat.layout import FlatLayout
 
-# Most freed blocks of one size that the pool keeps.
+# Largest number of freed blocks of one size that the pool keeps.
 _MOST_IDLE = 2
 
 
@@ -71,7 +71,7 @@ class FlatBuffer:
     same values are all-gathered again, all saved views are valid.
 
     Args:
-        tensor: the 1-D tensor, with its memory.
+        tensor: the 1-D tensor, allocated.
         owns_memory: False for the shard of a unit that is not sharded, which is its own buffer and is never freed.
     """
 
@@ -106,9 +106,9 @@ EXPIRED = 10**9
 class UnshardedParams:
     """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
 
-    While the buffer does not hold their values, the parameters are marked as changed: autograd, which compares versions
-    whenever it unpacks a saved tensor, then raises. Without this, a backward that begins at a tensor that a module
-    stored, and not at a hooked output, which unshards the unit, would read freed memory.
+    While the buffer is freed, the parameters are marked as changed: autograd, which compares versions whenever it
+    unpacks a saved tensor, then raises. Otherwise a backward from a tensor that a module stored, which passes no
+    hooked output and so unshards nothing, would read freed memory.
 
     Args:
         shard: the handle's shard, which becomes the buffer if it holds the same values.
@@ -120,8 +120,8 @@ class UnshardedParams:
         buffer: the memory of ``params``.
         own_slice: the part of the buffer for this rank's shard, in a flat layout (1-D, ``shard_numel``).
         gather_target: places the shards of ranks in the buffer, for a row layout over several ranks; else None.
-        versions_before_free: version counters of ``params`` before a free raised them; None while the buffer is filled.
-        versions_when_filled: version counters of ``params`` when the buffer was filled.
+        versions_before_free: version counters before a free raised them; None while the buffer is filled.
+        versions_when_filled: version counters when the buffer was filled.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class DTensorHandle(FlatParamHandle):
             if (local.dtype, local.device) == (param.dtype, param.device):
                 param._local_tensor = local  # type: ignore[attr-defined]
             else:
-                # A DTensor cannot change its dtype or device, so swap another one into the Parameter that optimizers hold.
+                # A DTensor cannot change its dtype or device: swap another one into the Parameter that optimizers hold.
                 template = self.row_sharding.template(entry, self.layout.dims[index], local)
                 other = dtensor_parameter(template, like=param)
                 if param.grad is not None:
@@ -166,8 +166,7 @@ class DTensorHandle(FlatParamHandle):
     def _loaded(self) -> list[torch.Tensor] | None:
         """Keep parameters that were assigned for those on the meta device; return None while any is still there.
 
-        Returns:
-            All local tensors: the caller allocates the shard, which is on the meta device, and calls :meth:`_fill`.
+        Afterwards return all local tensors, for :meth:`_fill` once the caller has allocated the shard.
         """
         params = []
         for index, entry in enumerate(self.params):

@@ -23,7 +23,7 @@ from fsdp_flat.layout import FlatLayout
 _DTYPE = attrgetter("dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _PARAM_REQUIRES_GRAD = attrgetter("param.requires_grad")
-# Number of gradients between two calls of on_grads_ready, which makes a system call a rank to find finished reductions.
+# Number of gradients between two calls of on_grads_ready, which makes a system call a rank.
 _GRADS_PER_CALL = 8
 
 
@@ -162,11 +162,11 @@ def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> 
 class UnreducedGrad:
     """Shows the gradient that waits inside ``no_sync`` as the ``.grad`` of a parameter, until the next backward.
 
-    As in FSDP1, ``.grad`` is this rank's own gradient, in the unsharded shape. It shares the memory of the waiting
-    gradient, so in-place changes by a caller change both.
+    As in FSDP1, ``.grad`` is this rank's own gradient, in the unsharded shape. It shares memory with the waiting one,
+    so in-place changes by a caller change both.
 
     Attributes:
-        indices: indices in the layout of the parameters that the gradient belongs to.
+        indices: the gradient's parameters, as indices in the layout.
     """
 
     __slots__ = ("_before", "_param", "_shown", "indices")
@@ -185,7 +185,7 @@ class UnreducedGrad:
             return True
         if grad is not self._shown:
             if grad.shape != self._shown.shape:
-                return False  # the caller has set a gradient of the local shard, which stays: the reduced one is added
+                return False  # a gradient of the local shard, by the caller: the reduced one is added to it
             self._shown.copy_(grad)
         set_grad(self._param, self._before)
         return False
@@ -195,7 +195,7 @@ class GradientCollector:
     """Collects the gradients of a handle's unsharded parameters until they are reduced: a part of every handle.
 
     Attributes:
-        on_grads_ready: called after the first gradient of the handle in a backward, and again after every few.
+        on_grads_ready: called after the first gradient of the handle in a backward, and after every few more.
         num_trainable: number of parameters that require a gradient.
         grad_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
         reduce_dtype: dtype in which gradients are reduced.
@@ -225,8 +225,8 @@ class GradientCollector:
         self._synced_requires_grad = [False] * len(params)
         self._accept_hook = partial(_accept, weakref.ref(self))
         self._grad_buffer: FlatGradBuffer | None = None
-        # The gradient buffer, where a hook may add a parameter's first gradient to it without accept_grad. None before
-        # the first gradient of a backward, and if the user's parameters are DTensors.
+        # The buffer to which a hook may add a parameter's first gradient without accept_grad. None before the first
+        # gradient of a backward, and if the user's parameters are DTensors.
         self._fast_buffer: FlatGradBuffer | None = None
         self._num_accepted = 0  # in this backward
         self._spare_grad_buffer: FlatGradBuffer | None = None
@@ -349,8 +349,8 @@ class GradientCollector:
         """Return the flat gradient, with memory from the handle's pool, and remove it.
 
         Returns:
-            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer or None.
-            Pass the buffer to :meth:`recycle_grad_buffer` once the gradient is no longer used.
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and None, or a buffer
+            for :meth:`recycle_grad_buffer` once the gradient is no longer used.
         """
         if self._unreduced:
             self.hide_unreduced_grads()
@@ -430,7 +430,7 @@ def _accept(collector: weakref.ref[GradientCollector], unsharded_param: torch.Te
     """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
 
     The hook must not own the collector, which holds the parameter's autograd node: a cycle through autograd's C++
-    objects is never collected, so no wrapped model would ever be freed. The hook runs for every gradient, so it handles
+    objects is never collected, so no wrapped model would ever be freed. The hook runs for every gradient, and takes
     most of them without a call of ``accept_grad``.
     """
     owner, grad = collector(), unsharded_param.grad

@@ -9,7 +9,7 @@ subclasses differ in what modules and optimizers see:
   optimizer sees only the flat parameter. Outside of compute the modules hold placeholders that raise when used.
 * :class:`DTensorHandle` (``fully_shard``): ``module.weight`` is a DTensor under its own name.
 
-During compute modules hold ``unsharded_params``: for each original parameter one that is a view of the buffer.
+During compute modules hold ``unsharded_params``, views of the buffer, one for each original parameter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FlatParamHandle(GradientCollector):
         buffer: the unsharded buffer (1-D, ``layout.numel``, compute dtype); a reshard frees it, unless it is the shard.
         pool: memory pool of the buffers; the units of a tree share one.
         kept_shards: consecutive ranks' shards (1-D, compute dtype), input of the next all-gather over a smaller group.
-        storage_epoch: number of times the shard was replaced; older graphs than that cannot run backward.
+        storage_epoch: number of times the shard was replaced; graphs from before the last time cannot run backward.
         shows_names: the modules hold the tensors that :meth:`show_names` was given.
     """
 
@@ -174,7 +174,7 @@ class FlatParamHandle(GradientCollector):
             site.module._parameters[site.name] = tensors[index]  # type: ignore[assignment]
 
     def hide_names(self, *, shows_unsharded: bool = False) -> None:
-        """Undo :meth:`show_names`: show the sharded parameters, or the unsharded ones if those were shown before."""
+        """Undo :meth:`show_names`: show the sharded parameters again, or the unsharded ones (``shows_unsharded``)."""
         if self.shows_names:
             self.shows_names = False
             (self.show_unsharded if shows_unsharded else self.show_sharded)()
@@ -275,8 +275,8 @@ class FlatParamHandle(GradientCollector):
     def begin_gather(self) -> tuple[torch.Tensor, RowTarget | None]:
         """Allocate the buffer, and return the arguments of its all-gather.
 
-        For an all-gather in place: the buffer, which contains this rank's shard, and None. Else: this rank's shard
-        (1-D, compute dtype), and the target that places the shards of all ranks in the buffer.
+        In place: the buffer, which contains this rank's shard, and None. Else: this rank's shard (1-D, compute dtype),
+        and the target that places the shards of all ranks in the buffer.
         """
         unsharded, buffer, shard = self._unsharded, self.buffer, self.flat_param.data
         buffer.alloc(self.pool)

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_flat.layout import FlatLayout, Interval, RowLayout
 
-# Most elements of uneven gradients that may be copied for padding.
+# Largest number of elements of uneven gradients that are copied to pad them.
 _MOST_PADDED = 1 << 14
 
 
@@ -37,7 +37,7 @@ class VisibleParam:
     is_elsewhere: bool = False
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's part of ``shard`` or its gradient (1-D, ``shard_numel``), as a view in ``shape``."""
+        """Return the parameter's part of a shard or its gradient (1-D, ``shard_numel``), as a view in ``shape``."""
         part = shard if self.in_shard is None else shard[self.in_shard]
         return part if self.shape is None else part.view(self.shape)
 
@@ -50,7 +50,7 @@ def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 def split_storage(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:
     """Return views of intervals of ``shard`` (1-D), each in its shape and with a storage of its elements alone.
 
-    A DTensor has the storage offset of its local tensor, and torch cannot copy a DTensor with an offset other than 0.
+    torch cannot copy a DTensor whose local tensor has a storage offset.
     """
     storage, itemsize, views = shard.untyped_storage(), shard.itemsize, []
     # Fake tensors have storages on the meta device.
@@ -111,8 +111,8 @@ class RowTarget:
         """Allocate memory for the rows of all ranks, and copy ``own`` (1-D), the row of ``rank``, to it.
 
         Returns:
-            The memory (1-D, in rank order); and a function that places all rows, to be called once when they have
-            arrived. The function may free the memory.
+            The memory (1-D, in rank order); and a function to be called once, when all rows are there: it places
+            them, and may free the memory.
         """
         full = own.new_empty(num_ranks * own.numel())
         rows = full.view(num_ranks, -1)
@@ -165,7 +165,7 @@ class BufferRows(RowTarget):
 
     def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
         staging = self._staging
-        # Memory that was not freed is of an all-gather that failed, which may still write to it: leave it alone.
+        # If memory was not freed, its all-gather failed and may still write to it.
         if staging is None or staging.storage.nbytes():
             full = torch.empty_like(self._buffer)
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()

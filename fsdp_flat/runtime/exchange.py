@@ -92,8 +92,8 @@ class BackwardExchange:
         """Begin the exchange.
 
         Args:
-            used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing handle
-                has none.
+            used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing
+                handle has no gradients.
             unreduced: handles that hold unreduced gradients.
             same: bytes that must be equal on all ranks.
             retains_graph: see :class:`Outcome`.

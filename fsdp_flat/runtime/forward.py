@@ -98,7 +98,7 @@ class UnitForward:
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
         self._schedule = schedule = schedule_of(wrapper, unit)
-        # The calls of its modules that are under way; None before the first one.
+        # The calls of the unit's modules that are under way; None before the first call.
         self._calls: list[_Call] | None = None
         self._record = record = schedule.begin_forward(unit, compiler)
         self._is_outermost = record.iteration is not None and len(record.iteration.order) == 1
@@ -143,8 +143,8 @@ class UnitForward:
     def fail(self, error: BaseException) -> None:
         """Leave a forward that raised ``error``.
 
-        Inside a backward, activation checkpointing may raise to stop a recomputation early, and the parameters stay
-        unsharded for this backward. Elsewhere they are resharded, and an outermost forward aborts the step.
+        Inside a backward, activation checkpointing may raise to end a recomputation, and the parameters stay unsharded.
+        Elsewhere the unit is resharded, and an outermost forward aborts the step.
         """
         if self._calls and (inputs := self._calls.pop().inputs) is not None:
             inputs.restore()
@@ -169,8 +169,8 @@ class UnitForward:
         """Hook the outputs, and reshard the parameters or keep them for backward; return the outputs.
 
         Without an output to hook, a backward may still reach the forward if a graph of the parameters is alive: outputs
-        may be in a generator, or stored outside of the model. A forward that returns its inputs alone, as of a layer
-        that this rank skips, does not count: the graph may be that of an earlier step.
+        may be in a generator, or stored outside of the model. A forward that returns its inputs alone (a layer that
+        this rank skips) is excepted, since the graph may be that of an earlier step.
         """
         assert self._calls is not None
         given, original = self._calls[-1].given, output
@@ -226,12 +226,7 @@ class UnitForward:
         return output, bool(unit.handles)
 
     def _close(self, is_reached: bool, *, is_open_ended: bool) -> None:
-        """End the forward.
-
-        Args:
-            is_reached: a backward may reach the forward.
-            is_open_ended: a backward may do so without passing a hooked output.
-        """
+        """End the forward. A backward may reach it if ``is_reached``, without a hooked output if ``is_open_ended``."""
         unit, schedule, record = self._unit, self._schedule, self._record
         if self._is_outermost:
             # End forwards of units of several modules of which some did not run.
@@ -253,8 +248,8 @@ class UnitForward:
         """Choose what becomes of the parameters; :meth:`Unit.exit_forward` names exceptions.
 
         * They stay unsharded if a backward may follow, and one of these holds: the forward is a recomputation inside a
-          backward; the unit's ``reshard_after_forward`` is off (None is off for the outermost unit); the backward may
-          begin without a hooked output, which would unshard the unit; or a reshard would free nothing.
+          backward; the unit's ``reshard_after_forward`` is off (None is off for the outermost unit); no hooked output
+          may unshard the unit in backward; or a reshard would free nothing.
         * They are parked if the backward of this iteration would all-gather them: the modules show sharded parameters,
           and the buffers stay until the next unit runs (:meth:`Schedule.end_forward`).
         * Else they are freed.
@@ -263,7 +258,7 @@ class UnitForward:
         wanted = unit.control.reshard_after_forward
         if wanted is None:
             wanted = unit is not self._schedule.root
-        # Units in a re-entrant checkpoint run with gradients disabled, but the iteration began with gradients enabled.
+        # In a re-entrant checkpoint units run without gradients, but the iteration began with gradients enabled.
         trains = iteration is not None and iteration.trains
         may_follow = expects_backward or (trains and unit.is_trainable)
         if may_follow and (is_open_ended or iteration is None or not wanted or not unit.frees_buffers):
@@ -326,8 +321,8 @@ def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
 class _PostBackwardNode(torch.autograd.Function):
     """Passes the inputs of a forward through, and calls the schedule once the gradients of all of them exist.
 
-    The outputs are aliases that autograd does not know as views: a module may change its input in place
-    (:class:`_HookedInput`), and autograd refuses to change views that a custom function returns.
+    The outputs are aliases, not views: a module may change its input in place (:class:`_HookedInput`), which autograd
+    refuses for views that a custom function returns.
     """
 
     @staticmethod
@@ -366,8 +361,8 @@ class _TakeHistory(torch.autograd.Function):
 class _HookedInput(NamedTuple):
     """Holds an input of the caller and the alias of it that the module gets.
 
-    If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
-    must get the autograd history of the change too. ``version`` is the alias's version counter before the module runs.
+    If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares the alias's
+    memory, must get the autograd history of the change too. ``version`` is the alias's version before the module runs.
     """
 
     given: torch.Tensor

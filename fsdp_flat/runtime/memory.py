@@ -15,8 +15,8 @@ class MemoryState(Enum):
     SHARDED = "the buffers are freed"
     GATHERING = "an all-gather into the buffers is in flight"
     READY = "the buffers hold all parameters, and the modules point at them"
-    PARKED = "the buffers are kept for the backward of the forward that has ended"
-    SHRUNK = "the buffers are freed, and smaller groups keep all shards for the backward of the forward that has ended"
+    PARKED = "a forward has kept the buffers for its backward"
+    SHRUNK = "the buffers are freed, and smaller groups keep all shards for backward"
     KEPT = "a backward has kept the buffers for the next forward, or for another backward through its graph"
 
 
@@ -28,7 +28,7 @@ class MemoryEvent(Enum):
     PARK = "a forward ends, and its backward is near"
     KEEP = "a backward ends, and the caller wants no other all-gather"
     REUSE = "the buffers are used again as they are"
-    SHRINK = "each rank copies the shards that its smaller group keeps, and the buffers are freed"
+    SHRINK = "each rank copies the shards that it keeps for a smaller group"
     FREE = "the buffers, or the shards that a smaller group keeps, are freed"
     ABORT = "a step raised an exception"
 
@@ -57,7 +57,7 @@ class WeightsVersion(NamedTuple):
 
     Attributes:
         full_precision: unsharded parameters have the dtype of the shards, not the low-precision dtype.
-        storage_epoch: number of times that shards, and so buffers, were replaced (``.to(dtype)``); summed over handles.
+        storage_epoch: number of replacements of shards, and so of buffers (``.to(dtype)``); summed over handles.
         weights_epoch: increases with changes of the shards' values; summed over handles.
     """
 

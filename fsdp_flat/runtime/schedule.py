@@ -125,7 +125,7 @@ class Schedule(CommContext):
 
     @property
     def has_unset_gradients(self) -> bool:
-        """True if a backward has ended whose gradients a later one, or ``finalize_backward``, will set."""
+        """True if a backward has ended, and a later one or ``finalize_backward`` is to set its gradients."""
         partial = any(handle.partial_grad.shard is not None for unit in self.units for handle in unit.handles)
         return self.has_unfinalized_gradients or partial or not self.reductions.is_empty
 
@@ -170,13 +170,10 @@ class Schedule(CommContext):
     def end_forward(
         self, record: ForwardRecord, after: AfterForward, *, expects_backward: bool, is_open_ended: bool
     ) -> None:
-        """End a unit's forward.
+        """End a unit's forward, and leave the parameters as ``after`` says.
 
-        Args:
-            record: the forward.
-            after: what becomes of the parameters.
-            expects_backward: a backward may reach the forward, on this rank or on others.
-            is_open_ended: it may do so without passing a hooked output.
+        With ``expects_backward`` a backward may reach the forward, on this rank or on others; if it is open-ended,
+        without passing a hooked output.
         """
         unit, iteration = record.unit, record.iteration
         if iteration is not None:
@@ -218,7 +215,7 @@ class Schedule(CommContext):
             for unit in dict.fromkeys([*self._replicated, *ran]):
                 if unit.phase is Phase.IDLE and not unit.holds_graph:
                     unit.reshard()
-            # No backward follows to wait for these copies, and the caller may write to shards next.
+            # No backward follows to wait for copies of shards, and the caller may write to shards next.
             self.streams.wait_for_host_copies()
         self.iteration = None
         self._drop_prefetched()
@@ -233,7 +230,7 @@ class Schedule(CommContext):
 
     @property
     def _lost_callback(self) -> bool:
-        """True if autograd, which alone holds the callback at the end of the backward, has dropped it uncalled."""
+        """True if autograd, which alone holds the callback at the end of the backward, has dropped it."""
         return self._callback is None or self._callback() is None
 
     def fail(self, error: BaseException) -> None:
@@ -397,7 +394,7 @@ class Schedule(CommContext):
         """Reshard a unit and reduce its gradient, in this order, so that the reduction can use the freed memory."""
         assert self.backward is not None
         if unit.context is not self:
-            return  # it is under two roots, and the other root's schedule runs it
+            return  # the unit is under two roots, and the other root's schedule runs it
         with profiled("post_backward", unit.name):
             unit.log_event("post_backward")
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
@@ -486,7 +483,7 @@ class Schedule(CommContext):
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
-    """Return the schedule of a wrapper; create it if there is none."""
+    """Return the schedule of ``unit``; if there is none, create one with ``module`` as its root."""
     return unit.context if isinstance(unit.context, Schedule) else Schedule(module)
 
 

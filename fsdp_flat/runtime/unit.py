@@ -54,19 +54,18 @@ class Unit:
 
     Attributes:
         name: the path from the root's module; before the root's first use, the path that wrapping gave.
-        meshes: one for each device mesh that parameters are sharded over; the unit's own mesh is first, even if without
-            handles.
+        meshes: one per device mesh that parameters are sharded over; the unit's own is first, even without handles.
         members: ``module`` alone, or several modules whose forwards, one after another, are one forward of the unit.
         handles: the handles of all meshes; empty if all parameters belong to nested units or are ignored.
         options: the options of ``meshes[0]``.
-        phase: what the unit is doing; also written by ``Schedule.grads_ready`` and ``summon_full_params``.
+        phase: what the unit is doing; ``Schedule.grads_ready`` and ``summon_full_params`` write it too.
         needs_all_gather: an unshard communicates: some handles are sharded over more than one rank.
         state: the state of the parameters' memory; only :meth:`_move` sets it.
         gathered: the version of the weights that the buffers hold, or held last.
         holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
         full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.
-        undo: objects whose ``remove()`` undoes one change each that wrapping made to modules, other than to parameters.
+        undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
         unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
 
@@ -212,8 +211,8 @@ class Unit:
         """Show the unsharded parameters, and return True, if the buffers may be used as they are; else return False.
 
         A forward uses buffers that a backward has kept, if they hold the current version of the weights. A backward
-        uses any buffers that were kept since its forward, even if weights have changed on this rank: other ranks, where
-        they have not, begin no all-gather that this rank could join. :meth:`pre_backward` then raises.
+        uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
+        begin no all-gather that this rank could join. :meth:`pre_backward` then raises.
         """
         if self.state is MemoryState.SHARDED:
             return False
@@ -458,11 +457,11 @@ class Unit:
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
         if self.phase is Phase.SUMMONED:
-            return  # a forward inside summon_full_params was refused, and its block continues
+            return  # summon_full_params refused a forward, and its block continues
         self._depth, self.holds_graph = 0, False
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         for pending in pendings:
-            # The exception that led here is raised; another one of a wait would hide it.
+            # An exception here would hide the one that led to the abort.
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:

@@ -100,7 +100,7 @@ class UnitMesh:
             handle.pool = context.pool
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use the collectives of ``choice`` in later steps. The caller, ``replace_collectives``, checks the phase."""
+        """Use the collectives of ``choice`` in later steps. The caller checks that no step is under way."""
         self.choice = choice
         shard, device = self.groups.shard, self.options.device
         self.step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)
