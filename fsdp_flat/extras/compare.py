@@ -17,7 +17,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import dynamo_disabled, graph_task_id
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import summon_full_params, units_of
-from fsdp_flat.runtime.tensors import tensors_in
+from fsdp_flat.runtime.containers import tensors_in
 
 
 @dataclass(frozen=True, slots=True)

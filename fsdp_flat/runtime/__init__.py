@@ -1,15 +1,15 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
-from fsdp_flat.runtime.between_steps import (
+from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
+from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
+from fsdp_flat.runtime.forward import forward
+from fsdp_flat.runtime.full_params import (
     convert_unit,
     full_params,
     hide_compiled_name,
     summon_full_params,
     unwrap,
 )
-from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
-from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
-from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import (
     IN_PLACE,

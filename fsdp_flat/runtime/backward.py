@@ -11,7 +11,7 @@ its iterations, which moves from the last event to the first:
 Every rank passes every event, including those of units that its own loss does not use: it joins their all-gathers and
 adds zeros to their gradients. The order of collectives therefore depends on the forwards alone and is the same on all
 ranks. Gradients that appear after their unit's post-backward, or without a forward of the unit, are reduced at the end
-of the backward (see ``exchange``).
+of the backward (see ``backward_exchange``).
 
 The backward of every rank must go through the same iterations.
 """

@@ -36,6 +36,7 @@ from fsdp_flat.runtime.build import (
     own_modules,
     process_groups,
 )
+from fsdp_flat.runtime.containers import keep_full_precision
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
     Ignored,
@@ -45,7 +46,6 @@ from fsdp_flat.runtime.options import (
     precision_from,
     sync_states_from,
 )
-from fsdp_flat.runtime.tensors import keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units

@@ -22,9 +22,7 @@ from fsdp_flat.flat import (
 )
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.options import AfterForward
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.tensors import (
+from fsdp_flat.runtime.containers import (
     CallInputs,
     Inputs,
     are_tensors,
@@ -33,6 +31,8 @@ from fsdp_flat.runtime.tensors import (
     map_tensors,
     tensors_in,
 )
+from fsdp_flat.runtime.options import AfterForward
+from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.torch_runtime import preserve_version
 from fsdp_flat.runtime.unit import Unit, unit_of
 

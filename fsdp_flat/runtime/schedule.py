@@ -20,8 +20,8 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
-from fsdp_flat.runtime.exchange import BackwardExchange
-from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
+from fsdp_flat.runtime.backward_exchange import BackwardExchange
+from fsdp_flat.runtime.checks import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.memory import MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Phase
 from fsdp_flat.runtime.reduction import LOGGER, CommContext

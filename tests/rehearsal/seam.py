@@ -70,7 +70,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
 
 
 # Findings that mention this are about asking which parameters any rank used, which a rank with unused ones has to.
-USED_PARAMETERS = "fsdp_flat/runtime/exchange.py"
+USED_PARAMETERS = "fsdp_flat/runtime/backward_exchange.py"
 
 
 def _nothing(_streams: Streams) -> None:

@@ -25,10 +25,10 @@ from fsdp_flat.flat import (
     views_of,
 )
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
+from fsdp_flat.runtime.containers import drop_full_precision
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.schedule import outermost_of, schedule_of
-from fsdp_flat.runtime.tensors import drop_full_precision
 from fsdp_flat.runtime.unit import FullParams, Unit, unit_of, units_of
 from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.user_warnings import warn_user
