@@ -3,13 +3,7 @@
 from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.forward import forward
-from fsdp_flat.runtime.full_params import (
-    convert_unit,
-    full_params,
-    hide_compiled_name,
-    summon_full_params,
-    unwrap,
-)
+from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import (
     IN_PLACE,
@@ -42,3 +36,4 @@ from fsdp_flat.runtime.unit_settings import (
     without_reduction,
 )
 from fsdp_flat.runtime.unmanaged import RankZeroTensors, average_buffers, check_replicas, unmanaged_params
+from fsdp_flat.runtime.unwrap import convert_unit, hide_compiled_name, unwrap

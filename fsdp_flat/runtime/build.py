@@ -23,8 +23,7 @@ from fsdp_flat.flat import (
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.containers import BufferCasts, StoredTensors, keep_full_precision
-from fsdp_flat.runtime.full_params import hide_compiled_name, managed_sites
+from fsdp_flat.runtime.casts import BufferCasts, keep_full_precision
 from fsdp_flat.runtime.materialize import (
     Unwritten,
     agree_on_weights,
@@ -35,8 +34,10 @@ from fsdp_flat.runtime.materialize import (
     unwritten_params,
 )
 from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
+from fsdp_flat.runtime.stored_tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unit_mesh import UnitMesh
+from fsdp_flat.runtime.unwrap import hide_compiled_name, managed_sites
 from fsdp_flat.user_warnings import warn_user
 
 WRAPPING = ErrorTexts(

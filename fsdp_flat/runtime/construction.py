@@ -36,7 +36,7 @@ from fsdp_flat.runtime.build import (
     own_modules,
     process_groups,
 )
-from fsdp_flat.runtime.containers import keep_full_precision
+from fsdp_flat.runtime.casts import keep_full_precision
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
     Ignored,

@@ -22,11 +22,11 @@ from fsdp_flat.flat import (
 )
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
+from fsdp_flat.runtime.casts import cast_floats
 from fsdp_flat.runtime.containers import (
     CallInputs,
     Inputs,
     are_tensors,
-    cast_floats,
     differentiable_tensors,
     map_tensors,
     tensors_in,

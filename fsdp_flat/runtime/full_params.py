@@ -1,10 +1,9 @@
-"""Acts on units between steps: full parameters, conversions (``.to``, ``.float``), and unwrapping."""
+"""Shows full parameters and gradients of units between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from fsdp_flat.comm import Pending, true_on_any_rank, unrecorded
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
     FlatParamHandle,
-    clear_padding,
     have_grads,
     local_part,
     modules_of,
@@ -24,20 +22,11 @@ from fsdp_flat.flat import (
     unsharded_of,
     views_of,
 )
-from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.containers import drop_full_precision
-from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.schedule import outermost_of, schedule_of
-from fsdp_flat.runtime.unit import FullParams, Unit, unit_of, units_of
+from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.unit import FullParams, Unit, units_of
 from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.user_warnings import warn_user
-
-# The name component that torch.compile adds.
-_COMPILED_PREFIX = COMPILED_MODULE + "."
-
-
-# -- full parameters ---------------------------------------------------------------------------------------------------
 
 
 def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
@@ -232,130 +221,3 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
         for handle, whole, _ in shown:
             shard = shard_of(handle.layout, handle.spec.rank, whole) if writeback else shards[handle]
             restore_sharded_grad(handle, shard)
-
-
-# -- conversions and unwrapping --------------------------------------------------------------------------------------
-
-
-def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert_others: Callable[[], object]) -> bool:
-    """Apply ``fn`` to the unit's shards instead of its visible parameters; return whether it did.
-
-    In the middle of a step nothing is converted, and it is an error if ``fn`` would change a shard. ``convert_others``
-    converts the tensors that no unit manages; it is called while modules hold no sharded parameters.
-    """
-    unit.context.recover()
-    if unit.phase is not Phase.IDLE:
-        if any(handle.is_changed_by(fn) for handle in unit.handles):
-            unit.check_idle("A conversion (.to, .float, .cuda, ...)")
-        return False
-    unit.reshard()
-    unit.adopt_changes()
-    for handle in unit.handles:
-        handle.remove()
-    try:
-        convert_others()
-    finally:
-        for handle in unit.handles:
-            handle.show_sharded()
-    for handle in unit.handles:
-        was_meta = handle.flat_param.is_meta
-        handle.convert(marking_empty(fn) if was_meta else fn)
-        # Fake tensors, which have no values, stay on the meta device.
-        if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
-            clear_padding(handle.flat_param.data, handle.layout, handle.spec.rank)
-            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
-    return True
-
-
-def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
-    """Return module and name of every registration of a parameter that ``units`` manage."""
-    params = [entry for unit in units for handle in unit.handles for entry in handle.params]
-    return {(site.module, site.name) for entry in params for site in entry.sites}
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the plain module inside a wrapped model, with full parameters on every rank and nothing of fsdp_flat left.
-
-    Units are all-gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
-    the Parameter objects stay the same. Gradients are dropped, and an optimizer that was built for the wrapped model
-    has state in the shapes of shards: build a new one. The old wrappers raise when they are used.
-
-    Every rank must call this, between steps.
-
-    Args:
-        model: a wrapper that is not nested in another one, or any module that holds such wrappers; the latter is
-            changed in place. An activation-checkpoint wrapper stays.
-
-    Returns:
-        The wrapped module, or ``model`` itself if it is not a wrapper. Modules of ``fully_shard`` get their own class
-        back, in place.
-
-    Raises:
-        PhaseError: inside forward, backward or ``summon_full_params``.
-        UsageError: ``model`` is nested in another wrapper.
-    """
-    units = units_of(model)
-    for unit in units:
-        unit.check_idle("unwrap")
-        root = outermost_of(unit)
-        if root is not None and root not in units:
-            raise UsageError(
-                f"unwrap was called on {unit.name!r}, which is nested in {root.name!r}. Pass the outermost wrapper, or "
-                "the module that holds it."
-            )
-    for unit in units:
-        unit.reshard()
-        unit.adopt_changes()
-        wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
-        for handle, whole in zip(unit.handles, wholes, strict=True):
-            handle.unflatten(whole)
-        unit.buffers.cast(full=True)
-    modules = list(model.modules())
-    wrappers = {child for child in modules if (own := unit_of(child)) is not None and own.options.front.has_wrapper}
-
-    def inner(module: nn.Module) -> nn.Module:
-        while module in wrappers:
-            module = module.get_submodule(FSDP_WRAPPED_MODULE)
-        return module
-
-    for child in modules:
-        for name, grandchild in child._modules.items():
-            if grandchild is not None:
-                child._modules[name] = inner(grandchild)
-        _restore_module(child)
-    return inner(model)
-
-
-def _restore_module(module: nn.Module) -> None:
-    """Undo what wrapping, or ``fully_shard``, has changed of a module besides its parameters."""
-    unit = unit_of(module)
-    if unit is not None:
-        del module.__dict__["_unit"]
-        for name in unit.forward_methods:
-            module.__dict__.pop(name, None)
-        while unit.undo:
-            unit.undo.pop().remove()
-    for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_fsdp_has_managed_params"):
-        module.__dict__.pop(mark, None)
-    drop_full_precision(module)
-    ours = (_remove_compiled_prefix, _add_compiled_prefix)
-    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
-            del hooks[key]
-
-
-def hide_compiled_name(module: nn.Module) -> None:
-    """Make a module returned by ``torch.compile`` save and load under original names; ignore other modules."""
-    if COMPILED_MODULE in module._modules and _remove_compiled_prefix not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_remove_compiled_prefix)
-        module.register_load_state_dict_pre_hook(_add_compiled_prefix)
-
-
-def _remove_compiled_prefix(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix + _COMPILED_PREFIX)]:
-        state_dict[prefix + key[len(prefix + _COMPILED_PREFIX) :]] = state_dict.pop(key)
-
-
-def _add_compiled_prefix(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(prefix + _COMPILED_PREFIX)]:
-        state_dict[prefix + _COMPILED_PREFIX + key[len(prefix) :]] = state_dict.pop(key)

@@ -25,11 +25,12 @@ from fsdp_flat.api import (
 from fsdp_flat.comm import Pending, profiled, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of
-from fsdp_flat.runtime.containers import BufferCasts, StoredTensors, input_cast
+from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Ignored, Phase, UnitControl
 from fsdp_flat.runtime.reduction import LOGGER, CommContext, ReductionPolicy
+from fsdp_flat.runtime.stored_tensors import StoredTensors
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
 from fsdp_flat.runtime.unit_mesh import UnitMesh
 
