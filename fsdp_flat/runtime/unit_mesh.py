@@ -46,7 +46,7 @@ class SmallerGroup:
         self.collectives = collectives
 
     def keep(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Copy the shards that this rank keeps out of the buffers of ``handles``."""
+        """Copy from the buffers of ``handles`` the shards that this rank keeps."""
         with unrecorded():
             for handle in handles:
                 handle.keep_shards(self._ranks)
