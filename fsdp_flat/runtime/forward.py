@@ -121,7 +121,7 @@ class UnitForward:
                     schedule.rank_checks.before_forward(unit)
                 unit.enter_forward(record.weights.full_precision)
                 self._calls = []
-                record.weights = unit.gathered
+                record.weights = unit.gathered_version
                 schedule.prefetch_forward(record)
             if unit.cast_inputs is not None and not record.weights.full_precision:
                 precision = unit.options.precision

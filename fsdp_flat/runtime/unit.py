@@ -94,7 +94,7 @@ class Unit:
         self.is_nested = self.holds_graph = False
         self.needs_all_gather = any(mesh.handles and mesh.collectives is not None for mesh in self.meshes)
         self.state = MemoryState.SHARDED
-        self.gathered = WeightsVersion(False, -1, -1)
+        self.gathered_version = WeightsVersion(False, -1, -1)
         self._full_precision = False
         self._pending_all_gathers: list[Pending] = []
         self._depth = 0
@@ -201,7 +201,7 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
             # The all-gather sends the values of now, whatever changes before it is complete.
-            self.gathered = self.current_version()
+            self.gathered_version = self.current_version()
             for mesh in self.meshes:
                 self._pending_all_gathers += mesh.begin_all_gather(context)
             self._move(MemoryEvent.GATHER)
@@ -221,13 +221,13 @@ class Unit:
         if in_backward and self.state is MemoryState.SHRUNK:
             return False
         if in_backward:
-            is_usable = now.storage_epoch == self.gathered.storage_epoch
+            is_usable = now.storage_epoch == self.gathered_version.storage_epoch
         else:
-            is_usable = self.state is MemoryState.KEPT and now == self.gathered
+            is_usable = self.state is MemoryState.KEPT and now == self.gathered_version
         if not is_usable:
             self.reshard()
             return False
-        self.gathered = now
+        self.gathered_version = now
         self._move(MemoryEvent.REUSE)
         for handle in self.handles:
             handle.show_unsharded()
@@ -257,13 +257,17 @@ class Unit:
                 for handle in self.handles:
                     handle.check_not_assigned(shows_unsharded=True)
                     handle.show_unsharded()  # the user may have set ``requires_grad``
-            if self.needs_all_gather and self.phase is not Phase.BACKWARD and self.gathered != self.current_version():
+            if (
+                self.needs_all_gather
+                and self.phase is not Phase.BACKWARD
+                and self.gathered_version != self.current_version()
+            ):
                 # Shards may have changed after the all-gather began, on this rank or on others.
                 self.reshard()
         self.begin_unshard()
         self.finish_unshard()
         if not self.needs_all_gather:
-            self.gathered = self.current_version()
+            self.gathered_version = self.current_version()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -407,7 +411,7 @@ class Unit:
             if weights.full_precision != self._full_precision:
                 self.use_full_precision(weights.full_precision)
             self.unshard()
-            current = self.gathered
+            current = self.gathered_version
         if weights.weights_epoch != current.weights_epoch:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
