@@ -98,6 +98,12 @@ class DTensorHandle(FlatParamHandle):
         parts = split_storage(shard_grad, self._local_parts)
         return [dtensor_of(part, param._spec) for param, part in zip(self._shown, parts, strict=True)]
 
+    def note_step(self) -> None:
+        super().note_step()
+        # Foreach operations change DTensors without raising a version counter; a step without gradients changes none.
+        if any(each.param.grad is not None for each in self.visible):
+            self.raise_weights_epoch()
+
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return ``full`` (the unsharded shape) as a DTensor sharded like parameter ``index``, without communication.
 

@@ -339,9 +339,7 @@ class GradientCollector:
         return self._grad_buffer is not None
 
     def grads_ready(self) -> bytes:
-        """Return one byte per parameter: 1 where a gradient waits, unless the caller has set it to None."""
-        if self._unreduced:
-            self.hide_unreduced_grads()
+        """Return one byte per parameter: 1 where a gradient waits."""
         buffer = self._grad_buffer
         return bytes(len(self.params)) if buffer is None else bytes(buffer.grads_ready)
 

@@ -84,7 +84,7 @@ class FlatParamHandle(GradientCollector):
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
         self.layout = self._layout_of(params)
         self.flat_param = as_flat_parameter(nn.Parameter(self._shard_of(params), first.requires_grad))
-        self.storage_epoch = self._weights_epoch = 0
+        self.storage_epoch = self._weights_epoch = self.num_updates = 0
         self._versions: tuple[int, ...] = ()
         self._saved_grads: list[torch.Tensor | None] | None = None
         self.shows_names = False
@@ -408,12 +408,16 @@ class FlatParamHandle(GradientCollector):
         return self._weights_epoch
 
     def raise_weights_epoch(self) -> None:
-        """Record a change of shard values that may raise no version counter on this rank.
-
-        For example: a load, a write-back, an assignment to ``.data``, or an optimizer step that changes other ranks'
-        elements only, because this rank's have no gradients.
-        """
+        """Record a change of this rank's shard values that raises no version counter: a load, an assignment."""
         self._weights_epoch += 1
+
+    def note_update(self) -> None:
+        """Record that shards of any rank may have other values from now on; call this on all ranks."""
+        self.num_updates += 1
+
+    def note_step(self) -> None:
+        """Record that the step of an optimizer that holds parameters of this handle has ended."""
+        self.note_update()
 
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""

@@ -20,18 +20,24 @@ def add_reduced(handle: FlatParamHandle, shard_grad: torch.Tensor, used: Sequenc
     """
     if handle.visible[0].param is handle.flat_param and any(used):
         shard_grad = apply_hooks(handle.flat_param._backward_hooks or {}, shard_grad)
-    hooked, all_used = [], all(used)
+    hooked, all_used, may_change = [], all(used), False
     for each, grad in zip(handle.visible, handle.reduced_grads(shard_grad), strict=True):
-        # A parameter without elements on this rank gets no gradient, so norms and optimizers skip it.
-        if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
+        if not (all_used or any(used[each.indices.start : each.indices.stop])):
             continue
         param = each.param
+        is_hooked = bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
+        may_change |= is_hooked
+        # A parameter without elements on this rank gets no gradient, so norms and optimizers skip it.
+        if each.is_elsewhere:
+            continue
         if param.grad is None:
             set_grad(param, grad)
         else:
             param.grad.add_(grad)
-        if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
+        if is_hooked:
             hooked.append(param)
+    if may_change:
+        handle.note_update()  # also on ranks whose parameters are not among these
     # Run the user's gradient hooks and in-backward optimizers: torch does not, as these parameters are in no graph.
     for param in hooked:
         for hook in (param._post_accumulate_grad_hooks or {}).values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.flat_parameter import FlatParameter
@@ -46,6 +46,7 @@ class _Watch:
         ]
         self.checked = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
 
     @dynamo_disabled_here
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -59,7 +60,12 @@ class _Watch:
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
         for handle in found:
-            handle.raise_weights_epoch()
+            handle.note_update()  # a closure may run a forward in the step, which is then not the current one any more
+
+    @dynamo_disabled_here
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for handle in self.checked[optimizer][1] if optimizer in self.checked else ():
+            handle.note_step()
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.checked.pop(optimizer, None)

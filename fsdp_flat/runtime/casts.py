@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -84,26 +85,30 @@ class BufferCasts:
                 destination[prefix + name] = destination[prefix + name].to(registered)
 
 
+_MAX_NESTED_CALLS = 64
+
+
 class _FullPrecision:
     """Casts the inputs of a module to full precision and its outputs back, with two forward hooks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # That of the inputs of the last call that were cast.
-        self._given: torch.dtype | None = None
+        # The dtype of the inputs of each call under way: a module may call itself. A recomputation that stops early
+        # leaves its entry, so the oldest ones are dropped.
+        self._given: deque[torch.dtype | None] = deque(maxlen=_MAX_NESTED_CALLS)
 
     def cast_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._given = None
+        self._given.append(None)
         return map_tensors((args, kwargs), self._widened)
 
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
         wide = _cast(self._dtype, tensor)
         if wide is not tensor:
-            self._given = tensor.dtype
+            self._given[-1] = tensor.dtype
         return wide
 
     def cast_outputs(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        given = self._given
+        given = self._given.pop() if self._given else None
         if given is None:
             return None
         return map_tensors(output, lambda tensor: tensor.to(given) if tensor.dtype == self._dtype else tensor)

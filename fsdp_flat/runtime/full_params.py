@@ -134,7 +134,10 @@ def summon_full_params(
         _check_reduced(units)
     for unit in units if writeback else ():
         unit.adopt_changes()
-        unit.reshard()  # the shards may be newer from here on
+        for handle in unit.handles:
+            handle.note_update()
+        if not unit.holds_graph:
+            unit.reshard()
     device = torch.device("cpu") if offload_to_cpu else None
     with ExitStack() as stack:
         for unit in units:

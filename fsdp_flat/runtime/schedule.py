@@ -143,7 +143,7 @@ class Schedule(CommContext):
 
         ``compiler`` is the compiler of the code that calls the unit, or None.
         """
-        weights = WeightsVersion(unit.wants_full_precision, -1, -1)
+        weights = WeightsVersion(unit.wants_full_precision, -1, -1, -1)
         if self.recomputes:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
@@ -407,6 +407,7 @@ class Schedule(CommContext):
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
+        handle.hide_unreduced_grads()  # drops gradients that the caller has cleared
         grads_ready, before = handle.grads_ready(), self._used.get(handle)
         has_any = any(grads_ready)
         if before is None:

@@ -94,7 +94,7 @@ class Unit:
         self.is_nested = self.holds_graph = False
         self.needs_all_gather = any(mesh.handles and mesh.collectives is not None for mesh in self.meshes)
         self.state = MemoryState.SHARDED
-        self.gathered_version = WeightsVersion(False, -1, -1)
+        self.gathered_version = WeightsVersion(False, -1, -1, -1)
         self._full_precision = False
         self._pending_all_gathers: list[Pending] = []
         self._depth = 0
@@ -179,7 +179,7 @@ class Unit:
         Raises:
             PhaseError: a parameter was assigned in GATHERING or KEPT, where the assignment would be lost.
         """
-        storage_epoch = weights_epoch = 0
+        storage_epoch = weights_epoch = num_updates = 0
         for handle in self.handles:
             if self.state in (MemoryState.GATHERING, MemoryState.KEPT):
                 handle.check_not_assigned(shows_unsharded=False)
@@ -187,7 +187,8 @@ class Unit:
                 handle.adopt_changes()
             storage_epoch += handle.storage_epoch
             weights_epoch += handle.weights_epoch()
-        return WeightsVersion(self._full_precision, storage_epoch, weights_epoch)
+            num_updates += handle.num_updates
+        return WeightsVersion(self._full_precision, storage_epoch, weights_epoch, num_updates)
 
     def begin_unshard(self) -> None:
         """Begin the all-gather, unless it has begun or the buffers can be used again.

@@ -103,7 +103,7 @@ class IndexedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's local shard (1-D), a view of the flat shard; see ``Views.local``."""
+        """This rank's local shard (1-D), a view of the flat shard; see ``FlatParamHandle.local``."""
         return self.handle.local(self.index)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:

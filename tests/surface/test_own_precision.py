@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
+from fsdp_flat.runtime.casts import keep_full_precision
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import full_params
@@ -299,3 +300,24 @@ def test_integers_and_bools_are_never_cast(rank: int) -> None:
     model = FSDP(Lookup(), mixed_precision=MixedPrecision(param_dtype=BF16, cast_forward_inputs=True))
     output = model(torch.tensor([0, 4]), torch.tensor([True, False]))
     assert output.dtype == BF16
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x)
+        return self(y, depth - 1) if depth else y
+
+
+@on_ranks(2)
+def test_a_module_in_full_precision_that_calls_itself_returns_the_dtype_that_it_was_given() -> None:
+    module = Recursive()
+    keep_full_precision(module)
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    assert module(x).dtype is torch.bfloat16
+    assert module(x.float()).dtype is torch.float32

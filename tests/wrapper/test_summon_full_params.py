@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -520,3 +521,39 @@ def test_the_root_is_known_after_a_summon(use_orig_params: bool, rank: int) -> N
     with FSDP.summon_full_params(nested.blocks[0]):
         assert nested.blocks[0]._is_root is None
     assert nested.check_is_root()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_summon_leaves_what_the_graph_of_a_gradient_needs(strategy: str, rank: int) -> None:
+    model, plain = shard(seeded(), strategy), seeded()
+    penalties = []
+    for which in (model, plain):
+        x = batch(rank).requires_grad_()
+        (grad,) = torch.autograd.grad(square_loss(which, x), x, create_graph=True)
+        if which is model:
+            with FSDP.summon_full_params(model):
+                pass
+        grad.square().sum().backward()
+        penalties.append(grad.detach())
+    assert_close(penalties[0], penalties[1], rtol=1e-5, atol=1e-6)
+    replica = {name: param.grad for name, param in plain.named_parameters()}
+    for grad in replica.values():
+        if grad is not None:
+            dist.all_reduce(grad)
+    for name, grad in full_grads(model).items():
+        other = replica[name]
+        assert_close(grad, torch.zeros_like(grad) if other is None else other / 2, rtol=1e-5, atol=1e-6, what=name)
+
+
+@BOTH
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_stay_after_a_summon_that_refuses_them(use_orig_params: bool, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    with model.no_sync():
+        square_loss(model, batch(rank)).backward()
+        before = [param.grad is None for param in model.parameters()]
+        with pytest.raises(PhaseError), FSDP.summon_full_params(model, with_grads=True):
+            pass
+        assert [param.grad is None for param in model.parameters()] == before
+    assert not all(before)
