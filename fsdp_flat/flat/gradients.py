@@ -178,6 +178,11 @@ class UnreducedGrad:
         assert self._param.grad is not None
         self._shown = self._param.grad
 
+    def zero_before(self) -> None:
+        """Fill the previous ``.grad``, a reduced gradient, with zeros."""
+        if self._before is not None:
+            self._before.detach().zero_()
+
     def take_back(self) -> bool:
         """Restore the previous ``.grad``; but if the caller has set ``.grad`` to None, leave it, and return True."""
         grad = self._param.grad
@@ -382,6 +387,8 @@ class GradientCollector:
 
     def zero_grads(self) -> None:
         """Fill all gradients that are not completely reduced yet with zeros."""
+        for shown in self._unreduced:
+            shown.zero_before()
         if self._grad_buffer is not None:
             self._grad_buffer.clear(range(len(self.params)), set_to_none=False)
         if self.partial_grad.shard is not None:
