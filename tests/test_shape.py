@@ -36,7 +36,7 @@ MOST_TOKENS = {
     "compat": 9701,
     "composable": 3668,
     "extras": 10285,
-    "flat": 20989,
+    "flat": 21036,
     "layout": 3389,
     "runtime": 34703,
     "state": 30479,
