@@ -62,7 +62,7 @@ class Unit:
         phase: what the unit is doing; ``Schedule.grads_ready`` and ``summon_full_params`` write it too.
         needs_all_gather: an unshard communicates: some handles are sharded over more than one rank.
         state: the state of the parameters' memory; only :meth:`_move` sets it.
-        gathered: the version of the weights that the buffers hold, or held last.
+        gathered_version: the version of the weights that the buffers hold, or held last.
         holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
         full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.

@@ -180,7 +180,7 @@ class Watched(nn.Module):
         super().__init__()
         self.linear = nn.Linear(5, 5)
         self.notes: list[tuple[str, bool]] = []
-        self.shows_sharded: Any = None
+        self.is_sharded: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.notes.append(("forward", self.is_sharded(self)))
@@ -196,7 +196,7 @@ def watched_model(side: Side, layout: Layout, use_orig_params: bool) -> tuple[An
     model = side.wrap(nn.Sequential(*inner, nn.Linear(5, 1)), layout, units=(Watched,), use_orig_params=use_orig_params)
     owners = {unit.module: unit for unit in side.units(model)}
     for module in inner:
-        module.shows_sharded = lambda watched: side.sharded_units(owners[watched])[0]
+        module.is_sharded = lambda watched: side.sharded_units(owners[watched])[0]
     return model, inner
 
 
