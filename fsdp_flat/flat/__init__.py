@@ -47,7 +47,7 @@ from fsdp_flat.flat.torch_flat import (
     flattened_mesh,
     graph_task_id,
     is_alias,
-    is_released,
+    keeps_graph,
     local_of,
     node_will_run,
     pytree_children,

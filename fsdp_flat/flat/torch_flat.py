@@ -40,6 +40,9 @@ VERSION_OF: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 # recomputation from an ordinary forward; there is no public equivalent.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+# Returns whether the running backward keeps its graph for another one (``retain_graph=True``); there is no public
+# equivalent.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Returns whether two tensors share a storage; there is no public equivalent that takes fake tensors.
 is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -55,18 +58,6 @@ def node_will_run(node: Any) -> bool:
     ``register_multi_grad_hook`` uses the same private function.
     """
     return bool(torch._C._will_engine_execute_node(node))
-
-
-def is_released(node: Any) -> bool:
-    """Return whether a backward has run an autograd node of a Python function and freed what it saved.
-
-    Without ``retain_graph=True`` a backward frees each node once it has run.
-    """
-    try:
-        node.saved_tensors  # noqa: B018
-    except RuntimeError:
-        return True
-    return False
 
 
 def pytree_children(value: Any) -> Iterable[Any] | None:

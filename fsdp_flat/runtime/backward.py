@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_flat.flat import is_released, node_will_run
+from fsdp_flat.flat import graph_task_id, keeps_graph, node_will_run
 from fsdp_flat.runtime.memory import WeightsVersion
 from fsdp_flat.runtime.unit import Unit
 
@@ -160,7 +160,8 @@ class Backward:
 
     def __init__(self, unshard: Callable[[Unit, WeightsVersion], None], post_backward: Callable[[Unit], None]) -> None:
         self.keeps_graph = self.keeps_iterations = torch.is_grad_enabled()
-        self._last_node: Any = None
+        # Whether autograd keeps the graph for another backward; ranks may differ.
+        self.retains_graph = graph_task_id() != -1 and keeps_graph()
         self._unshard = unshard
         self._post_backward = post_backward
         self.iterations: set[Iteration] = set()
@@ -193,13 +194,9 @@ class Backward:
         if self._events and self._events[-1].position == record.end:
             self._events.pop()
 
-    def complete(self, record: ForwardRecord, node: Any) -> None:
-        """Pass all events down to the begin of the forward of ``record``, whose input gradients exist.
-
-        ``node`` is the autograd node on the inputs, which is running.
-        """
+    def complete(self, record: ForwardRecord) -> None:
+        """Pass all events down to the begin of the forward of ``record``, whose input gradients exist."""
         if record.iteration in self.iterations:
-            self._last_node = node
             self._pass_until(record.begin - 1)
         elif record.iteration is None:
             # The recomputed forward is the unit's last one whose begin is not passed yet, or an earlier one. So every
@@ -208,14 +205,6 @@ class Backward:
                 if event.is_begin and event.unit is record.unit:
                     self._pass_until(event.position - 1)
                     return
-
-    @property
-    def retains_graph(self) -> bool:
-        """True if autograd keeps the graph for another backward, as the last node that ran on a unit's inputs shows.
-
-        Read at the end of the backward. A rank whose loss reaches no such node sees False, so ranks may differ.
-        """
-        return self._last_node is not None and not is_released(self._last_node)
 
     def finish(self) -> None:
         """Pass all remaining events."""

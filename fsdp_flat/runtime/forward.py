@@ -337,7 +337,7 @@ class _PostBackwardNode(torch.autograd.Function):
     @dynamo_disabled
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         record = ctx.record
-        record.unit.context.inputs_complete(record, ctx)
+        record.unit.context.inputs_complete(record)
         return (None, *grads)
 
     @staticmethod

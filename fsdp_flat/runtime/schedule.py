@@ -349,14 +349,14 @@ class Schedule(CommContext):
         self._prefetched.pop(unit, None)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
-    def inputs_complete(self, record: ForwardRecord, node: Any) -> None:
-        """End the backward of a forward, whose input gradients exist; ``node`` is the autograd node on its inputs."""
+    def inputs_complete(self, record: ForwardRecord) -> None:
+        """End the backward of a forward, whose input gradients exist."""
         backward = self._in_backward()
         if record.iteration is None and torch.is_grad_enabled():
             return  # torch.autograd.grad inside a recomputed forward; the backward passes this graph again
         if record.iteration is not None:
             backward.include([record.iteration])
-        backward.complete(record, node)
+        backward.complete(record)
 
     @dynamo_disabled
     def grads_ready(self, unit: Unit) -> None:

@@ -163,6 +163,10 @@ def test_a_small_case_is_clean(fuzzer: Callable[..., Fuzzer]) -> None:
     check(small_case(TRAIN, FORWARD, BACKWARD, CLIP, TRAIN), fuzzer(2))
 
 
+def test_a_backward_after_one_that_kept_its_graph_and_reached_no_inputs(fuzzer: Callable[..., Fuzzer]) -> None:
+    check(from_json((Path(__file__).parent / "found_kept_graph.json").read_text()), fuzzer(3))
+
+
 @pytest.mark.parametrize("compares_by", ["summon", "slices"])
 @pytest.mark.parametrize(
     "plant, actions, kind",
