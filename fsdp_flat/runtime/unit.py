@@ -169,22 +169,20 @@ class Unit:
         """Adopt tensors that the user assigned to sharded parameters.
 
         Raises:
-            PhaseError: as :meth:`current_version`.
-        """
-        self.current_version()
-
-    def current_version(self) -> WeightsVersion:
-        """Return the version of the shards' values, after adopting tensors assigned to sharded parameters.
-
-        Raises:
             PhaseError: a parameter was assigned in GATHERING or KEPT, where the assignment would be lost.
         """
-        storage_epoch = weights_epoch = num_updates = 0
         for handle in self.handles:
             if self.state in (MemoryState.GATHERING, MemoryState.KEPT):
                 handle.check_not_assigned(shows_unsharded=False)
             elif self.state is not MemoryState.READY:
                 handle.adopt_changes()
+
+    def current_version(self) -> WeightsVersion:
+        """Return the version of the shards' values, after :meth:`adopt_changes` if an all-gather may follow."""
+        if self.shows_sharded:
+            self.adopt_changes()
+        storage_epoch = weights_epoch = num_updates = 0
+        for handle in self.handles:
             storage_epoch += handle.storage_epoch
             weights_epoch += handle.weights_epoch()
             num_updates += handle.num_updates
