@@ -283,6 +283,8 @@ class ZeroGrad(ActionKind):
         by_model, set_to_none = action.args["by"] == "model", action.args["set_to_none"]
         if session.case.rows is not None and session.unsynced and not by_model:
             raise NotLegal("as in FSDP2, no parameter of an optimizer shows gradients that are not reduced yet")
+        if session.unsynced and not by_model and not set_to_none:
+            raise NotLegal("as in FSDP1, .grad shows the unreduced gradient alone; a reduced one before it stays")
         (session.model if by_model else session.optim).zero_grad(set_to_none=set_to_none)
         (session.plain if by_model else session.plain_optim).zero_grad(set_to_none=set_to_none)
 
