@@ -7,7 +7,8 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 TEST = ["pytest", "hypothesis", "safetensors"]
-DEMO = ["tqdm", "matplotlib"]
+PICTURES = ["matplotlib"]
+DEMO = ["tqdm", *PICTURES]
 # What `make test-clients` tests; the versions are in constraints-clients.txt.
 CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
 MIGRATE = ["libcst"]
@@ -31,6 +32,7 @@ setup(
     extras_require={
         "test": TEST,
         "demo": DEMO,
+        "pictures": PICTURES,
         "progress": ["tqdm"],
         "migrate": MIGRATE,
         "safetensors": ["safetensors"],

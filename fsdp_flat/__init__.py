@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         clean_tensor_name,
         compare_with,
         matrix_params,
-        plan,
         whole_shape,
     )
     from fsdp_flat.extras.debug import debug
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
     from fsdp_flat.runtime import check_replicas, participate, register_forward_method, unshard_for, unwrap
     from fsdp_flat.state import register_optim_state_handler
+    from fsdp_flat.tools.planning import plan
 
 __all__ = [
     "BackwardPrefetch",
@@ -134,6 +134,7 @@ _HOMES = (
     "extras",
     "compat",
     "checkpoint",
+    "tools.planning",
 )
 
 if not TYPE_CHECKING:  # a type checker would take every other name for one of the package, too

@@ -1,31 +1,18 @@
-"""Describes the units of a wrapped model, or of a model before it is wrapped, with their bytes."""
+"""Describes the units of a wrapped model, with their bytes."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from fsdp_flat.api import ShardingStrategy
-from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
-from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.flat import FlatParamHandle, ManagedParam, collect_params, named_sites
+from fsdp_flat.comm import ShardingGroups
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import (
-    Ignored,
-    UnitControl,
-    UnitOptions,
-    handles_of,
-    owners_of_ties,
-    precision_from,
-    resolve_ignored,
-    units_of,
-)
-from fsdp_flat.wrap import UnitPlan, plan_units
+from fsdp_flat.runtime import UnitOptions, units_of
 
 _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
@@ -133,7 +120,7 @@ def describe(model: nn.Module) -> ModelDescription:
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = {
-        unit if mesh is unit.meshes[0] else mesh: _described(
+        unit if mesh is unit.meshes[0] else mesh: describe_unit(
             (paths[unit] or type(unit.module).__name__) + mesh.suffix,
             mesh.options,
             mesh.handles,
@@ -144,131 +131,10 @@ def describe(model: nn.Module) -> ModelDescription:
         for mesh in unit.meshes
         if mesh.handles
     }
-    return _summed(described, units[0], units[0].options.groups)
+    return describe_tree(described, units[0], units[0].options.groups)
 
 
-def plan(
-    module: nn.Module,
-    num_ranks: int,
-    *,
-    num_replicas: int = 1,
-    sharding_strategy: Any = None,
-    auto_wrap_policy: Any = None,
-    mixed_precision: Any = None,
-    ignored_modules: Any = None,
-    ignored_states: Any = None,
-    use_orig_params: bool = False,
-) -> ModelDescription:
-    """Describe the units that ``FullyShardedDataParallel`` would make of a module, with their bytes of one rank.
-
-    It needs no process group, and changes and allocates nothing, so the module may be on the meta device::
-
-        with torch.device("meta"):
-            model = build()
-        print(plan(model, 64, auto_wrap_policy=ModuleWrapPolicy({Block})))
-
-    Args:
-        module: an unwrapped module.
-        num_ranks: ranks of the job.
-        num_replicas: ranks that hold the same shard, for hybrid strategies.
-        sharding_strategy, auto_wrap_policy, mixed_precision, ignored_modules, ignored_states, use_orig_params: as for
-            ``FullyShardedDataParallel``.
-
-    Raises:
-        OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, or wrapping would raise it.
-    """
-    _check_numbers(num_ranks, num_replicas, strategy_from(sharding_strategy))
-    if units_of(module):
-        raise OptionError(
-            f"{type(module).__name__} holds a FullyShardedDataParallel already; describe(model) shows it."
-        )
-    root, ignored = _meta_copy(module, resolve_ignored(module, ignored_modules, ignored_states, nested=()))
-    kwargs = {
-        "sharding_strategy": sharding_strategy,
-        "mixed_precision": mixed_precision,
-        "use_orig_params": use_orig_params,
-    }
-    units = [UnitPlan(type(module).__name__, root, kwargs)]
-    if auto_wrap_policy is not None:
-        units += plan_units(
-            root,
-            auto_wrap_policy,
-            ignored_modules=set(ignored.modules),
-            ignored_params=set(ignored.params),
-            root_kwargs=kwargs,
-        ).units
-    position = {module: index for index, module in enumerate(root.modules())}
-    units.sort(key=lambda unit: position[unit.module])
-    # By parameter, the module of its unit: the innermost one, but for ties.
-    homes = {param: unit.module for unit in units for _, param in named_sites(unit.module)}
-    homes |= owners_of_ties(root, [unit.module for unit in units[1:]], ignored.has)
-
-    def collect(unit: UnitPlan) -> list[ManagedParam]:
-        return collect_params(
-            unit.module,
-            unit_name=unit.fqn,
-            skip=lambda param: ignored.has(param) or homes[param] is not unit.module,
-            is_managed_below=lambda _module, _name: False,
-        )
-
-    # Collect all parameters before the first handle, which replaces parameters by shards.
-    collected = [collect(unit) for unit in units]
-    described: dict[nn.Module, UnitDescription] = {}
-    for unit, params in zip(units, collected, strict=True):
-        options = _options(unit.kwargs, num_ranks, num_replicas)
-        if handles := handles_of(params, unit.module, unit.fqn, options):
-            reshard_after_forward = UnitControl.of(options.strategy).reshard_after_forward
-            described[unit.module] = _described(unit.fqn, options, handles, reshard_after_forward)
-    return _summed(described, root, _options(kwargs, num_ranks, num_replicas).groups)
-
-
-def _check_numbers(num_ranks: int, num_replicas: int, strategy: Strategy) -> None:
-    """Raise if the numbers of ranks and of replicas do not fit each other or the strategy."""
-    if not all(isinstance(each, int) for each in (num_ranks, num_replicas)):
-        raise OptionTypeError(f"num_ranks and num_replicas must be integers; got {num_ranks!r} and {num_replicas!r}.")
-    if num_ranks < 1 or num_replicas < 1 or num_ranks % num_replicas:
-        raise OptionError(
-            f"num_ranks must be a positive multiple of num_replicas; got num_ranks={num_ranks} and "
-            f"num_replicas={num_replicas}."
-        )
-    if num_replicas > 1 and not strategy.is_hybrid:
-        raise OptionError(
-            f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.member.name}."
-        )
-
-
-def _meta_copy(module: nn.Module, ignored: Ignored) -> tuple[nn.Module, Ignored]:
-    """Return a copy of ``module`` on the meta device, and what is ignored in the copy."""
-    params = {
-        param: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        for param in (*module.parameters(), *ignored.params)
-    }
-    buffers = {buffer: torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
-    copies: dict[int, Any] = {id(tensor): twin for tensor, twin in (*params.items(), *buffers.items())}
-    root = copy.deepcopy(module, copies)
-    modules = dict(zip(module.modules(), root.modules(), strict=True))
-    return root, Ignored(
-        frozenset(modules[child] for child in ignored.modules if child in modules),
-        frozenset(params[param] for param in ignored.params),
-    )
-
-
-def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitOptions:
-    """Return the options of a unit on rank 0 of ``num_ranks`` hypothetical ranks."""
-    strategy = strategy_from(kwargs["sharding_strategy"])
-    if num_ranks == 1:
-        strategy = strategy_from(ShardingStrategy.NO_SHARD)
-    num_shards = num_ranks // num_replicas if strategy.shards else 1
-    return UnitOptions(
-        strategy=strategy,
-        groups=ShardingGroups(RankGroup(None, 0, num_shards), RankGroup(None, 0, num_ranks // num_shards)),
-        device=torch.device("meta"),
-        use_orig_params=bool(kwargs["use_orig_params"]),
-        precision=precision_from(kwargs["mixed_precision"]),
-    )
-
-
-def _described(
+def describe_unit(
     name: str,
     options: UnitOptions,
     handles: Sequence[FlatParamHandle],
@@ -276,6 +142,7 @@ def _described(
     *,
     is_gathered: bool = False,
 ) -> UnitDescription:
+    """Describe a unit of ``handles``, which are all on one mesh."""
     trainable = [handle for handle in handles if handle.num_trainable]
     gathered = [handle for handle in handles if handle.buffer.owns_memory]
     return UnitDescription(
@@ -303,7 +170,7 @@ def _described(
     )
 
 
-def _summed(described: Mapping[Any, UnitDescription], outermost: Any, groups: ShardingGroups) -> ModelDescription:
+def describe_tree(described: Mapping[Any, UnitDescription], outermost: Any, groups: ShardingGroups) -> ModelDescription:
     """Combine descriptions of units that have parameters to one of the model; ``outermost`` is on ``groups``."""
     freed: list[int] = []
     kept = 0

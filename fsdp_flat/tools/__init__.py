@@ -1,1 +1,1 @@
-"""Provides command-line tools (layer 6). Nothing in the library imports them."""
+"""Provides tools around training (layer 6): the migration, the planner and the recorder. Nothing imports them."""

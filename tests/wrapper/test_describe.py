@@ -59,7 +59,7 @@ def test_a_plan_on_the_meta_device_is_what_wrapping_makes_and_allocates(rank: in
         with torch.device("meta"):
             assert plan(build(), 2, **kwargs) == planned, case
         model = wrapped(module, **kwargs)
-        assert describe(model) == planned, case
+        assert describe(model) == planned.description, case
         assert str(describe(model)) == str(planned)
         for unit, found in zip([unit for unit in units_of(model) if unit.handles], planned.units, strict=True):
             assert sum(handle.flat_param.nbytes for handle in unit.handles) == found.shard_nbytes, case
@@ -96,7 +96,7 @@ def test_a_step_gathers_and_keeps_the_bytes_that_a_plan_says(
 def test_a_plan_for_replicas_is_what_a_hybrid_mesh_makes() -> None:
     kwargs: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     model = FSDP(Stack(), device_mesh=mesh(2, 2), **kwargs)
-    assert describe(model) == plan(Stack(), 4, num_replicas=2, **kwargs)
+    assert describe(model) == plan(Stack(), 4, num_replicas=2, **kwargs).description
     with pytest.raises(OptionError, match=r"FullyShardedDataParallel already; describe\(model\) shows it"):
         plan(model, 4)
     inner = describe(nn.ModuleList([model.blocks[0]]))

@@ -1,0 +1,87 @@
+"""Draws the bytes of a step over time, and what a rank was doing, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.tools.step_replay import BytesByKind, Moment
+from fsdp_flat.tools.text import size_text
+
+# From the one that stays longest, at the bottom, to the one that changes most.
+_KINDS = {
+    "optimizer": "#b8b8b8",
+    "parameters": "#787878",
+    "gradients": "#d0a060",
+    "gathered": "#4878a8",
+    "activations": "#88b890",
+}
+assert set(_KINDS) == {each.name for each in fields(BytesByKind)}
+_SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, for files; raise an OptionError if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise OptionError("Pictures need matplotlib: pip install 'fsdp-flat[pictures]'.") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def scale_of(most: float) -> tuple[float, str]:
+    """Return the divisor and the unit in which ``most`` bytes are a short number."""
+    return next(each for each in _SCALES if most >= each[0] or each[0] == 1.0)
+
+
+def finish(plt: Any, figure: Any, path: Path) -> None:
+    """Write a figure and close it; raise an OptionError for a suffix that matplotlib does not know."""
+    try:
+        figure.savefig(path, dpi=110)
+    except ValueError as error:
+        raise OptionError(f"{path} cannot be written as a picture: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def draw_plan(moments: Sequence[Moment], path: Path, *, title: str) -> None:
+    """Draw the bytes of a planned step by kind, one after another, with the phases and the peak."""
+    plt = pyplot()
+    peak = max(range(len(moments)), key=lambda index: moments[index].nbytes.total)
+    scale, unit = scale_of(moments[peak].nbytes.total)
+    figure, axes = plt.subplots(figsize=(12, 5), layout="constrained")
+    # The end of a step has one moment, which would be invisible.
+    width = max(1, len(moments) // 40)
+    places = [*range(len(moments)), len(moments) - 1 + width]
+    shown = [*moments, moments[-1]]
+    rows = [[getattr(moment.nbytes, kind) / scale for moment in shown] for kind in _KINDS]
+    axes.stackplot(places, rows, labels=list(_KINDS), colors=list(_KINDS.values()), step="post", linewidth=0)
+    starts = {moment.phase: index for index, moment in reversed(list(enumerate(moments)))}
+    top = moments[peak].nbytes.total / scale
+    for phase, start in starts.items():
+        axes.axvline(start, color="black", linewidth=0.8, linestyle=":")
+        at_right = start > 0.9 * places[-1]
+        axes.text(start, 1.13 * top, f" {phase.value} ", ha="right" if at_right else "left", fontsize=9)
+    label = f"peak {size_text(moments[peak].nbytes.total)}, at {moments[peak].unit}"
+    side = "right" if peak > len(moments) / 2 else "left"
+    axes.plot([peak], [top], marker="v", color="black", markersize=6, clip_on=False)
+    axes.text(peak, 1.04 * top, f"  {label}  ", ha=side, fontsize=9)
+    _label(axes, title, f"bytes of a rank, {unit}", "operators, all-gathers and reductions of a step, in order")
+    axes.set_xlim(0, places[-1])
+    axes.set_ylim(0, 1.22 * top)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    finish(plt, figure, path)
+
+
+def _label(axes: Any, title: str, y_label: str, x_label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_ylabel(y_label)
+    axes.set_xlabel(x_label)
+    axes.spines[["top", "right"]].set_visible(False)

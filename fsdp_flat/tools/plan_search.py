@@ -1,0 +1,117 @@
+"""Searches for the plan that fits into the memory of a rank at the least cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fsdp_flat.api import CPUOffload, ShardingStrategy
+from fsdp_flat.comm import STRATEGIES, strategy_from
+from fsdp_flat.tools.model_run import Checkpointed
+from fsdp_flat.tools.planned_units import UnitArguments, planned_model
+from fsdp_flat.tools.step_plan import PlanChoice, Step, StepPlan, planned_step
+from fsdp_flat.wrap import ModuleWrapPolicy
+
+# The share of a model's parameters that modules of one class must have, for them to be tried as units.
+_LEAST_SHARE = 0.1
+
+
+def search(
+    module: nn.Module,
+    arguments: UnitArguments,
+    step: Step,
+    limit_nbytes: int,
+    checkpointed: Checkpointed,
+    *,
+    searches_offload: bool,
+) -> StepPlan:
+    """Compare plans of all strategies, wrappings, checkpointing and offloading that ``arguments`` leave open.
+
+    Returns:
+        The best plan within ``limit_nbytes``, else the smallest one, with all that were compared.
+    """
+    found: list[tuple[PlanChoice, StepPlan]] = []
+    offloading = [False, True] if searches_offload and arguments.is_accelerator else [arguments.offloads]
+    for wrapping, policy, is_whole in _wrappings(module, arguments.auto_wrap_policy):
+        for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
+            entries = None
+            for strategy in _strategies(arguments):
+                for offloads in offloading:
+                    tried = replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy, offloads=offloads)
+                    planned = planned_model(module, tried)
+                    # Strategies change neither the units nor what these compute.
+                    entries = step.entries(planned, some) if entries is None else entries
+                    plan = planned_step(planned, tried, step, entries)
+                    chosen = {
+                        "sharding_strategy": strategy,
+                        "auto_wrap_policy": policy,
+                        "checkpointing": some,
+                        "cpu_offload": CPUOffload(offloads),
+                    }
+                    choice = PlanChoice(
+                        strategy=strategy_from(strategy).member.name,
+                        wrapping=wrapping,
+                        checkpointing=recomputed,
+                        offloads=offloads,
+                        arguments=chosen,
+                        peak_nbytes=plan.peak_nbytes,
+                        host_nbytes=plan.host_nbytes,
+                        sent_nbytes=plan.sent_nbytes,
+                        flops=plan.flops,
+                        seconds=plan.seconds,
+                    )
+                    found.append((choice, plan))
+    fitting = sorted((each for each in found if each[0].peak_nbytes <= limit_nbytes), key=lambda each: each[0].cost())
+    too_large = sorted((each for each in found if each not in fitting), key=lambda each: each[0].peak_nbytes)
+    ordered = [*fitting, *too_large]
+    return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
+
+
+def _strategies(arguments: UnitArguments) -> list[Any]:
+    if arguments.sharding_strategy is not None:
+        return [arguments.sharding_strategy]
+    if arguments.num_ranks == 1:
+        return [ShardingStrategy.NO_SHARD]
+    is_hybrid = arguments.num_replicas > 1
+    return [member for member, row in STRATEGIES.items() if row.is_hybrid is is_hybrid]
+
+
+def _wrappings(module: nn.Module, policy: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Yield a name, a policy, and whether the model is one unit."""
+    if policy is not None:
+        yield "the given policy", policy, False
+        return
+    yield "one unit", None, True
+    for cls in repeated_classes(module):
+        yield f"units of {cls.__name__}", ModuleWrapPolicy({cls}), False
+
+
+def _checkpointing(
+    module: nn.Module, checkpointed: Checkpointed, *, is_whole: bool
+) -> Iterator[tuple[str, Checkpointed]]:
+    if checkpointed is not None:
+        yield "as given" if checkpointed else "nothing", checkpointed
+        return
+    yield "nothing", False
+    if not is_whole:
+        yield "every unit", True
+        return
+    for cls in repeated_classes(module):
+        yield f"every {cls.__name__}", (cls,)
+
+
+def repeated_classes(module: nn.Module) -> list[type[nn.Module]]:
+    """Return the classes of which a module holds several in a row, with much of its parameters, the largest first."""
+    numels: Counter[type[nn.Module]] = Counter()
+    for parent in module.modules():
+        if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            kinds = Counter(type(child) for child in parent.children())
+            for child in parent.children():
+                if kinds[type(child)] > 1:
+                    numels[type(child)] += sum(param.numel() for param in child.parameters())
+    least = _LEAST_SHARE * sum(param.numel() for param in module.parameters())
+    return [kind for kind, numel in numels.most_common() if numel >= least and numel]

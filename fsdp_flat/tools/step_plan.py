@@ -1,0 +1,230 @@
+"""Describes a planned step of training: bytes of a rank by phase and kind, bytes sent, and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.extras.describe import ModelDescription
+from fsdp_flat.tools.model_run import Checkpointed, StepEntry, step_entries
+from fsdp_flat.tools.optimizer_run import MakeOptimizer, optimizer_nbytes
+from fsdp_flat.tools.planned_units import PlannedModel, UnitArguments
+from fsdp_flat.tools.step_replay import BytesByKind, Moment, ReplayOptions, Speeds, StepPhase, StepReplay
+from fsdp_flat.tools.text import aligned, size_text
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """Describes one of the plans that a search compares.
+
+    Attributes:
+        strategy: name of the ``ShardingStrategy``.
+        wrapping: how units were chosen.
+        checkpointing: what is recomputed in backward.
+        offloads: shards, gradients and optimizer states are in host memory.
+        arguments: the arguments of :func:`fsdp_flat.plan` that the search has chosen.
+        peak_nbytes, host_nbytes, sent_nbytes, flops, seconds: as ``StepPlan``'s.
+    """
+
+    strategy: str
+    wrapping: str
+    checkpointing: str
+    offloads: bool
+    arguments: dict[str, Any] = field(repr=False)
+    peak_nbytes: int
+    host_nbytes: int
+    sent_nbytes: float
+    flops: int
+    seconds: float | None
+
+    def __str__(self) -> str:
+        text = f"{self.strategy}, {self.wrapping}, recomputing {self.checkpointing}"
+        return f"{text}, offloaded" if self.offloads else text
+
+    def words(self) -> tuple[str, str, str, str]:
+        """Return the four choices as text; the last is empty without offloading."""
+        return self.strategy, self.wrapping, self.checkpointing, "offloaded" if self.offloads else ""
+
+    def cost(self) -> tuple[Any, ...]:
+        """Return the key by which plans that fit are sorted, the best first.
+
+        Plans without offloading, whose copies to and from the host a plan does not time, come first; then those that
+        take the least time by the speeds given, or else compute and then send the least; then the smallest.
+        """
+        work = (self.flops, self.sent_nbytes) if self.seconds is None else (self.seconds,)
+        return self.offloads, *work, self.peak_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(ModelDescription):
+    """Describes the units of a model before it is wrapped, and what a step of training needs; ``str`` is two tables.
+
+    Bytes are those of tensors that exist at one time on one rank. Memory that a library keeps besides (the context and
+    the kernels of an accelerator, and what its allocator cannot use) comes on top.
+
+    Attributes:
+        phases: the largest moment of each phase; empty without a batch.
+        moments: the memory after each operator, all-gather and reduction, in order; empty without a batch.
+        sent_nbytes: bytes that a rank sends in a step.
+        flops: floating-point operations of a rank in a step, recomputation included.
+        seconds: time of forward and backward by the speeds given; None without.
+        exposed_seconds: the part of ``seconds`` in which compute waits for communication.
+        host_nbytes: bytes in host memory with ``cpu_offload``: shards, gradients and optimizer states.
+        limit_nbytes: the bytes that the search was to stay below; None for a plan that was not searched for.
+        choices: the plans that the search has compared, the best first; this is the first.
+    """
+
+    phases: tuple[Moment, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    sent_nbytes: float = 0.0
+    flops: int = 0
+    seconds: float | None = None
+    exposed_seconds: float | None = None
+    host_nbytes: int = 0
+    limit_nbytes: int | None = None
+    choices: tuple[PlanChoice, ...] = ()
+
+    @property
+    def description(self) -> ModelDescription:
+        """The units alone, as ``describe`` gives them once the model is wrapped."""
+        return ModelDescription(self.units, self.num_shards, self.num_replicas, self.most_gathered_nbytes)
+
+    @property
+    def fits(self) -> bool:
+        """True if the step stays within the limit of the search."""
+        return self.limit_nbytes is None or self.peak_nbytes <= self.limit_nbytes
+
+    @property
+    def peak(self) -> Moment:
+        """The largest moment of the step; raises an OptionError for a plan without a batch."""
+        if not self.phases:
+            raise OptionError("This plan has no batch, so it knows no activations. Pass plan(batch=...).")
+        return max(self.phases, key=lambda moment: moment.nbytes.total)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes of the largest moment of the step; raises an OptionError for a plan without a batch."""
+        return self.peak.nbytes.total
+
+    def __str__(self) -> str:
+        text = ModelDescription.__str__(self)
+        if not self.phases:
+            return text
+        kinds = [each.name for each in fields(BytesByKind)]
+        rows = [("peak in", *kinds, "total")]
+        for moment in self.phases:
+            numbers = [*[getattr(moment.nbytes, kind) for kind in kinds], moment.nbytes.total]
+            rows.append((moment.phase.value, *map(size_text, numbers)))
+        lines = [text, "", *aligned(rows, num_left=1)]
+        peak = self.peak
+        lines.append(f"peak of a rank: {size_text(peak.nbytes.total)}, in {peak.phase.value}, at {peak.unit}")
+        lines.append(f"a step of a rank: sends {size_text(self.sent_nbytes)}, computes {self.flops:.3g} FLOP")
+        if self.host_nbytes:
+            lines.append(f"in host memory: {size_text(self.host_nbytes)}")
+        if self.seconds is not None and self.exposed_seconds is not None:
+            lines.append(
+                f"forward and backward: {self.seconds:.3g} s, of which {self.exposed_seconds:.3g} s waiting for "
+                "communication"
+            )
+        return "\n".join([*lines, *self._search_lines()])
+
+    def _search_lines(self) -> list[str]:
+        if self.limit_nbytes is None:
+            return []
+        best, limit = self.choices[0], self.limit_nbytes
+        num_fitting = sum(choice.peak_nbytes <= limit for choice in self.choices)
+        if not num_fitting:
+            why = f"Nothing fits {size_text(limit)}: of {len(self.choices)} plans the smallest is {best}."
+        else:
+            work = "computes and sends" if best.seconds is None else "takes"
+            compared = "it" if best.offloads else "of those without offloading it"
+            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; {compared} {work} the least."
+            why = f"Take {best}: {why}"
+        rows: list[tuple[str, ...]] = [("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP")]
+        for choice in self.choices:
+            fits = "yes" if choice.peak_nbytes <= limit else "no"
+            sizes = map(size_text, (choice.peak_nbytes, choice.host_nbytes, choice.sent_nbytes))
+            rows.append((*choice.words(), fits, *sizes, f"{choice.flops:.3g}"))
+        return ["", *aligned(rows, num_left=5), why]
+
+    def save(self, path: str | Path) -> None:
+        """Draw the memory of a step into a picture, of the format that the suffix of ``path`` names.
+
+        Raises:
+            OptionError: the plan has no batch, the suffix is no picture's, or matplotlib is not installed.
+        """
+        from fsdp_flat.tools.pictures import draw_plan
+
+        peak = self.peak
+        ranks = f"{self.num_shards} shards x {self.num_replicas} replicas"
+        title = f"{self.units[0].name}, {self.units[0].strategy}, {ranks}: {size_text(self.peak_nbytes)} a rank"
+        draw_plan(self.moments, Path(path), title=f"{title}, in {peak.phase.value}")
+
+
+def plan_of_units(planned: PlannedModel) -> StepPlan:
+    """Return the plan of a model's units, without a step."""
+    found = planned.description
+    return StepPlan(found.units, found.num_shards, found.num_replicas, found.most_gathered_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Holds the arguments of :func:`fsdp_flat.plan` that decide on a step and not on units; see there."""
+
+    batch: Any
+    loss: Loss
+    optimizer: MakeOptimizer | None
+    bandwidth: float | None
+    flops: float | None
+
+    def entries(self, planned: PlannedModel, checkpointed: Checkpointed) -> list[StepEntry]:
+        """Run the step without memory, and return what happens in it."""
+        return step_entries(planned, self.batch, self.loss, checkpointed)
+
+
+def planned_step(planned: PlannedModel, arguments: UnitArguments, step: Step, entries: Sequence[StepEntry]) -> StepPlan:
+    """Return the plan of a step, of which ``entries`` happen to a model of the same units."""
+    handles = [handle for unit in planned.units for handle in unit.handles]
+    state_nbytes = step_nbytes = 0
+    if step.optimizer is not None:
+        held_by = {original: param for handle in handles for original, param in handle.optimizer_params.items()}
+        held = [held_by[original] for original in planned.module.parameters() if original in held_by]
+        foreach = arguments.is_accelerator and not arguments.offloads
+        state_nbytes, step_nbytes = optimizer_nbytes(step.optimizer, held, foreach=foreach)
+    managed = {param for handle in handles for param in handle.params}
+    unmanaged = [param for param in planned.module.parameters() if param not in managed]
+    fixed = sum(tensor.nbytes for tensor in (*unmanaged, *planned.module.buffers()))
+    infinite = float("inf")
+    replay = StepReplay(
+        planned.units,
+        ReplayOptions(
+            is_accelerator=arguments.is_accelerator,
+            prefetches_forward=arguments.prefetches_forward,
+            offloads=arguments.offloads,
+            fixed_nbytes=fixed,
+            state_nbytes=state_nbytes,
+            step_nbytes=step_nbytes,
+            speeds=Speeds(step.bandwidth or infinite, step.flops or infinite),
+        ),
+    ).run(entries)
+    by_phase = [[moment for moment in replay.moments if moment.phase is phase] for phase in StepPhase]
+    has_speeds = step.bandwidth is not None or step.flops is not None
+    on_host = state_nbytes + step_nbytes + sum(handle.shard + handle.grad for handle in handles)
+    return replace(
+        plan_of_units(planned),
+        phases=tuple(max(moments, key=lambda moment: moment.nbytes.total) for moments in by_phase),
+        moments=tuple(replay.moments),
+        sent_nbytes=replay.sent_nbytes,
+        flops=replay.flops,
+        seconds=replay.seconds if has_speeds else None,
+        exposed_seconds=replay.exposed_seconds if has_speeds else None,
+        host_nbytes=on_host if arguments.offloads else 0,
+    )
