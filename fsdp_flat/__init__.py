@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fsdp_flat.runtime import check_replicas, participate, register_forward_method, unshard_for, unwrap
     from fsdp_flat.state import register_optim_state_handler
     from fsdp_flat.tools.planning import plan
+    from fsdp_flat.tools.recording import record
 
 __all__ = [
     "BackwardPrefetch",
@@ -110,6 +111,7 @@ __all__ = [
     "matrix_params",
     "participate",
     "plan",
+    "record",
     "register_forward_method",
     "register_fsdp_forward_method",
     "register_optim_state_handler",
@@ -135,6 +137,7 @@ _HOMES = (
     "compat",
     "checkpoint",
     "tools.planning",
+    "tools.recording",
 )
 
 if not TYPE_CHECKING:  # a type checker would take every other name for one of the package, too

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.tools.step_replay import BytesByKind, Moment
+from fsdp_flat.tools.step_trace import StepTrace, Work
 from fsdp_flat.tools.text import size_text
 
 # From the one that stays longest, at the bottom, to the one that changes most.
@@ -85,3 +86,58 @@ def _label(axes: Any, title: str, y_label: str, x_label: str) -> None:
     axes.set_ylabel(y_label)
     axes.set_xlabel(x_label)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+_WORKS = {
+    Work.FORWARD: "#4878a8",
+    Work.BACKWARD: "#88b0d0",
+    Work.ALL_GATHER: "#c06040",
+    Work.WAIT: "#f0b0a0",
+    Work.REDUCE: "#8060a0",
+    Work.FINISH: "#c8b8d8",
+    Work.HOOKS: "#a0a0a0",
+    Work.OPTIMIZER: "#d0a060",
+    Work.OTHER: "#e4e4e4",
+}
+_IN_FLIGHT = "#c06040"
+
+
+def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
+    """Draw what a rank did over time, by unit, and the bytes allocated."""
+    plt = pyplot()
+    rows = ["this rank", *trace.units]
+    height = min(16.0, 3.6 + 0.3 * len(rows))
+    figure, (lanes, memory) = plt.subplots(
+        2, 1, figsize=(13, height), sharex=True, height_ratios=(height - 2.2, 2.2), layout="constrained"
+    )
+    lane_of = {name: place for place, name in enumerate(rows)}
+    for work, colour in _WORKS.items():
+        segments = [segment for segment in trace.segments if segment.work is work]
+        if not segments:
+            continue
+        for place, some in [
+            (0, segments),
+            *[(lane_of[unit], [each for each in segments if each.unit == unit]) for unit in trace.units],
+        ]:
+            bars = [(1e3 * segment.start, 1e3 * segment.seconds) for segment in some]
+            lanes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, label=work.value if place == 0 else None)
+    for flight in trace.flights:
+        bar = [(1e3 * flight.start, 1e3 * flight.seconds)]
+        lanes.broken_barh(bar, (lane_of[flight.unit] + 0.28, 0.12), facecolors=_IN_FLIGHT)
+    lanes.broken_barh([], (0, 0), facecolors=_IN_FLIGHT, label="all-gather in flight (line)")
+    lanes.set_yticks(range(len(rows)), rows, fontsize=9 if len(rows) < 40 else 6)
+    lanes.set_ylim(len(rows) - 0.5, -0.5)
+    lanes.axhline(0.5, color="black", linewidth=0.8)
+    lanes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    _label(lanes, title, "", "")
+    scale, unit = scale_of(max((nbytes for _, nbytes in trace.allocated), default=1))
+    times = [0.0, *[1e3 * time for time, _ in trace.allocated], 1e3 * trace.seconds]
+    sizes = [nbytes / scale for _, nbytes in trace.allocated] or [0.0]
+    memory.fill_between(
+        times, [sizes[0] if trace.is_accelerator else 0.0, *sizes, sizes[-1]], step="post", color="#88b890"
+    )
+    since = "" if trace.is_accelerator else "\nsince the begin"
+    _label(memory, "", f"allocated{since}, {unit}", "time, ms")
+    memory.set_xlim(0, 1e3 * trace.seconds)
+    memory.set_ylim(bottom=0)
+    finish(plt, figure, path)

@@ -60,6 +60,7 @@ PUBLIC = {
     "matrix_params",
     "participate",
     "plan",
+    "record",
     "register_forward_method",
     "register_fsdp_forward_method",
     "register_optim_state_handler",

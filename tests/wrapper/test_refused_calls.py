@@ -58,6 +58,7 @@ TAKES_MODEL: dict[str, Callable[[Any], object]] = {
     "register_fsdp_forward_method": lambda model: register_fsdp_forward_method(model, "forward"),
     "MatrixOptimizer": lambda model: fsdp_flat.MatrixOptimizer(model, torch.optim.SGD),
     "plan": lambda model: fsdp_flat.plan(model, 2),
+    "record": lambda model: fsdp_flat.record(model).__enter__(),
     "unshard_for": lambda model: unshard_for(model).__enter__(),
     "matrix_params": fsdp_flat.matrix_params,
     "clean_named_parameters": lambda model: list(fsdp_flat.clean_named_parameters(model)),
