@@ -107,29 +107,29 @@ def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
     plt = pyplot()
     rows = ["this rank", *trace.units]
     height = min(16.0, 3.6 + 0.3 * len(rows))
-    figure, (lanes, memory) = plt.subplots(
+    figure, (timeline, memory) = plt.subplots(
         2, 1, figsize=(13, height), sharex=True, height_ratios=(height - 2.2, 2.2), layout="constrained"
     )
-    lane_of = {name: place for place, name in enumerate(rows)}
+    place_of = {name: place for place, name in enumerate(rows)}
     for work, colour in _WORKS.items():
         segments = [segment for segment in trace.segments if segment.work is work]
         if not segments:
             continue
         for place, some in [
             (0, segments),
-            *[(lane_of[unit], [each for each in segments if each.unit == unit]) for unit in trace.units],
+            *[(place_of[unit], [each for each in segments if each.unit == unit]) for unit in trace.units],
         ]:
             bars = [(1e3 * segment.start, 1e3 * segment.seconds) for segment in some]
-            lanes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, label=work.value if place == 0 else None)
+            timeline.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, label=work.value if place == 0 else None)
     for flight in trace.flights:
         bar = [(1e3 * flight.start, 1e3 * flight.seconds)]
-        lanes.broken_barh(bar, (lane_of[flight.unit] + 0.28, 0.12), facecolors=_IN_FLIGHT)
-    lanes.broken_barh([], (0, 0), facecolors=_IN_FLIGHT, label="all-gather in flight (line)")
-    lanes.set_yticks(range(len(rows)), rows, fontsize=9 if len(rows) < 40 else 6)
-    lanes.set_ylim(len(rows) - 0.5, -0.5)
-    lanes.axhline(0.5, color="black", linewidth=0.8)
-    lanes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    _label(lanes, title, "", "")
+        timeline.broken_barh(bar, (place_of[flight.unit] + 0.28, 0.12), facecolors=_IN_FLIGHT)
+    timeline.broken_barh([], (0, 0), facecolors=_IN_FLIGHT, label="all-gather in flight (line)")
+    timeline.set_yticks(range(len(rows)), rows, fontsize=9 if len(rows) < 40 else 6)
+    timeline.set_ylim(len(rows) - 0.5, -0.5)
+    timeline.axhline(0.5, color="black", linewidth=0.8)
+    timeline.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    _label(timeline, title, "", "")
     scale, unit = scale_of(max((nbytes for _, nbytes in trace.allocated), default=1))
     times = [0.0, *[1e3 * time for time, _ in trace.allocated], 1e3 * trace.seconds]
     sizes = [nbytes / scale for _, nbytes in trace.allocated] or [0.0]

@@ -39,7 +39,7 @@ def search(
     for wrapping, policy, is_whole in _wrappings(module, arguments.auto_wrap_policy):
         for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
             entries = None
-            for strategy in _strategies(arguments):
+            for strategy in _strategies(arguments, is_whole=is_whole):
                 for offloads in offloading:
                     tried = replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy, offloads=offloads)
                     planned = planned_model(module, tried)
@@ -71,13 +71,14 @@ def search(
     return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
 
 
-def _strategies(arguments: UnitArguments) -> list[Any]:
+def _strategies(arguments: UnitArguments, *, is_whole: bool) -> list[Any]:
     if arguments.sharding_strategy is not None:
         return [arguments.sharding_strategy]
     if arguments.num_ranks == 1:
         return [ShardingStrategy.NO_SHARD]
-    is_hybrid = arguments.num_replicas > 1
-    return [member for member, row in STRATEGIES.items() if row.is_hybrid is is_hybrid]
+    rows = [row for row in STRATEGIES.values() if row.is_hybrid is (arguments.num_replicas > 1)]
+    # The outermost unit is not resharded after forward by any strategy.
+    return [row.member for row in rows if not (is_whole and row.reshard_after_forward)]
 
 
 def _wrappings(module: nn.Module, policy: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -105,7 +106,10 @@ def _checkpointing(
 
 
 def repeated_classes(module: nn.Module) -> list[type[nn.Module]]:
-    """Return the classes of which a module holds several in a row, with much of its parameters, the largest first."""
+    """Return the classes of which a module holds several in a row, with much of its parameters, the largest first.
+
+    Modules without modules inside, such as linear layers, count only if there are no others.
+    """
     numels: Counter[type[nn.Module]] = Counter()
     for parent in module.modules():
         if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -114,4 +118,6 @@ def repeated_classes(module: nn.Module) -> list[type[nn.Module]]:
                 if kinds[type(child)] > 1:
                     numels[type(child)] += sum(param.numel() for param in child.parameters())
     least = _LEAST_SHARE * sum(param.numel() for param in module.parameters())
-    return [kind for kind, numel in numels.most_common() if numel >= least and numel]
+    found = [kind for kind, numel in numels.most_common() if numel >= least and numel]
+    composite = {type(child) for child in module.modules() if any(True for _ in child.children())}
+    return [kind for kind in found if kind in composite] or found

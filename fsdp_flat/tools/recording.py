@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,7 +54,7 @@ class Recording:
 
     @property
     def trace(self) -> StepTrace:
-        """What this rank did, in seconds; raises a UsageError before the block has ended."""
+        """The work of this rank over time; raises a UsageError before the block has ended."""
         if self._trace is None:
             raise UsageError("The recording has not ended: use it after the block of fsdp_flat.record.")
         return self._trace
@@ -116,12 +117,13 @@ class Recording:
                 f"{_ms(waiting)} are waits for other ranks, which may be slower: compare their recordings, and balance "
                 "their batches."
             )
-        freed = [unit for unit in units[1:] if unit.reshard_after_forward is not False and unit.gathered_nbytes]
-        if freed:
-            nbytes = sum(unit.gathered_nbytes for unit in freed) - self.units.most_gathered_nbytes
+        num_gathered = Counter(flight.unit for flight in trace.flights)
+        again = [unit for unit in units[1:] if num_gathered[unit.name] > trace.num_backwards > 0]
+        if again:
+            nbytes = sum(unit.gathered_nbytes for unit in units) - self.units.most_gathered_nbytes
             found.append(
-                f"{len(freed)} units are all-gathered twice a step. SHARD_GRAD_OP (reshard_after_forward=False) does "
-                f"it once, for up to {size_text(max(0, nbytes))} more a rank."
+                f"{len(again)} units are all-gathered twice a step. SHARD_GRAD_OP (reshard_after_forward=False) does "
+                f"it once, for up to {size_text(nbytes)} more a rank."
             )
         wide = sum(unit.gathered_nbytes for unit in units if unit.dtypes == ("float32",))
         if wide:

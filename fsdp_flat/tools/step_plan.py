@@ -18,6 +18,8 @@ from fsdp_flat.tools.planned_units import PlannedModel, UnitArguments
 from fsdp_flat.tools.step_replay import BytesByKind, Moment, ReplayOptions, Speeds, StepPhase, StepReplay
 from fsdp_flat.tools.text import aligned, size_text
 
+_MOST_LISTED = 12
+
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -115,16 +117,21 @@ class StepPlan(ModelDescription):
         return self.peak.nbytes.total
 
     def __str__(self) -> str:
-        text = ModelDescription.__str__(self)
-        if not self.phases:
-            return text
+        units = ModelDescription.__str__(self)
+        return f"{units}\n\n{self.step_text()}" if self.phases else units
+
+    def step_text(self) -> str:
+        """Return the step as text, without the units: bytes by phase and kind, what is sent, and the search.
+
+        Raises an OptionError for a plan without a batch.
+        """
+        peak = self.peak
         kinds = [each.name for each in fields(BytesByKind)]
         rows = [("peak in", *kinds, "total")]
         for moment in self.phases:
             numbers = [*[getattr(moment.nbytes, kind) for kind in kinds], moment.nbytes.total]
             rows.append((moment.phase.value, *map(size_text, numbers)))
-        lines = [text, "", *aligned(rows, num_left=1)]
-        peak = self.peak
+        lines = aligned(rows, num_left=1)
         lines.append(f"peak of a rank: {size_text(peak.nbytes.total)}, in {peak.phase.value}, at {peak.unit}")
         lines.append(f"a step of a rank: sends {size_text(self.sent_nbytes)}, computes {self.flops:.3g} FLOP")
         if self.host_nbytes:
@@ -144,16 +151,20 @@ class StepPlan(ModelDescription):
         if not num_fitting:
             why = f"Nothing fits {size_text(limit)}: of {len(self.choices)} plans the smallest is {best}."
         else:
-            work = "computes and sends" if best.seconds is None else "takes"
+            work = "computes and sends the least" if best.seconds is None else "takes the least time"
             compared = "it" if best.offloads else "of those without offloading it"
-            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; {compared} {work} the least."
+            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; {compared} {work}."
             why = f"Take {best}: {why}"
-        rows: list[tuple[str, ...]] = [("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP")]
-        for choice in self.choices:
+        head = ("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP", "seconds")
+        rows: list[tuple[str, ...]] = [head]
+        for choice in self.choices[:_MOST_LISTED]:
             fits = "yes" if choice.peak_nbytes <= limit else "no"
             sizes = map(size_text, (choice.peak_nbytes, choice.host_nbytes, choice.sent_nbytes))
-            rows.append((*choice.words(), fits, *sizes, f"{choice.flops:.3g}"))
-        return ["", *aligned(rows, num_left=5), why]
+            time = "" if choice.seconds is None else f"{choice.seconds:.3g}"
+            rows.append((*choice.words(), fits, *sizes, f"{choice.flops:.3g}", time))
+        num_more = len(self.choices) - len(rows) + 1
+        more = [f"and {num_more} more"] if num_more else []
+        return ["", *aligned(rows, num_left=5), *more, why]
 
     def save(self, path: str | Path) -> None:
         """Draw the memory of a step into a picture, of the format that the suffix of ``path`` names.
