@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_flat.errors import OptionError
+from fsdp_flat.runtime import listed
 from fsdp_flat.runtime.casts import keep_full_precision
 from fsdp_flat.tools.planned_units import PlannedModel, PlannedUnit
 from fsdp_flat.tools.torch_tools import (
@@ -185,9 +186,12 @@ def _modules_to_checkpoint(
 ) -> list[nn.Module]:
     if checkpointed is None or isinstance(checkpointed, bool):
         return units if checkpointed else []
-    found = [module for module in modules if isinstance(module, tuple(checkpointed))]
+    classes = listed(
+        "checkpointing", checkpointed, lambda kind: isinstance(kind, type), "True, False or module classes"
+    )
+    found = [module for module in modules if isinstance(module, tuple(classes))]
     if not found:
-        names = ", ".join(cls.__name__ for cls in checkpointed)
+        names = ", ".join(cls.__name__ for cls in classes)
         raise OptionError(f"checkpointing names classes that the model has no module of: {names}.")
     return found
 

@@ -58,6 +58,7 @@ def search(
                         checkpointing=recomputed,
                         offloads=offloads,
                         arguments=chosen,
+                        num_units=len(plan.units),
                         peak_nbytes=plan.peak_nbytes,
                         host_nbytes=plan.host_nbytes,
                         sent_nbytes=plan.sent_nbytes,

@@ -80,7 +80,10 @@ def plan(
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, wrapping would raise it, the model or the
             optimizer cannot run without values, or ``fit`` is given without a ``batch``.
     """
-    is_accelerator = torch.device(device_type).type != "cpu"
+    is_accelerator = _is_accelerator(device_type)
+    for name, speed in (("bandwidth", bandwidth), ("flops", flops)):
+        if speed is not None and not speed > 0:
+            raise OptionError(f"{name} must be a positive number a second, or None; got {speed!r}.")
     arguments = UnitArguments(
         num_ranks=num_ranks,
         num_replicas=num_replicas,
@@ -104,6 +107,13 @@ def plan(
         planned = planned_model(module, arguments)
         return planned_step(planned, arguments, step, step.entries(planned, checkpointing))
     return search(module, arguments, step, nbytes_of(fit), checkpointing, searches_offload=cpu_offload is None)
+
+
+def _is_accelerator(device_type: str) -> bool:
+    try:
+        return torch.device(device_type).type != "cpu"
+    except RuntimeError as error:
+        raise OptionError(f"device_type={device_type!r} names no device: {error}") from error
 
 
 def _offloads(cpu_offload: Any) -> bool:

@@ -33,6 +33,7 @@ class PlanChoice:
         checkpointing: what is recomputed in backward.
         offloads: shards, gradients and optimizer states are in host memory.
         arguments: the arguments of :func:`fsdp_flat.plan` that the search has chosen.
+        num_units: units with parameters.
         peak_nbytes, host_nbytes, sent_nbytes, flops, seconds: as ``StepPlan``'s.
     """
 
@@ -41,6 +42,7 @@ class PlanChoice:
     checkpointing: str
     offloads: bool
     arguments: dict[str, Any] = field(repr=False)
+    num_units: int
     peak_nbytes: int
     host_nbytes: int
     sent_nbytes: float
@@ -59,10 +61,11 @@ class PlanChoice:
         """Return the key by which plans that fit are sorted, the best first.
 
         Plans without offloading, whose copies to and from the host a plan does not time, come first; then those that
-        take the least time by the speeds given, or else compute and then send the least; then the smallest.
+        take the least time by the speeds given, or else compute and then send the least; then those of several units,
+        which overlap communication and compute; then the smallest.
         """
         work = (self.flops, self.sent_nbytes) if self.seconds is None else (self.seconds,)
-        return self.offloads, *work, self.peak_nbytes
+        return self.offloads, *work, self.num_units == 1, self.peak_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +158,13 @@ class StepPlan(ModelDescription):
             compared = "it" if best.offloads else "of those without offloading it"
             why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; {compared} {work}."
             why = f"Take {best}: {why}"
-        head = ("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP", "seconds")
-        rows: list[tuple[str, ...]] = [head]
+        columns = ("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP", "seconds")
+        rows: list[tuple[str, ...]] = [columns if best.seconds is not None else columns[:-1]]
         for choice in self.choices[:_MOST_LISTED]:
             fits = "yes" if choice.peak_nbytes <= limit else "no"
             sizes = map(size_text, (choice.peak_nbytes, choice.host_nbytes, choice.sent_nbytes))
-            time = "" if choice.seconds is None else f"{choice.seconds:.3g}"
-            rows.append((*choice.words(), fits, *sizes, f"{choice.flops:.3g}", time))
+            times = [] if choice.seconds is None else [f"{choice.seconds:.3g}"]
+            rows.append((*choice.words(), fits, *sizes, f"{choice.flops:.3g}", *times))
         num_more = len(self.choices) - len(rows) + 1
         more = [f"and {num_more} more"] if num_more else []
         return ["", *aligned(rows, num_left=5), *more, why]

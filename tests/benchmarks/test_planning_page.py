@@ -48,11 +48,10 @@ def test_the_page_shows_the_plans_that_its_example_makes(tmp_path: Path) -> None
 
 
 @on_ranks(2)
-def test_the_blocks_of_code_on_the_page_run(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_code_on_the_page_run(rank: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the blocks draw pictures")
     folder = tmp_path / str(rank)
     folder.mkdir()
-    monkeypatch.chdir(folder)
     setting = Setting(layers=2, width=16, heads=2, vocab=32, seq=4096, batch=2)
     tokens = torch.zeros(1, 9, dtype=torch.long)
 
@@ -61,11 +60,13 @@ def test_the_blocks_of_code_on_the_page_run(rank: int, tmp_path: Path, monkeypat
 
     names: dict[str, Any] = {"torch": torch, "GPT": GPT, "Block": Block, "config": setting, "loss_of": loss_of}
     plans, fits, records = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    for block in (plans, fits):
-        exec(block, names)
-        assert isinstance(names["planned"], StepPlan)
-    assert names["planned"].fits
-    names["model"] = wrapped(GPT(setting), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    names["train_step"] = train_step
-    exec(records, names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for block in (plans, fits):
+            exec(block, names)
+            assert isinstance(names["planned"], StepPlan)
+        assert names["planned"].fits
+        names["model"] = wrapped(GPT(setting), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        names["train_step"] = train_step
+        exec(records, names)
     assert sorted(path.name for path in folder.iterdir()) == ["plan.png", "step.json", "step.png"]

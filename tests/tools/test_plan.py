@@ -24,7 +24,7 @@ from benchmarks import model as gpt
 from benchmarks.counting import Counter
 from benchmarks.spec import Setting
 from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard, plan
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import nbytes_of, size_text
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -352,6 +352,12 @@ def test_arguments_that_a_plan_cannot_use_are_refused() -> None:
         plan(meta(Stack), 2, front="ddp")
     with pytest.raises(OptionError, match="has no module of: Conv2d"):
         plan(meta(partial(Stack, 4, 64)), 2, checkpointing=[nn.Conv2d], **WIDE)
+    with pytest.raises(OptionTypeError, match="checkpointing must hold True, False or module classes; got 3"):
+        plan(meta(partial(Stack, 4, 64)), 2, checkpointing=[3], **WIDE)  # type: ignore[list-item]
+    with pytest.raises(OptionError, match="bandwidth must be a positive number a second, or None; got 0"):
+        plan(meta(Stack), 2, bandwidth=0)
+    with pytest.raises(OptionError, match="device_type='gpu0' names no device"):
+        plan(meta(Stack), 2, device_type="gpu0")
     with pytest.raises(OptionError, match="has no tensor that requires a gradient"):
         plan(meta(lambda: nn.Linear(64, 64).requires_grad_(False)), 2, batch=rows)
     with pytest.raises(OptionError, match="has no batch"):

@@ -109,12 +109,10 @@ def test_a_recording_is_saved_as_a_picture_and_for_perfetto(rank: int, tmp_path:
     starts = sorted(event["ts"] for event in gathers if tracks[event["tid"]] == "blocks.1")
     assert starts == pytest.approx(sorted(event["ts"] for event in labels), abs=1)
     assert [event["args"]["bytes"] for event in own if event["ph"] == "C"]
-    sys.modules["matplotlib"] = None  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(OptionError, match=r"pip install 'fsdp-flat\[pictures\]'"):
             recording.save(tmp_path / "none.png")
-    finally:
-        del sys.modules["matplotlib"]
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from fsdp_flat import (
     load_full,
     participate,
     plan,
+    record,
     register_forward_method,
     save_checkpoint,
     save_full,
@@ -95,6 +96,11 @@ def wrapper() -> None:
         pass
     plain: nn.Module = unwrap(model)
     print(plan(plain, 64, auto_wrap_policy=ModuleWrapPolicy({Block})), describe(model))
+    peak_nbytes: int = plan(plain, 64, batch=torch.zeros(2, 16), fit="80GB", checkpointing=[Block]).peak_nbytes
+    with record(model) as recording:
+        model(torch.zeros(2, 16)).sum().backward()
+    print(recording.summary(), peak_nbytes)
+    recording.save("step.json")
     register_forward_method(model, "generate")
     with unshard_for(model):
         pass

@@ -83,6 +83,8 @@ FULL = (
     "tests/composable/test_reductions.py::test_without_all_reduce_partial_shards_wait_for_the_next_one",
     "tests/composable/test_step_cases.py::test_blocks_recomputed_by_checkpoint_wrappers",
     "tests/composable/test_numbers_of_collectives.py::test_with_backend_collectives_the_numbers_are_those_of_torch",
+    "tests/tools/test_plan.py::test_planned_bytes_are_those_counted_in_a_step",
+    "tests/tools/test_record.py::test_a_recording_has_the_work_of_each_unit_in_each_step",
     "tests/composable/test_surface.py::test_these_are_all_public_methods_of_the_installed_torch",
     "tests/compat/test_install.py::test_fsdp2s_names_are_replaced_where_asked_and_torchs_again_afterwards",
 )
