@@ -183,7 +183,8 @@ def planned_model(module: nn.Module, arguments: UnitArguments) -> PlannedModel:
         handles = handles_of(params, unit.module, unit.fqn, own)
         if rows:
             _use_rows(handles)
-        resharding = _resharding(unit.kwargs["sharding_strategy"], rows=rows)
+        chosen = strategy_from(unit.kwargs["sharding_strategy"])
+        resharding = UnitControl.of(chosen if rows and chosen.shards else own.strategy).reshard_after_forward
         if handles:
             described[unit.module] = describe_unit(unit.fqn, own, handles, resharding)
         precision, is_root = own.precision, unit.module is root
@@ -264,11 +265,6 @@ def _options(kwargs: dict[str, Any], arguments: UnitArguments) -> UnitOptions:
     )
 
 
-def _resharding(sharding_strategy: Any, *, rows: bool) -> bool | None:
-    strategy = strategy_from(sharding_strategy)
-    return None if rows and not strategy.shards else UnitControl.of(strategy).reshard_after_forward
-
-
 def _use_rows(handles: Iterable[FlatParamHandle]) -> None:
     """Give handles, which nobody will run, the layout that ``fully_shard`` gives them."""
     for handle in handles:
@@ -292,6 +288,8 @@ def _planned_handle(
     if isinstance(layout, RowLayout) and num_shards > 1:
         staging = row if handle.compute_dtype != handle.orig_dtype else 0
         staging += gathered if arguments.is_accelerator else 0
+    if arguments.offloads:
+        staging += layout.shard_numel * handle.orig_dtype.itemsize  # on its way to the device
     params = [originals[param_info.fqn] for param_info in layout.param_infos]
     whole_grad = layout.numel * handle.grad_dtype.itemsize
     cast_grad = layout.numel * reduce_dtype.itemsize if reduce_dtype != handle.grad_dtype else 0

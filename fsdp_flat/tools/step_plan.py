@@ -88,14 +88,14 @@ class StepPlan(ModelDescription):
     """
 
     phases: tuple[Moment, ...] = ()
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[Moment, ...] = field(default=(), repr=False)
     sent_nbytes: float = 0.0
     flops: int = 0
     seconds: float | None = None
     exposed_seconds: float | None = None
     host_nbytes: int = 0
     limit_nbytes: int | None = None
-    choices: tuple[PlanChoice, ...] = ()
+    choices: tuple[PlanChoice, ...] = field(default=(), repr=False)
 
     @property
     def description(self) -> ModelDescription:

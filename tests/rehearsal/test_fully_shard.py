@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -35,11 +36,11 @@ class LocalUpdates(torch.optim.Optimizer):
 train = functools.partial(train_with, optimizer=LocalUpdates)
 
 
-def sharded(run: Rehearsal, **kwargs: Any) -> Any:
+def sharded(run: Rehearsal, build: Callable[[], Any] = Stack, **kwargs: Any) -> Any:
     """Shard a model on the accelerator; discard findings during construction."""
     run.checker.is_on = False
     with DEVICE:
-        model = Stack()
+        model = build()
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     module = fsdp_flat.composable.fully_sharding
     with mock.patch.object(module, "compute_device_from", return_value=(DEVICE, False)):

@@ -157,10 +157,11 @@ def counted(
     return peaks, nbytes
 
 
-@on_ranks(2, 4, timeout=240)
+@on_ranks(1, 2, 4, timeout=240)
 @pytest.mark.parametrize("front", FRONTS)
 def test_planned_bytes_are_those_counted_in_a_step(front: str, num_ranks: int) -> None:
-    for name, strategy, checkpointing in itertools.product(("Stack", "GPT"), COUNTED, (False, True)):
+    strategies = COUNTED if num_ranks > 1 else COUNTED[:3]
+    for name, strategy, checkpointing in itertools.product(("Stack", "GPT"), strategies, (False, True)):
         case, precision = case_of(name), precision_for(front) if name == "Stack" else None
         arguments: dict[str, Any] = {"checkpointing": checkpointing, "precision": precision}
         expected = planned(case, front, strategy, **arguments)

@@ -1,0 +1,115 @@
+"""The memory of a step on an accelerator is what ``plan`` says, on both fronts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_flat import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, plan
+from tests.rehearsal.fake_device import DEVICE
+from tests.rehearsal.kit import NUM_RANKS, rehearsal
+from tests.rehearsal.test_fully_shard import LocalUpdates, sharded
+from tests.support.kit import BLOCKS, Stack, square_loss
+
+TOLERANCE = 0.03
+WIDTH = 64
+
+
+class DeviceCounter(TorchDispatchMode):
+    """Counts the bytes of storages on the accelerator before and after each operator that takes or returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def note(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            tensor = getattr(leaf, "_local_tensor", leaf)
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE.type:
+                storage = tensor.untyped_storage()
+                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+
+    def alive(self) -> int:
+        total = 0
+        for key, ref in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(tree_leaves((args, kwargs)))
+        before = self.alive()
+        result = func(*args, **(kwargs or {}))
+        self.note(tree_leaves(result))
+        self.peak = max(self.peak, before, self.alive())
+        return result
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    rows = torch.zeros(16, WIDTH, device=DEVICE)
+    for _ in range(2):
+        square_loss(model, rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peaks = []
+    with DeviceCounter() as counter:
+        counter.note([*model.parameters(), rows])
+        loss = square_loss(model, rows)
+        peaks.append(counter.peak)
+        counter.peak = 0
+        loss.backward()
+        peaks.append(counter.peak)
+    return peaks
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("front", ["flat parameters", "original parameters", "fully_shard"])
+def test_planned_bytes_are_those_of_an_accelerator(front: str, strategy: ShardingStrategy, low: bool) -> None:
+    arguments: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "sharding_strategy": strategy}
+    kind = MixedPrecisionPolicy if front == "fully_shard" else MixedPrecision
+    if low:
+        arguments["mixed_precision"] = kind(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    build = partial(Stack, 8, WIDTH)
+    if front != "fully_shard":
+        arguments["use_orig_params"] = front == "original parameters"
+    with DEVICE:
+        module, rows = build(), torch.zeros(16, WIDTH)
+    planned = plan(
+        module,
+        NUM_RANKS,
+        batch=rows,
+        loss=square_loss,
+        optimizer=None,
+        front="fully_shard" if front == "fully_shard" else "FullyShardedDataParallel",
+        **arguments,
+    )
+    with rehearsal() as run:
+        if front == "fully_shard":
+            policy = {"mp_policy": arguments["mixed_precision"]} if low else {}
+            reshards = strategy is ShardingStrategy.FULL_SHARD or False
+            model = sharded(run, build, reshard_after_forward=None if reshards else False, **policy)
+            optimizer: torch.optim.Optimizer = LocalUpdates(model.parameters())
+        else:
+            with DEVICE:
+                module = build()
+            model = run.wrap(module, **arguments)
+            optimizer = sgd(model.parameters())
+        run.checker.is_on = False
+        peaks = counted(model, optimizer)
+    assert [moment.nbytes.total for moment in planned.phases[:2]] == pytest.approx(peaks, rel=TOLERANCE)
