@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import model as gpt
 from benchmarks.counting import Counter
@@ -45,18 +46,18 @@ SETTING = Setting(layers=4, width=64, heads=2, vocab=128, seq=32, batch=4)
 
 
 class Case(NamedTuple):
-    """A model whose units are modules of one class, one rank's batch of it, and its loss."""
+    """A model whose units are modules of some classes, one rank's batch of it, and its loss."""
 
     build: Callable[[], nn.Module]
-    block: type[nn.Module]
+    block: tuple[type[nn.Module], ...]
     batch: torch.Tensor
     loss: Callable[[nn.Module, Any], torch.Tensor]
 
 
 def case_of(name: str) -> Case:
     if name == "Stack":
-        return Case(partial(Stack, 8, 64), Block, normal(dist.get_rank(), 16, 64), square_loss)
-    return Case(partial(gpt.GPT, SETTING), gpt.Block, gpt.batch_of(SETTING, dist.get_rank(), 0), gpt.loss_of)
+        return Case(partial(Stack, 8, 64), (Block,), normal(dist.get_rank(), 16, 64), square_loss)
+    return Case(partial(gpt.GPT, SETTING), (gpt.Block,), gpt.batch_of(SETTING, dist.get_rank(), 0), gpt.loss_of)
 
 
 def precision_for(front: str) -> Any:
@@ -76,7 +77,7 @@ def planned(case: Case, front: str, strategy: ShardingStrategy, *, checkpointing
         dist.get_world_size(),
         num_replicas=num_replicas(strategy),
         sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({case.block}),
+        auto_wrap_policy=ModuleWrapPolicy(set(case.block)),
         mixed_precision=precision,
         use_orig_params=WRAPPERS.get(front, False),
         front="fully_shard" if front == "fully_shard" else "FullyShardedDataParallel",
@@ -102,7 +103,7 @@ def made(case: Case, front: str, strategy: ShardingStrategy, *, checkpointing: b
         return wrapped(
             module,
             sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({case.block}),
+            auto_wrap_policy=ModuleWrapPolicy(set(case.block)),
             mixed_precision=precision,
             use_orig_params=WRAPPERS[front],
             **grid,
@@ -113,7 +114,7 @@ def made(case: Case, front: str, strategy: ShardingStrategy, *, checkpointing: b
         kwargs["reshard_after_forward"] = False
     if precision is not None:
         kwargs["mp_policy"] = precision
-    for child in [child for child in module.modules() if isinstance(child, case.block)]:
+    for child in reversed([child for child in module.modules() if isinstance(child, case.block)]):
         fully_shard(child, **kwargs)
     fully_shard(module, **kwargs)
     return module
@@ -157,6 +158,20 @@ def counted(
     return peaks, nbytes
 
 
+def numbers_of(expected: StepPlan) -> list[float]:
+    return [*[moment.nbytes.total for moment in expected.phases], expected.sent_nbytes]
+
+
+def largest(numbers: list[float]) -> list[float]:
+    """Return the largest number of a rank for each: when a rank frees what it has sent depends on the others.
+
+    All ranks compare the same numbers, so that they fail together.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, numbers)
+    return list(map(max, zip(*of_ranks, strict=True)))
+
+
 @on_ranks(1, 2, 4, timeout=240)
 @pytest.mark.parametrize("front", FRONTS)
 def test_planned_bytes_are_those_counted_in_a_step(front: str, num_ranks: int) -> None:
@@ -166,13 +181,56 @@ def test_planned_bytes_are_those_counted_in_a_step(front: str, num_ranks: int) -
         arguments: dict[str, Any] = {"checkpointing": checkpointing, "precision": precision}
         expected = planned(case, front, strategy, **arguments)
         peaks, sent = counted(case, front, strategy, **arguments)
-        of_ranks: list[Any] = [None] * num_ranks
-        dist.all_gather_object(of_ranks, [*peaks, sent])
-        # All ranks compare the same numbers, so that they fail together. When a rank frees what it has sent depends on
-        # when the others send.
-        most = list(map(max, zip(*of_ranks, strict=True)))
-        numbers = [*[moment.nbytes.total for moment in expected.phases], expected.sent_nbytes]
-        assert numbers == pytest.approx(most, rel=TOLERANCE), (name, strategy, arguments, of_ranks)
+        assert numbers_of(expected) == pytest.approx(largest([*peaks, sent]), rel=TOLERANCE), (
+            name,
+            strategy,
+            arguments,
+        )
+
+
+class Several(nn.Module):
+    """Calls one block twice, recomputes another by hand, and has units inside a unit; the root has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(64), Block(64)
+        self.inner = nn.Sequential(*[Around() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.second(self.first(x)))
+        return self.inner(checkpoint(self.second, x, use_reentrant=False))
+
+
+class Around(nn.Module):
+    """Has a layer beside blocks, which are units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(64, 64)
+        self.blocks = nn.Sequential(*[Block(64) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.before(x))
+
+
+def frozen_stack() -> nn.Module:
+    model = Stack(8, 64)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    model.blocks[5].requires_grad_(False)
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front", ["original parameters", "fully_shard"])
+def test_frozen_repeated_nested_and_recomputed_units_are_counted_too(front: str) -> None:
+    for build, block in ((Several, (Block, Around)), (frozen_stack, (Block,))):
+        case = Case(build, block, normal(0, 64, 64), square_loss)
+        for precision in (None, precision_for(front)):
+            arguments: dict[str, Any] = {"checkpointing": False, "precision": precision}
+            expected = planned(case, front, ShardingStrategy.FULL_SHARD, **arguments)
+            peaks, sent = counted(case, front, ShardingStrategy.FULL_SHARD, **arguments)
+            assert numbers_of(expected) == pytest.approx(largest([*peaks, sent]), rel=TOLERANCE), (build, precision)
 
 
 @on_ranks(2)
@@ -203,7 +261,7 @@ class Normed(nn.Module):
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:mixed_precision and auto_wrap_policy are both given")
 def test_units_in_full_precision_inside_ones_in_low_precision_are_counted() -> None:
-    case = Case(Normed, nn.Linear, normal(0, 64, 64), square_loss)  # equal statistics
+    case = Case(Normed, (nn.Linear,), normal(0, 64, 64), square_loss)  # equal statistics
     arguments: dict[str, Any] = {"checkpointing": False, "precision": precision_for("flat parameters")}
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         expected = planned(case, "flat parameters", strategy, **arguments)
