@@ -142,6 +142,7 @@ class Recording:
             found.append("The model is one unit, so nothing overlaps. Wrap its blocks (auto_wrap_policy).")
         if trace.is_accelerator and len(units) > 1:
             found.append("forward_prefetch=True begins the all-gather of the next unit while a unit computes forward.")
+        found.append("A larger batch of a rank gives compute more work that communication can hide behind.")
         return ["To change:", *[f"- {line}" for line in found]]
 
     def save(self, path: str | Path) -> None:
@@ -167,7 +168,8 @@ class Recording:
         assert events is not None
         pid = "units of fsdp_flat"
         numbers = {unit: index for index, unit in enumerate(["", *trace.units])}
-        added: list[dict[str, Any]] = [
+        added: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": pid}}]
+        added += [
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": unit or "outside of units"}}
             for unit, number in numbers.items()
         ]

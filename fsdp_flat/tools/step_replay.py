@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import takewhile
 
 from fsdp_flat.tools.model_run import StepEntry, StepEvent
 from fsdp_flat.tools.planned_units import PlannedHandle, PlannedUnit
@@ -159,13 +160,14 @@ class StepReplay:
         self._events: list[tuple[int, _ReplayedUnit, bool]] = []
         self._first_begin: dict[int, int] = {}
         self._reached: set[int] = set()
+        self._order: list[_ReplayedUnit] = []
+        self._num_begun = 0
 
     def run(self, entries: Sequence[StepEntry]) -> StepReplay:
         """Replay the entries of a step, and then its optimizer."""
-        begins = [entry for entry in entries if entry.event is StepEvent.FORWARD_BEGIN]
-        backward = next(index for index, entry in enumerate(entries) if entry.event is StepEvent.BACKWARD)
-        order = [self._units[entry.unit] for entry in begins if entry in entries[:backward]]
-        self._order, self._num_begun = order, 0
+        in_forward = takewhile(lambda entry: entry.event is not StepEvent.BACKWARD, entries)
+        # The order of forwards, which is that of the step before.
+        self._order = [self._units[entry.unit] for entry in in_forward if entry.event is StepEvent.FORWARD_BEGIN]
         self._note()
         for entry in entries:
             if entry.unit >= 0:
