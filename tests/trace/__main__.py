@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-FIELDS = ("failed", "weights", "events", "collectives", "sent", "peak")
+FIELDS = ("failed", "weights", "events", "collectives", "sent", "peak", "model", "optimizer", "loaded", "files")
 
 # Two runs of one checkout differ by as much: a reduction may be complete earlier or later.
 _PEAK_NOISE = 0.05
 
 
-def recorded(checkout: Path, out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run all programs with the library of a checkout; return the records of all ranks by program."""
+def recorded(checkout: Path, out: Path, part: str) -> dict[str, list[dict[str, Any]]]:
+    """Run programs with the library of a checkout; return the records of all ranks by program."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(checkout), str(ROOT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "trace" / "record.py"), str(out)]
+    command = [sys.executable, str(ROOT / "tests" / "trace" / "record.py"), str(out), part]
     subprocess.run(command, env=environment, cwd=out.parent, check=True)
     records: dict[str, list[dict[str, Any]]] = json.loads(out.read_text())
     return records
@@ -58,15 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run both checkouts, print the differences, and return 1 if there are any or a program failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.trace", description=main.__doc__)
     parser.add_argument("--against", default="HEAD", help="revision to compare with; HEAD compares uncommitted changes")
+    parser.add_argument("--only", default="", help="programs with this text in their name; all by default")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "other"
         subprocess.run(["git", "worktree", "add", "--detach", str(other), args.against], cwd=ROOT, check=True)
         try:
-            before = recorded(other, Path(folder) / "before.json")
+            before = recorded(other, Path(folder) / "before.json", args.only)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(other)], cwd=ROOT, check=True)
-        after = recorded(ROOT, Path(folder) / "after.json")
+        after = recorded(ROOT, Path(folder) / "after.json", args.only)
     lines = list(differences(before, after))
     lines += [f"{name}: failed: {records[0]['failed']}" for name, records in after.items() if "failed" in records[0]]
     print(*lines, f"{len(after)} programs, {len(lines)} differences or failures", sep="\n")
