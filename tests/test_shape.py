@@ -35,7 +35,7 @@ MOST_TOKENS = {
     "comm": 15830,
     "compat": 9701,
     "composable": 3668,
-    "extras": 9404,
+    "extras": 9438,
     "flat": 21036,
     "layout": 3389,
     "runtime": 34703,

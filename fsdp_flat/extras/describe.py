@@ -17,6 +17,17 @@ from fsdp_flat.runtime import UnitOptions, units_of
 _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
 
+def aligned(rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
+    """Return the lines of a table: the first ``num_left`` columns are aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [*map(str.ljust, row[:num_left], widths), *map(str.rjust, row[num_left:], widths[num_left:])]
+        ).rstrip()
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class UnitDescription:
     """Describes one unit, in bytes of one rank.
@@ -91,10 +102,7 @@ class ModelDescription:
             rows.append((name, unit.strategy, ", ".join(unit.dtypes), *numbers))
         sums = [sum(getattr(unit, column) for unit in self.units) for column in _SUMMED]
         rows.append(("all", "", "", *[f"{number:,}" for number in sums]))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])]).rstrip() for row in rows
-        ]
+        lines = aligned(rows, num_left=3)
         shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
         lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
         return "\n".join(lines)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime import listed
-from fsdp_flat.runtime.casts import keep_full_precision
+from fsdp_flat.runtime.casts import cast_floats, keep_full_precision
 from fsdp_flat.tools.planned_units import PlannedModel, PlannedUnit
 from fsdp_flat.tools.torch_tools import (
     DataDependentOutputException,
@@ -237,7 +237,8 @@ class _Run:
             call, self._num_calls = self._num_calls, self._num_calls + 1
             self._open.setdefault(index, []).append(call)
             self.add(StepEvent.FORWARD_BEGIN, unit=index, call=call)
-            args, kwargs = _cast((args, kwargs), unit.input_dtype)
+            if unit.input_dtype is not None:
+                args, kwargs = cast_floats((args, kwargs), unit.input_dtype)
             if not unit.handles or not torch.is_grad_enabled():
                 return args, kwargs
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _requires_grad(leaf)]
@@ -251,7 +252,8 @@ class _Run:
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
             call = self._open[index].pop()
-            output = _cast(output, unit.output_dtype)
+            if unit.output_dtype is not None:
+                output = cast_floats(output, unit.output_dtype)
             reached = partial(self.add, StepEvent.OUTPUTS, unit=index, call=call)
             for leaf in tree_leaves(output):
                 if _requires_grad(leaf) and not leaf.is_leaf and torch.is_grad_enabled():
@@ -274,11 +276,3 @@ class _Run:
 
 def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return values
-    return tree_map(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, values
-    )

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_flat.errors import OptionError
 from fsdp_flat.tools.step_replay import BytesByKind, Moment
 from fsdp_flat.tools.step_trace import StepTrace, Work
-from fsdp_flat.tools.text import size_text
+from fsdp_flat.tools.text import scale_of, size_text
 
 # From the one that stays longest, at the bottom, to the one that changes most.
 _KINDS = {
@@ -21,7 +21,6 @@ _KINDS = {
     "activations": "#88b890",
 }
 assert set(_KINDS) == {each.name for each in fields(BytesByKind)}
-_SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def pyplot() -> Any:
@@ -34,11 +33,6 @@ def pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     return plt
-
-
-def scale_of(most: float) -> tuple[float, str]:
-    """Return the divisor and the unit in which ``most`` bytes are a short number."""
-    return next(each for each in _SCALES if most >= each[0] or each[0] == 1.0)
 
 
 def finish(plt: Any, figure: Any, path: Path) -> None:

@@ -112,17 +112,17 @@ class UnitArguments:
     """Holds the arguments of :func:`fsdp_flat.plan` that decide on units; see there."""
 
     num_ranks: int
-    num_replicas: int = 1
-    sharding_strategy: Any = None
-    auto_wrap_policy: Any = None
-    mixed_precision: Any = None
-    ignored_modules: Any = None
-    ignored_states: Any = None
-    use_orig_params: bool = False
-    front: str = FRONTS[0]
-    offloads: bool = False
-    is_accelerator: bool = True
-    prefetches_forward: bool = False
+    num_replicas: int
+    sharding_strategy: Any
+    auto_wrap_policy: Any
+    mixed_precision: Any
+    ignored_modules: Any
+    ignored_states: Any
+    use_orig_params: bool
+    front: str
+    offloads: bool
+    is_accelerator: bool
+    prefetches_forward: bool
 
     @property
     def has_rows(self) -> bool:

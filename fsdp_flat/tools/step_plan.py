@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.extras.describe import ModelDescription
+from fsdp_flat.extras.describe import ModelDescription, aligned
 from fsdp_flat.tools.model_run import Checkpointed, StepEntry, step_entries
 from fsdp_flat.tools.optimizer_run import MakeOptimizer, optimizer_nbytes
 from fsdp_flat.tools.planned_units import PlannedModel, UnitArguments
 from fsdp_flat.tools.step_replay import BytesByKind, Moment, ReplayOptions, Speeds, StepPhase, StepReplay
-from fsdp_flat.tools.text import aligned, size_text
+from fsdp_flat.tools.text import size_text
 
 _MOST_LISTED = 12
 

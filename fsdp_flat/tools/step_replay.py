@@ -7,7 +7,7 @@ with bytes counted in steps of both fronts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import takewhile
 
@@ -71,8 +71,8 @@ class Speeds:
         flops: floating-point operations a second.
     """
 
-    bandwidth: float = float("inf")
-    flops: float = float("inf")
+    bandwidth: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ class ReplayOptions:
         step_nbytes: what the optimizer's step allocates besides.
     """
 
-    is_accelerator: bool = True
-    prefetches_forward: bool = False
-    offloads: bool = False
-    fixed_nbytes: int = 0
-    state_nbytes: int = 0
-    step_nbytes: int = 0
-    speeds: Speeds = field(default_factory=Speeds)
+    is_accelerator: bool
+    prefetches_forward: bool
+    offloads: bool
+    fixed_nbytes: int
+    state_nbytes: int
+    step_nbytes: int
+    speeds: Speeds
 
 
 class _Memory(Enum):

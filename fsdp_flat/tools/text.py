@@ -1,9 +1,8 @@
-"""Writes numbers and tables as text."""
+"""Writes and reads numbers of bytes as text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from fsdp_flat.errors import OptionError
 
@@ -11,14 +10,16 @@ _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _SIZE = re.compile(r"\s*([0-9.]+)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECASE)
 
 
+def scale_of(nbytes: float) -> tuple[float, str]:
+    """Return the divisor and the decimal unit in which a number of bytes is written with up to three digits."""
+    power = next((power for power in range(len(_DECIMAL)) if abs(nbytes) < 999.5 * 1000**power), len(_DECIMAL) - 1)
+    return 1000.0**power, _DECIMAL[power]
+
+
 def size_text(nbytes: float) -> str:
     """Return a number of bytes with three digits and a decimal unit, as "1.23 GB"."""
-    value = float(nbytes)
-    for unit in _DECIMAL:
-        if abs(value) < 999.5 or unit == _DECIMAL[-1]:
-            return f"{value:.0f} B" if unit == "B" else f"{value:#.3g} {unit}".replace(". ", " ")
-        value /= 1000
-    raise AssertionError(nbytes)
+    divisor, unit = scale_of(nbytes)
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes / divisor:#.3g} {unit}".replace(". ", " ")
 
 
 def nbytes_of(size: str | float) -> int:
@@ -37,17 +38,3 @@ def nbytes_of(size: str | float) -> int:
         raise OptionError(f'A size is a number of bytes or a text like "80GB" or "80GiB"; got {size!r}.')
     power = "kmgtp".index(found[2].lower()) + 1 if found[2] else 0
     return int(number * (1024 if found[3] else 1000) ** power)
-
-
-def aligned(rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
-    """Return the lines of a table: the first ``num_left`` columns are aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [
-                *map(str.ljust, row[:num_left], widths),
-                *map(str.rjust, row[num_left:], widths[num_left:]),
-            ]
-        ).rstrip()
-        for row in rows
-    ]

@@ -68,16 +68,28 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class Renaming(Block):
-    """Saves a layer under another name, adds an alias of it and a value of its own, and takes all of that back."""
+class Hooked(Block):
+    """Changes its state dict when it is saved, and changes it back when it is loaded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._register_state_dict_hook(self.rename)
+        self._register_state_dict_hook(self.change)
         self._register_load_state_dict_pre_hook(self.take_back)
 
     @staticmethod
-    def rename(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    def change(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def take_back(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        raise NotImplementedError
+
+
+class Renaming(Hooked):
+    """Saves a layer under another name, and adds an alias of it and a value of its own."""
+
+    @staticmethod
+    def change(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         state[prefix + "lift.weight"] = state.pop(prefix + "up.weight")
         state[prefix + "lift.alias"] = state[prefix + "lift.weight"].detach()
         state[prefix + "note"] = torch.ones(2)
@@ -88,22 +100,16 @@ class Renaming(Block):
         del state[prefix + "lift.alias"], state[prefix + "note"]
 
 
-class Computing(Block):
-    """Saves a layer negated, as it only can if hooks see full values; takes that back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._register_state_dict_hook(self.negate)
-        self._register_load_state_dict_pre_hook(self.take_back)
+class Computing(Hooked):
+    """Saves a layer negated, as it only can if hooks see full values."""
 
     @staticmethod
-    def negate(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    def change(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         state[prefix + "up.weight"] = -state[prefix + "up.weight"]
 
     @staticmethod
     def take_back(state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if prefix + "up.weight" in state:
-            state[prefix + "up.weight"] = -state[prefix + "up.weight"]
+        state[prefix + "up.weight"] = -state[prefix + "up.weight"]
 
 
 class Extra(Block):
@@ -330,10 +336,11 @@ def _all() -> dict[str, Saved]:
         add("offloaded", Saved(front, kind, config=config, optim_config=optim_config))
         if front == "originals":
             add("frozen", Saved(front, kind, frozen))
-        for name, each in {"renamed": Renaming, "computed": Computing, "extra": Extra}.items():
-            # Computing takes full values, and renaming takes entries by name.
-            if kind == full or (each is Extra or (each is Renaming and (front, kind) != ("flat", local))):
-                add(name, Saved(front, kind, of(each)))
+        add("extra", Saved(front, kind, of(Extra)))
+        if (front, kind) != ("flat", local):  # whose state dicts have no entries by name
+            add("renamed", Saved(front, kind, of(Renaming)))
+        if kind == full:
+            add("computed", Saved(front, kind, of(Computing)))
         add("two blocks of other dtypes", Saved(front, kind, low))
         add("saved", Saved(front, kind, strategy="NO_SHARD"))
         add("saved", Saved(front, kind, strategy="SHARD_GRAD_OP"))
