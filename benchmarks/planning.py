@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.runner import ROOT
+from benchmarks.runner import ROOT, where
+from benchmarks.tables import machine
 
 PAGE = ROOT / "docs" / "planning.md"
 EXAMPLE = ROOT / "examples" / "plan_and_record.py"
@@ -27,12 +28,13 @@ def outputs_of(page: str) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the example, and replace the texts and pictures of the page."""
+    """Run the example, and replace the texts and pictures of the page, and the line on the machine."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(argv)
     folder = args.page.parent / args.page.stem
     subprocess.run([sys.executable, EXAMPLE, "--out", folder], check=True)
+    (folder / "machine.txt").write_text(machine({"where": where()}))
     args.page.write_text(with_outputs(args.page.read_text(), folder))
     for path in [*folder.glob("*.txt"), *folder.glob("*.json")]:
         path.unlink()

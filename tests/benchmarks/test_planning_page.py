@@ -32,11 +32,12 @@ def test_the_page_shows_the_plans_that_its_example_makes(tmp_path: Path) -> None
     shutil.copy(planning.PAGE, page)
     planning.main(["--page", str(page)])
     before, after = planning.outputs_of(PAGE), planning.outputs_of(page.read_text())
-    assert list(before) == list(after) == ["plan.txt", "fit.txt", "summary.txt"]
+    assert list(before) == list(after) == ["plan.txt", "fit.txt", "summary.txt", "machine.txt"]
     for name in ("plan.txt", "fit.txt"):
         assert NUMBER.sub("", before[name]) == NUMBER.sub("", after[name]), f"{name}: python -m benchmarks.planning"
         # Other versions of torch may run other operators.
         assert numbers_in(before[name]) == pytest.approx(numbers_in(after[name]), rel=0.03)
+    assert re.fullmatch(r"\d+ cores \(.*\), .*, Python .*, torch .*\.\n", before["machine.txt"])
     assert re.findall(r"^\w.*:?$", after["summary.txt"], re.MULTILINE)[0].startswith("2 backwards in ")
     rest = planning.OUTPUT.sub("", PAGE)
     assert planning.OUTPUT.sub("", page.read_text()) == rest, "only the outputs are replaced"
