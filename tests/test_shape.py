@@ -31,7 +31,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 # Tokens without comments and docstrings. The folder `tools` and the migration are no part of the library at run time.
 MOST_TOKENS = {
     "": 5856,
-    "checkpoint": 13034,
+    "checkpoint": 13086,
     "comm": 15830,
     "compat": 9701,
     "composable": 3668,
@@ -39,7 +39,7 @@ MOST_TOKENS = {
     "flat": 21036,
     "layout": 3389,
     "runtime": 34703,
-    "state": 30479,
+    "state": 29971,
     "wrap": 3860,
 }
 # Distinct functions of the package, lower layers included, in a steady forward and backward of a middle unit. Counted

@@ -22,6 +22,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import RankZeroTensors, unit_of, units_of
 from fsdp_flat.state import (
+    TEMPLATE,
     BoxedTensor,
     IndexedParam,
     ParamIndex,
@@ -63,8 +64,12 @@ def _entries_of(
     *,
     dtype: torch.dtype | None = None,
     trainable_only: bool = False,
+    loads: bool = False,
 ) -> list[_Entry]:
-    """List the entries of a model's state dict in its order, without communication; see :func:`save_full`."""
+    """List the entries of a model's state dict in its order, without communication; see :func:`save_full`.
+
+    Those of a model that ``loads`` have names, shapes and dtypes alone.
+    """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise OptionTypeError(f"dtype must be a floating-point torch.dtype or None; got {dtype!r}.")
     if dtype is not None and not dtype.is_floating_point:
@@ -81,7 +86,7 @@ def _entries_of(
     flags = {handle: handle.requires_grad() for handle in handles}
     found: list[_Entry] = []
     first: dict[tuple[FlatParamHandle, int], str] = {}
-    for key, value in boxed_state_dict(model).items():
+    for key, value in (_template_of(model) if loads else boxed_state_dict(model)).items():
         name = clean_fqn(key)
         # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
         param = value.param if isinstance(value, BoxedTensor) else None
@@ -104,6 +109,11 @@ def _entries_of(
         plain = value.detach() if param is None or isinstance(value, DTensor) else None
         found.append(_Entry(name, key, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
     return found
+
+
+def _template_of(model: nn.Module) -> dict[str, Any]:
+    with state_dict_settings(model, TEMPLATE):
+        return model.state_dict()
 
 
 def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
@@ -380,7 +390,7 @@ def load_full(
     with together.propagate_errors():
         path = path_of_user(path, "path")
         tensors, names = _stored_in(path)
-        entries = _entries_of(model, keep)
+        entries = _entries_of(model, keep, loads=True)
         # A tied parameter may be in the file under any of its names.
         found = {entry.same_as or entry.name: names[entry.name] for entry in entries if entry.name in names}
         missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]

@@ -3,6 +3,7 @@
 from fsdp_flat.state.codecs import CODECS, BoxedTensor, CodecRow, codec_of, settings_for
 from fsdp_flat.state.model_load import ModelLoad, all_or_nothing, end_load, load_unit, with_wrapper_versions
 from fsdp_flat.state.model_save import (
+    TEMPLATE,
     get_state_dict_type,
     save_model,
     set_state_dict_type,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from fsdp_flat.flat import Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
-from fsdp_flat.state.deferred import DeferredTensor
-from fsdp_flat.state.model_save import deferred_of, flat_shard, settings_of
+from fsdp_flat.state.model_save import flat_shard, placeholder_of, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
@@ -37,6 +35,7 @@ from fsdp_flat.state.shards import (
     rank_groups_of,
     shape_of,
 )
+from fsdp_flat.state.state_placeholders import StatePlaceholder
 
 LOADING_STATE = ErrorTexts(
     "loading a state dict",
@@ -65,7 +64,7 @@ class ModelLoad:
         self.units: list[Unit] = []
         self.has_chunks = self.has_own = False
         # The codec is None where the kind of the value decides.
-        self._deferred: list[tuple[StateShard, DeferredTensor, StateDictCodec | None]] = []
+        self._deferred: list[tuple[StateShard, StatePlaceholder, StateDictCodec | None]] = []
         self._strict = strict
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
@@ -135,7 +134,7 @@ class ModelLoad:
         if not self._is_put_off or self.exchanging_units:
             self._commit()
 
-    def defer(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[str, DeferredTensor]:
+    def defer(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[str, StatePlaceholder]:
         """Show a unit's modules a deferred tensor for each parameter, until the end of the load.
 
         They copy to it whatever they and their hooks make of the state dict. Returns the deferred tensors by name.
@@ -143,10 +142,10 @@ class ModelLoad:
         decoder = codec if isinstance(codec, FullCodec) else None
         if decoder is None and unit.handles:
             self.units.append(unit)
-        found: dict[str, DeferredTensor] = {}
+        found: dict[str, StatePlaceholder] = {}
         own = []
         for param in params_of(unit, clean_fqn(prefix)):
-            deferred = deferred_of(param, partial(_refuse_reading, param))
+            deferred = placeholder_of(param, _refusal_of(param))
             self._deferred.append((StateShard(param, param.local, param.shape), deferred, decoder))
             own.append(deferred)
             for fqn in param.fqns:
@@ -161,9 +160,9 @@ class ModelLoad:
             entry = target.param.handle.params[target.param.index]
             # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
             there = [site.module._parameters.get(site.name) for site in entry.sites]
-            others = [each for each in there if each is not entry.param and not isinstance(each, DeferredTensor)]
+            others = [each for each in there if each is not entry.param and not isinstance(each, StatePlaceholder)]
             own = next((each for each in others if each is not None), None)
-            values.append(deferred.taken() if own is None else own)
+            values.append(deferred.value if own is None else own)
         self._hide_deferred()
         for (target, _, codec), value in zip(self._deferred, values, strict=True):
             if value is not None:
@@ -327,14 +326,14 @@ def load_unit(
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
         if not is_tensor and decoder_of(value) is not FULL:
             # Modules copy tensors only, and reading the attributes of a ShardedTensor warns.
-            state_dict[key] = DeferredTensor.of(shape_of(value), dtype_of(value), unit.options.device, given=value)
+            state_dict[key] = StatePlaceholder.of(shape_of(value), dtype_of(value), unit.options.device, value=value)
         elif isinstance(value, nn.Parameter) and value in own:
             # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
             state_dict[key] = deferred.get(clean_fqn(key), value)
 
 
-def _refuse_reading(param: IndexedParam) -> torch.Tensor:
-    raise LoadError(
+def _refusal_of(param: IndexedParam) -> LoadError:
+    return LoadError(
         f"A load hook or method of a module used {param}, for which the state dict has no value; while a model is "
         "loaded, parameters have the values that were loaded before. Use it after load_state_dict, inside "
         "summon_full_params."

@@ -13,14 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from fsdp_flat.api import (
+    OptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_flat.comm import barrier, true_on_any_rank
-from fsdp_flat.errors import PhaseError, UnsupportedError
+from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import RankZeroTensors, Unit, full_params, unit_of, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
-from fsdp_flat.state.deferred import DeferredTensor
 from fsdp_flat.state.shards import (
     IndexedParam,
     ParamIndex,
@@ -28,6 +33,7 @@ from fsdp_flat.state.shards import (
     StateShard,
     params_of,
 )
+from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -123,6 +129,10 @@ def state_dict_settings(model: nn.Module, settings: StateDictSettings) -> Iterat
         _forced.reset(token)
 
 
+# Settings of a state dict that is made for its names, shapes and dtypes: hooks that compute do so with zeros.
+TEMPLATE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
+
+
 # For each unit of the saves in progress, the tensors gathered for the save that it belongs to.
 _saves: ContextVar[Mapping[Unit, dict[Unit, Any]]] = ContextVar("fsdp_flat_saves", default=MappingProxyType({}))
 
@@ -175,7 +185,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     if outermost:
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
-        _encode_deferred(state, list(state), config)
+        _replace_placeholders(state, list(state), keeps_all=settings is TEMPLATE)
         if not all(each.options.front.has_wrapper for each in units_of(wrapper)):
             _encode_dtensors(wrapper, state, prefix=prefix, codec=codec, config=config)
     for hook in wrapper._state_dict_hooks.values():
@@ -280,17 +290,20 @@ def _save_unit(
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
-    deferred = [deferred_of(param, partial(_read, param)) for param in params]
-    with _names_shown(unit, deferred) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
+    placeholders = [placeholder_of(param, _refusal_of(param, settings)) for param in params]
+    with _names_shown(unit, placeholders) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
     values = codec.gather(shards, config) if gathered is None else gathered
     if codec.is_flat:
         destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
         # Under the original names the live slices, as in FSDP1.
         values = [param.local.to("cpu", copy=True) if config.offload_to_cpu else param.local for param in params]
-    for each, value in zip(deferred, values, strict=True):
+    for each, value in zip(placeholders, values, strict=True):
+        if each.value is not None and each.refusal is not None:
+            raise each.refusal  # a hook has copied something into it
         each.value = value
-    _encode_deferred(destination, [name for param in params for name in param.fqns], config)
+    names = [name for param in params for name in param.fqns]
+    _replace_placeholders(destination, names, keeps_all=settings is TEMPLATE)
     unit.buffers.restore(destination, prefix)
     return destination
 
@@ -323,31 +336,31 @@ def _save_summoned(
     return destination
 
 
-def _encode_deferred(destination: dict[str, Any], names: Iterable[str], config: StateDictConfig) -> None:
-    """Replace the deferred tensors under some names by their values, or by the full tensors that hooks have changed."""
+def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, keeps_all: bool = False) -> None:
+    """Put the values of the placeholders under some names in their place; delete those without, or ``keeps_all``."""
     for name in names:
         found = destination.get(name)
-        if isinstance(found, DeferredTensor):
-            changed = found.taken()
-            if changed is not None:
-                destination[name] = changed.detach().to("cpu" if config.offload_to_cpu else changed.device)
-            elif found.origin.value is not None:
-                destination[name] = found.origin.value
-            else:
+        if isinstance(found, StatePlaceholder):
+            if found.value is not None:
+                destination[name] = found.value
+            elif not keeps_all:
                 del destination[name]
 
 
-def deferred_of(param: IndexedParam, read: Callable[[], torch.Tensor] | None) -> DeferredTensor:
-    """Return a tensor to show in the place of a parameter; ``read`` returns the full one if a hook computes with it."""
+def placeholder_of(param: IndexedParam, refusal: Exception | None) -> StatePlaceholder:
+    """Return a tensor to show in the place of a parameter."""
     device, dtype = param.unit.options.device, param.handle.flat_param.dtype
-    return DeferredTensor.of(param.full_shape, dtype, device, trains=param.trains, read=read)
+    return StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
 
 
-def _read(param: IndexedParam) -> torch.Tensor:
-    """Return a full parameter for a hook that computes with it, as it must on every rank that keeps values."""
-    barrier(f"a state-dict hook that computes with {param}", param.rank_group)
-    gathered = FULL.gather([StateShard(param, param.local, param.shape)], FullStateDictConfig())
-    return param.adapter.from_local(gathered[0])
+def _refusal_of(param: IndexedParam, settings: StateDictSettings) -> UsageError | None:
+    if settings is TEMPLATE:
+        return None
+    return UsageError(
+        f"A state-dict hook or method of a module computes with {param}, of which a {settings.state_dict_type.name} "
+        "has a part on each rank. It may rename, copy and delete the value. Take a FULL_STATE_DICT, in which hooks "
+        "find full parameters."
+    )
 
 
 @contextmanager
@@ -380,7 +393,7 @@ def _save_full(
             shown.enter_context(_registered(unit, gathered or ()))
         else:
             # Hooks here find every name too.
-            shown.enter_context(_names_shown(unit, [deferred_of(param, None) for param in params]))
+            shown.enter_context(_names_shown(unit, [placeholder_of(param, None) for param in params]))
         destination = inner()
         for param, present in zip(params, _names_in(destination, params), strict=True):
             if not keep:

@@ -1,0 +1,173 @@
+"""Stands in for the parameters of modules, of which each rank has a part, while these and their hooks save or load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.overrides import is_tensor_like
+from torch.utils._pytree import tree_map_only
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat import unguarded, without_data
+
+
+class StatePlaceholder(torch.Tensor):
+    """Stands in for a parameter, or for a sharded value of a state dict, that no rank has whole.
+
+    It has the shape, dtype and device of the full tensor and no data. Modules and hooks may rename, detach, copy and
+    delete it, look at its attributes, and create other tensors like it. An operation that needs its values works with
+    the full tensor that a load has copied into it; without one it raises ``refusal``.
+
+    Attributes:
+        value: in a load what was copied into it, in a save what takes its place in the state dict; else None.
+        refusal: the error of an operation that needs its values. None on ranks that keep no values: there operations
+            work with zeros, and their results are placeholders too.
+        trains: returns whether the parameter requires gradients.
+    """
+
+    # Modules and hooks that look for parameters find it.
+    _is_param = True
+
+    value: Any
+    refusal: Exception | None
+    trains: Callable[[], bool]
+    _is_own: bool
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        value: Any = None,
+        refusal: Exception | None = None,
+        trains: Callable[[], bool] = lambda: False,
+    ) -> StatePlaceholder:
+        """Create one; see the attributes of the class."""
+        made: StatePlaceholder = without_data(StatePlaceholder, shape, dtype=dtype, device=device)
+        made.value, made.refusal, made.trains, made._is_own = value, refusal, trains, False
+        return made
+
+    def accept(self, source: Any) -> None:
+        """Take ``source`` in place of the full tensor, without a copy."""
+        if isinstance(source, StatePlaceholder) and source is not self:
+            source = source._full() if source.value is None else source.value
+        if source is not self:
+            self.value, self._is_own = source, False
+
+    def module_load(self, other: Any, assign: bool = False) -> Any:
+        """Return the tensor that torch swaps with this one (``set_swap_module_params_on_conversion``)."""
+        made = StatePlaceholder.of(self.shape, self.dtype, self.device, refusal=self.refusal, trains=self.trains)
+        made.accept(other.detach())
+        return made
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StatePlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"A tensor of shape {tuple(self.shape)} is inside another value of a sharded state dict, where only "
+            "entries by themselves are sharded. Take a FULL_STATE_DICT of a module that saves containers of tensors."
+        )
+
+    def _full(self) -> torch.Tensor:
+        """Return the full tensor for an operation, of its own memory: the given one is the caller's."""
+        if self._is_own:
+            return self.value
+        if _is_opaque(self.value):
+            raise UsageError(
+                f"A load hook computes with a {type(self.value).__name__} of shape {tuple(self.shape)}, of which each "
+                "rank has a part. Load a FULL_STATE_DICT into a module that converts values when it loads."
+            )
+        if self.value is not None and self.value.shape != self.shape:
+            raise UsageError(
+                f"A load hook computes with a tensor of shape {tuple(self.value.shape)} in place of a parameter of "
+                f"shape {tuple(self.shape)}. Give the state dict's value the parameter's shape."
+            )
+        if self.value is None and self.refusal is not None:
+            raise self.refusal
+        full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if self.value is not None:
+            self.value, self._is_own = full.copy_(self.value), True
+        return full
+
+    def _like(self) -> torch.Tensor:
+        """Return a tensor without meaningful values for an operation that needs the shape, dtype and device only."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own, name = args[0] if args else None, getattr(func, "__name__", "")
+        if isinstance(own, StatePlaceholder):
+            # Getters and setters of attributes are bound to the attribute, which has the name.
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name == "__get__" and attribute == "requires_grad":
+                return own.trains()
+            if name == "copy_" or (name == "__set__" and attribute == "data"):
+                own.accept(args[1])
+            # A save or a load does not change which parameters train.
+            if name in _SAME or name == "__set__" or attribute == "data" or own._is_converted(name, args):
+                return own
+            if name == "__get__" or name in _OF_SHAPES:
+                with unguarded():
+                    found = func(*args, **(kwargs or {}))
+                if not isinstance(found, torch.Tensor):
+                    return found
+        return _computed(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # For operations that do not come by __torch_function__.
+        return _computed(func, args, kwargs or {})
+
+    def _is_converted(self, name: str, args: Any) -> bool:
+        """Return whether an operation returns the values of a sharded one, in the same shape; or copies none."""
+        if name == "clone" and self.value is None:
+            return self.refusal is not None
+        if not _is_opaque(self.value):
+            return False
+        if name in ("view", "reshape"):
+            return torch.Size(args[1] if isinstance(args[1], (tuple, list)) else args[1:]) == self.shape
+        return name in _CONVERSIONS or (name == "view_as" and args[1].shape == self.shape)
+
+
+_SAME = frozenset({"detach", "requires_grad_", "copy_"})
+_OF_SHAPES = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
+    | {"__len__", "__hash__", "is_contiguous"}
+)
+# Operations that return the values of their tensor in another dtype, or on another device; a load converts both.
+_CONVERSIONS = frozenset(
+    {"contiguous", "clone", "cpu", "cuda", "to", "type", "float", "double", "half", "bfloat16", "type_as"}
+)
+
+
+def _is_opaque(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) or (value is not None and not is_tensor_like(value))
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of an operation on full tensors."""
+    first, name, keeps_none = args[0] if args else None, getattr(func, "__name__", ""), False
+
+    def operand(own: StatePlaceholder) -> torch.Tensor:
+        nonlocal keeps_none
+        keeps_none = keeps_none or (own.refusal is None and own.value is None)
+        creates = name.endswith("_like") or name.startswith("new_")
+        converts_other = name in ("to", "type_as") and own is not first
+        return own._like() if creates or converts_other else own._full()
+
+    args, kwargs = tree_map_only(StatePlaceholder, operand, (args, kwargs))
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    if isinstance(first, StatePlaceholder) and result is first.value:
+        return first
+    if not keeps_none:
+        return result
+    return tree_map_only(torch.Tensor, lambda each: StatePlaceholder.of(each.shape, each.dtype, each.device), result)
