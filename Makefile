@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-all test-clients test-versions test-newest gpu fuzz trace check fix bench bench-scale clean
+.PHONY: demo test test-all test-clients test-versions test-newest gpu fuzz soak trace check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -44,6 +44,10 @@ FAILURES ?= fuzz-failures.txt
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds $(SEEDS) --ranks $(RANKS) --failures $(FAILURES) $(FUZZ)
+
+# Ten minutes of training through kills, stopped and slow ranks, full disks and other numbers of ranks.
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(SOAK)
 
 # What a fixed set of programs does (events, collectives, bytes, weights), here and at another revision.
 AGAINST ?= HEAD

@@ -21,6 +21,7 @@ SESSIONS = (
         "tests/benchmarks",
         "tests/rehearsal",
         "tests/fuzz",
+        "tests/soak",
         "tests/gpu",
         "tests/tools",
         "tests/versions",
