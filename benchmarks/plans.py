@@ -1,7 +1,8 @@
 """Measures rank 0's part in a save of a checkpoint by many ranks: ``python -m benchmarks.plans``.
 
-``dcp.save`` gathers a plan from every rank, scatters the plans, gathers the results and broadcasts the metadata;
-``save_checkpoint`` gathers one text. One process makes the objects of every rank, and does rank 0's work with them.
+``dcp.save`` gathers a plan from every rank, scatters the plans, gathers the results and broadcasts the metadata; with
+cached plans every save but the first leaves the plans out. ``save_checkpoint`` gathers one text. One process makes the
+objects of every rank, and does rank 0's work with them.
 """
 
 from __future__ import annotations
@@ -51,31 +52,57 @@ def _row(exchange: str, payloads: list[bytes], seconds: float) -> list[Any]:
     return [exchange, sum(map(len, payloads)), len(payloads), seconds]
 
 
-def measure_dcp(ranks: int, params: int, path: Path) -> list[list[Any]]:
-    """Go through the steps of ``dcp.save`` for every rank; return name, bytes, objects and seconds of each exchange."""
+class _Planner(dcp.DefaultSavePlanner):
+    """Is torch's planner of one of the ranks of this process, whose plans it caches apart from those of others."""
 
-    def begin(rank: int) -> tuple[dcp.DefaultSavePlanner, dcp.FileSystemWriter, Any]:
-        planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
+    def __init__(self, rank: int, *, is_cached: bool) -> None:
+        super().__init__(enable_plan_caching=is_cached)
+        self._cached_plans_key = f"rank {rank}"
+
+
+def measure_dcp(ranks: int, params: int, path: Path, *, is_cached: bool) -> list[list[Any]]:
+    """Go through the steps of ``dcp.save`` for every rank; return name, bytes, objects and seconds of each exchange.
+
+    With ``is_cached`` these are the steps of the second save.
+    """
+
+    def begin(rank: int, path: Path) -> tuple[_Planner, dcp.FileSystemWriter, Any]:
+        planner, writer = _Planner(rank, is_cached=is_cached), dcp.FileSystemWriter(path)
         planner.set_up_planner(state_of(rank, ranks, params), writer.storage_meta(), rank == 0)
         writer.set_up_storage_writer(rank == 0)
         return planner, writer, writer.prepare_local_plan(planner.create_local_plan())
 
-    plans = [pickle.dumps(begin(rank)[2]) for rank in range(ranks)]
-    planner, writer, _ = begin(0)
-    (merged, metadata), merging = _timed(lambda: planner.create_global_plan([pickle.loads(plan) for plan in plans]))
-    returned, returning = _timed(lambda: [pickle.dumps(plan) for plan in writer.prepare_global_plan(merged)])
-    written = []
-    for rank, plan in enumerate(returned):
-        other, files, _ = begin(rank)
-        written.append(pickle.dumps(files.write_data(other.finish_plan(pickle.loads(plan)), other).wait()))
-    _, finishing = _timed(lambda: writer.finish(metadata, [pickle.loads(results) for results in written]))
-    spread, spreading = _timed(lambda: [pickle.dumps(metadata)])
-    return [
-        _row("dcp.save: plans to rank 0", plans, merging),
-        _row("dcp.save: plans from rank 0", returned, returning),
-        _row("dcp.save: results to rank 0", written, finishing),
-        _row("dcp.save: metadata from rank 0 to all", spread, spreading),
-    ]
+    rows: list[list[Any]] = []
+    for folder in (path.with_name("first"), path)[not is_cached :]:
+        begun = [begin(rank, folder) for rank in range(ranks)]
+        plans = [pickle.dumps(plan) for _, _, plan in begun]
+        planner, writer, _ = begun[0]
+
+        def merged(planner: _Planner = planner, plans: list[bytes] = plans) -> Any:
+            return planner.create_global_plan([pickle.loads(plan) for plan in plans])
+
+        def returned(each: list[Any], writer: dcp.FileSystemWriter = writer) -> list[bytes]:
+            return [pickle.dumps(plan) for plan in writer.prepare_global_plan(each)]
+
+        (plans_of_ranks, metadata), merging = _timed(merged)
+        sent, returning = _timed(lambda of=returned, each=plans_of_ranks: of(each))
+        written = []
+        for (other, files, _), plan in zip(begun, sent, strict=True):
+            written.append(pickle.dumps(files.write_data(other.finish_plan(pickle.loads(plan)), other).wait()))
+
+        def finish(writer: dcp.FileSystemWriter = writer, metadata: Any = metadata, written: Any = written) -> None:
+            writer.finish(metadata, [pickle.loads(results) for results in written])
+
+        _, finishing = _timed(finish)
+        spread, spreading = _timed(lambda metadata=metadata: [pickle.dumps(metadata)])
+        name = "dcp.save, cached plans" if is_cached else "dcp.save"
+        rows = [
+            _row(f"{name}: plans to rank 0", plans, merging),
+            _row(f"{name}: plans from rank 0", sent, returning),
+            _row(f"{name}: results to rank 0", written, finishing),
+            _row(f"{name}: metadata from rank 0 to all", spread, spreading),
+        ]
+    return rows
 
 
 def measure_texts(ranks: int, params: int, path: Path) -> list[list[Any]]:
@@ -104,7 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure_dcp(args.ranks, args.params, Path(folder, "dcp"))
+        rows = measure_dcp(args.ranks, args.params, Path(folder, "dcp"), is_cached=False)
+        rows += measure_dcp(args.ranks, args.params, Path(folder, "cached"), is_cached=True)
         rows += measure_texts(args.ranks, args.params, Path(folder, "texts"))
     results = {"ranks": args.ranks, "params": args.params, "rows": rows, "where": where()}
     args.out.mkdir(parents=True, exist_ok=True)

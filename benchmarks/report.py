@@ -12,7 +12,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from benchmarks import micro, plans, projection, scale
+from benchmarks import micro, plans, projection, saves, scale
 from benchmarks.__main__ import main as bench
 from benchmarks.pictures import digest_in, digest_of, draw
 from benchmarks.runner import ROOT
@@ -34,11 +34,12 @@ RUNS = {
 }
 
 SCALE = "Host time and memory by units and ranks"
+SAVES = "Saves of a checkpoint"
 PLANS = "Plans of a checkpoint"
 MICRO = "Collectives alone"
 GPU = "GPU"
 PROJECTION = "8, 64 and 1024 GPUs, by arithmetic"
-HEADINGS = (SCALE, PLANS, MICRO, GPU, PROJECTION)
+HEADINGS = (SCALE, SAVES, PLANS, MICRO, GPU, PROJECTION)
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*\.png)\)")
 
 INTRO = """# Performance
@@ -61,6 +62,7 @@ make bench                                   # the tables of the compute-heavy m
 make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
 make bench-scale                             # host time and memory by units and ranks
 make gpu                                     # one GPU: tests, the stream sanitizer, and python -m benchmarks.gpu
+python -m benchmarks.saves                   # saves of a checkpoint, beside those of torch
 python -m benchmarks.plans                   # the exchanges of ranks that save a checkpoint
 python -m benchmarks.micro                   # collectives alone
 python -m benchmarks.report                  # this page, with what the commands above have measured, and its pictures
@@ -142,6 +144,9 @@ def _measured(results: Path, old: Container[str]) -> dict[str, str]:
         made[SCALE] = [scale.NOTE, scale.scale_table(found)]
         found = _read(results / "scale-no-gc.json")
         made[SCALE] += [scale.NO_GC_NOTE, scale.scale_table(found)] if found is not None else []
+    found = _read(results / "saves.json")
+    if found is not None:
+        made[SAVES] = [saves.saves_table(found)]
     found = _read(results / "plans.json")
     if found is not None:
         made[PLANS] = [plans.NOTE, plans.plans_table(found)]
@@ -219,6 +224,7 @@ def main(argv: list[str] | None = None) -> None:
             bench([*flags, "--rounds", str(args.rounds), "--name", name, "--out", str(args.results)])
         scale.main(["--out", str(args.results)])
         scale.main(["--no-gc", "--out", str(args.results)])
+        saves.main(["--out", str(args.results)])
         plans.main(["--out", str(args.results)])
         micro.main(["--out", str(args.results)])
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu, micro, plans, projection, report, scale, tables
+from benchmarks import gpu, micro, plans, projection, report, saves, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.model import GPT
 from benchmarks.runner import where
@@ -135,15 +136,25 @@ def test_a_projected_step_is_never_faster_than_its_compute_or_its_network() -> N
 def test_plans_and_texts_of_every_rank_are_measured_and_are_on_the_page(tmp_path: Path) -> None:
     plans.main(["--ranks", "3", "--params", "2", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "plans.json").read_text())
-    assert [count for _, _, count, _ in results["rows"]] == [3, 3, 3, 1, 3]
-    assert all(nbytes > 100 * count for _, nbytes, count, _ in results["rows"])
+    assert [count for _, _, count, _ in results["rows"]] == [3, 3, 3, 1, 3, 3, 3, 1, 3]
+    sizes = {name: nbytes / count for name, nbytes, count, _ in results["rows"]}
+    assert min(sizes["dcp.save: plans to rank 0"], sizes["save_checkpoint: texts to rank 0"]) > 500
+    assert sizes["dcp.save, cached plans: plans to rank 0"] < sizes["dcp.save: plans to rank 0"] / 2
     assert plans.plans_table(results) in report.page(tmp_path)
+
+
+def test_saves_of_both_ways_are_measured_and_are_on_the_page(tmp_path: Path) -> None:
+    saves.main(["--ranks", "2", "--preset", "tiny", "--rounds", "1", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "saves.json").read_text())
+    assert set(results["ranks"]["2"]) == set(saves.WAYS)
+    assert all(0 < returned <= ended for returned, ended in results["ranks"]["2"].values())
+    assert saves.saves_table(results) in report.page(tmp_path)
 
 
 def test_plans_and_texts_lead_to_the_same_metadata(tmp_path: Path) -> None:
     found = []
-    for measure in (plans.measure_dcp, plans.measure_texts):
-        path = tmp_path / measure.__name__
+    for measure in (partial(plans.measure_dcp, is_cached=False), plans.measure_texts):
+        path = tmp_path / str(len(found))
         measure(3, 2, path)
         found.append(SafeReader(path).read_metadata())
     first, second = found
