@@ -1,7 +1,8 @@
 """Replaces the library's all-gathers and reduce-scatters with custom ones, and offers two that use 8-bit integers.
 
 By default each backend and device uses its cheapest route. On the CPU with gloo: shared memory for ranks of one Linux
-host, else broadcasts into place and an exchange of slices. Elsewhere the backend's own all_gather and reduce_scatter.
+host, both shared memory and one exchange between hosts for ranks of several, else broadcasts into place and an exchange
+of slices. Elsewhere the backend's own all_gather and reduce_scatter.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Every rank of the group must make the same calls in the same order. ``collectives_for`` (``routes``) selects one of:
 
 * CPU tensors of ranks on one host, in a gloo group: shared memory, from which each rank reads the slices it needs.
+* CPU tensors of ranks on several hosts: shared memory within each, and one exchange by gloo between them (``shm``).
 * gloo on other CPU tensors: an all-gather is one broadcast per rank, each directly into its slice; a reduce-scatter is
   an all-to-all of slices followed by a local sum. gloo's all_gather allocates and copies a second full buffer, and its
   reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
@@ -220,7 +221,7 @@ class CustomCollectives(Collectives):
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum tensors in the order of ranks, and 16-bit floats in fp32.
+    """Sum one or more tensors in the order of ranks, and 16-bit floats in fp32.
 
     So the result does not depend on timing, and does not lose precision with more ranks.
     """
@@ -228,7 +229,7 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.add(*parts)
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = parts[0].to(wide, copy=True).add_(parts[1])
-    for part in parts[2:]:
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
         total.add_(part)
     return total.to(dtype)

@@ -1,4 +1,4 @@
-"""Exchanges tensors between the ranks of one host through shared memory.
+"""Exchanges tensors between the ranks of each host through shared memory.
 
 The rest of the package uses only the names of this file.
 """

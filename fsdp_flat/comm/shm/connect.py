@@ -1,4 +1,4 @@
-"""Creates one shared-memory transport for each group whose ranks are all on one host."""
+"""Creates the shared-memory transports of a group: one between all ranks, or two within each of several hosts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import secrets
 import socket
 import struct
 import weakref
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
-from fsdp_flat.comm.rank_groups import RankGroup
+from fsdp_flat.comm.rank_groups import RankGroup, second_group
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.torch_comm import timeout_of
 
@@ -27,34 +30,77 @@ _CPU = torch.device("cpu")
 _MOST_RANKS = 16
 _SETUP_S = 10.0
 
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Describes a group whose ranks are on several hosts, and share memory within each.
+
+    Attributes:
+        ranks: the ranks of the group by host, in the order of the hosts' first ranks.
+        direct: exchanges tensors of this rank within its host.
+        relayed: exchanges tensors of other hosts within this host.
+        reductions: a second process group of the same ranks, for the exchanges of reduce-scatters between hosts.
+        gathers, sums: all-gathers and reduce-scatters of all units whose second part has not begun, oldest first.
+    """
+
+    ranks: list[list[int]]
+    direct: SharedMemoryTransport
+    relayed: SharedMemoryTransport
+    reductions: RankGroup
+    gathers: deque[Any] = field(default_factory=deque)
+    sums: deque[Any] = field(default_factory=deque)
+
+
 # Process-wide like torch's groups, so that all units of a group share one transport.
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | None] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | Hosts | None] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
-    """Return the transport of a group of more than one rank; None if its ranks cannot share memory.
+    """Return the transport between all ranks of a group of more than one; None if they cannot all share memory.
 
     At most 16 ranks can, if they run on one Linux kernel as one user, in one network namespace, and the environment
-    variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group is a collective: every
-    rank of the group must make it at the same point.
+    variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group, of this function or of
+    :func:`hosts_of`, is a collective: every rank of the group must make it at the same point.
     """
+    connection = _connection_of(rank_group)
+    return connection if isinstance(connection, SharedMemoryTransport) else None
+
+
+def hosts_of(rank_group: RankGroup) -> Hosts | None:
+    """Return the hosts of a group that spans several of them, if the ranks of each share memory, as in transport_of."""
+    connection = _connection_of(rank_group)
+    return connection if isinstance(connection, Hosts) else None
+
+
+def _connection_of(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | None:
     group = rank_group.group
     assert group is not None
-    if group not in _transports:
-        _transports[group] = _connect(rank_group, group)
-        way = "gloo" if _transports[group] is None else "shared memory"
+    if group not in _connections:
+        connection = _connections[group] = _connect(rank_group, group)
+        way = "gloo" if connection is None else "shared memory"
+        if isinstance(connection, Hosts):
+            way = f"shared memory within {len(connection.ranks)} hosts, and by gloo once between them"
         _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
-    return _transports[group]
+    return _connections[group]
 
 
 def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
     """Return the transport of a group if :func:`transport_of` has created one, else None."""
-    return None if rank_group.group is None else _transports.get(rank_group.group)
+    connection = None if rank_group.group is None else _connections.get(rank_group.group)
+    return connection if isinstance(connection, SharedMemoryTransport) else None
 
 
 def transports() -> list[SharedMemoryTransport]:
     """Return the transports of this process."""
-    return [transport for transport in _transports.values() if transport is not None]
+    found: list[SharedMemoryTransport] = []
+    for connection in _connections.values():
+        if isinstance(connection, Hosts):
+            found += [connection.direct, connection.relayed]
+        elif connection is not None:
+            found.append(connection)
+    return found
 
 
 def _leave_parents_groups() -> None:
@@ -66,25 +112,48 @@ def _leave_parents_groups() -> None:
 os.register_at_fork(after_in_child=_leave_parents_groups)
 
 
-def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
-    """Connect all ranks of a group, or none."""
+def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | Hosts | None:
+    """Connect all ranks of each host, or none."""
+    hosts, direct = _connect_hosts(rank_group, group)
+    if direct is None or len(hosts) == 1:
+        return direct
+    _, relayed = _connect_hosts(rank_group, group)
+    if relayed is None:
+        direct.leave()
+        return None
+    return Hosts(hosts, direct, relayed, second_group(rank_group))
+
+
+def _connect_hosts(
+    rank_group: RankGroup, group: dist.ProcessGroup
+) -> tuple[list[list[int]], SharedMemoryTransport | None]:
+    """Return the ranks by host, and the transport of this rank's host; None if ranks cannot or need not connect."""
     timeout_s = timeout_of(group).total_seconds()
     # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
-    listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
+    listener = _listen(min(_SETUP_S, timeout_s / 4))
     own = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
+    by_host: dict[bytes, list[int]] = {}
     try:
-        each_rank = [payload.split(b" ") for payload in exchange_bytes(own, group, _CPU)]
-        if listener is not None and len({host for host, *_ in each_rank}) == 1:
-            with suppress(OSError, ValueError):
-                _connect_peers(rank_group, listener, [address for _, address in each_rank], peers)
+        addresses = []
+        for rank, payload in enumerate(exchange_bytes(own, group, _CPU)):
+            host, _, address = payload.partition(b" ")
+            by_host.setdefault(host, []).append(rank)
+            addresses.append(address)
+        hosts = list(by_host.values())
+        if not all(addresses) or not 1 < max(map(len, hosts)) <= _MOST_RANKS:
+            return hosts, None
+        (local,) = (ranks for ranks in hosts if rank_group.rank in ranks)
+        assert listener is not None
+        with suppress(OSError, ValueError):
+            _connect_peers(rank_group, local, listener, addresses, peers)
     finally:
         if listener is not None:
             listener.close()
-    if all(ok for (ok,) in exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)):
-        return SharedMemoryTransport(rank_group, peers, timeout_s)
+    if all(ok for (ok,) in exchange_ints([int(len(peers) == len(local) - 1)], group, _CPU)):
+        return hosts, SharedMemoryTransport(rank_group, peers, timeout_s)
     close_all(peers)
-    return None
+    return hosts, None
 
 
 @functools.cache
@@ -120,15 +189,19 @@ def _listen(timeout_s: float) -> socket.socket | None:
 
 
 def _connect_peers(
-    rank_group: RankGroup, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]
+    rank_group: RankGroup,
+    local: list[int],
+    listener: socket.socket,
+    addresses: list[bytes],
+    peers: dict[int, socket.socket],
 ) -> None:
-    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones, and sends its rank."""
-    for rank in range(rank_group.rank):
+    """Add a socket to every other rank of this host to ``peers``; each connects to lower ones, and sends its rank."""
+    for rank in local[: local.index(rank_group.rank)]:
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[rank].settimeout(listener.gettimeout())
         peers[rank].connect(addresses[rank])
         peers[rank].send(b"%d" % rank_group.rank)
-    while len(peers) < rank_group.size - 1:
+    while len(peers) < len(local) - 1:
         peer, _ = listener.accept()
         peer.settimeout(listener.gettimeout())
         # struct ucred: process, user, group.

@@ -7,7 +7,8 @@ import torch
 from fsdp_flat.comm.failures import unit_names
 from fsdp_flat.comm.flat_collectives import GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.shm.connect import transport_of
+from fsdp_flat.comm.shm.connect import hosts_of, transport_of
+from fsdp_flat.comm.shm.host_collectives import HostCollectives
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.comm.streams import Pending, unrecorded
 
@@ -15,24 +16,28 @@ from fsdp_flat.comm.streams import Pending, unrecorded
 class SharedMemoryCollectives(GlooCollectives):
     """Uses shared memory for CPU tensors if the group's ranks have it, else gloo; the results are equal bit for bit.
 
-    The first call determines which, by a collective.
+    The first call determines which, by a collective. A group that spans hosts uses both (``HostCollectives``).
     """
 
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         super().__init__(rank_group, unit, name)
         self._transport: SharedMemoryTransport | None = None
+        self._elsewhere = GlooCollectives(rank_group, unit, name)
         self._is_connected = False
 
     def _connect(self) -> SharedMemoryTransport | None:
         unit_names(self.group).setdefault(self._unit, self._name)
         self._transport = transport_of(self.rank_group)
+        hosts = hosts_of(self.rank_group)
+        if hosts is not None:
+            self._elsewhere = HostCollectives(self.rank_group, self._unit, self._name, hosts=hosts)
         self._is_connected = True
         return self._transport
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
         if transport is None:
-            return super().begin_all_gather(tensor, target)
+            return self._elsewhere.begin_all_gather(tensor, target)
         slices = tensor.chunk(self.size) if target is None else ()
         own = slices[self.rank] if target is None else tensor
 
@@ -54,7 +59,7 @@ class SharedMemoryCollectives(GlooCollectives):
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
         if transport is None:
-            return super().begin_reduce_scatter(full, pool)
+            return self._elsewhere.begin_reduce_scatter(full, pool)
         slices = full.chunk(self.size)
 
         def add(received: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,233 @@
+"""Groups that span hosts exchange tensors in two levels: within each host, and once between hosts."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_flat import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
+from fsdp_flat.comm import RankGroup
+from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
+from fsdp_flat.comm.shm.connect import hosts_of
+from tests.comm.test_collectives import DTYPES, contribution
+from tests.runtime.kit import Twin, sgd
+from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.hosts import on_hosts
+from tests.support.kit import BLOCKS, Stack, batch, full_grads, full_params, mesh, square_loss, wrapped
+from tests.support.reference import replicated_step
+
+# The host of each rank: pairs in order, interleaved, of unequal numbers, one host with a single rank, three hosts.
+PLACES = ["aabb", "abab", "abba", "aaab", "abbb", "aabc"]
+
+
+def sum_by_host(places: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add parts by rank in the documented order: within each host first, rounded once for each host."""
+    hosts: dict[str, list[torch.Tensor]] = {}
+    for place, part in zip(places, parts, strict=True):
+        hosts.setdefault(place, []).append(part)
+    wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
+
+    def total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        result = tensors[0].to(wide)
+        for tensor in tensors[1:]:
+            result = result + tensor.to(wide)
+        return result.to(parts[0].dtype)
+
+    return total([total(of_host) for of_host in hosts.values()])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("places", PLACES)
+def test_a_gather_is_the_concatenation_of_the_slices_wherever_ranks_are(places: str, rank: int) -> None:
+    with on_hosts(places):
+        rank_group = RankGroup.of(dist.new_group())
+        assert hosts_of(rank_group) is not None
+        for dtype in [*DTYPES, torch.bool]:
+            slices = [contribution(other, 5, dtype) for other in range(4)]
+            full = torch.zeros(20, dtype=dtype)
+            full[5 * rank : 5 * (rank + 1)] = slices[rank]
+            assert SharedMemoryCollectives(rank_group).begin_all_gather(full).wait() is full
+            assert_equal(full, torch.cat(slices), what=f"{dtype}")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("places", PLACES)
+def test_a_reduction_adds_within_each_host_in_order_of_ranks_and_then_over_hosts(
+    places: str, dtype: torch.dtype, rank: int
+) -> None:
+    with on_hosts(places):
+        collectives = SharedMemoryCollectives(RankGroup.of(dist.new_group()))
+        parts = [
+            (100 * torch.randn(4 * 33, generator=torch.Generator().manual_seed(other))).to(dtype) for other in range(4)
+        ]
+        for late in range(4):
+            if rank == late:
+                time.sleep(0.01)
+            result = collectives.begin_reduce_scatter(parts[rank].clone()).wait()
+            assert_equal(result, sum_by_host(places, parts)[33 * rank : 33 * (rank + 1)], what=f"rank {late} late")
+
+
+@on_ranks(4)
+def test_ranks_on_hosts_of_their_own_use_gloo(rank: int) -> None:
+    with on_hosts("abcd"):
+        rank_group = RankGroup.of(dist.new_group())
+        assert transport_of(rank_group) is None
+        assert hosts_of(rank_group) is None
+
+
+@on_ranks(4)
+def test_collectives_of_several_units_may_be_waited_for_in_any_order_over_hosts(rank: int) -> None:
+    with on_hosts("aabb"):
+        rank_group = RankGroup.of(dist.new_group())
+        units = [SharedMemoryCollectives(rank_group, number, f"unit {number}") for number in (1, 2, 3)]
+        pendings = []
+        for number, unit in enumerate(units, 1):
+            full = torch.zeros(4 * number)
+            full[number * rank : number * (rank + 1)] = rank + number
+            pendings.append((unit.begin_all_gather(full), torch.arange(4.0).repeat_interleave(number) + number))
+            gradient = torch.full((4 * number,), float(rank + number))
+            pendings.append((unit.begin_reduce_scatter(gradient), torch.full((number,), 6.0 + 4 * number)))
+        for pending, expected in reversed(pendings):
+            assert_equal(pending.wait(), expected)
+            assert pending.is_completed()
+
+
+@on_ranks(4)
+def test_a_collective_completes_without_a_wait_once_all_ranks_have_looked(rank: int) -> None:
+    with on_hosts("aabb"):
+        unit = SharedMemoryCollectives(RankGroup.of(dist.new_group()))
+        pendings = [unit.begin_all_gather(torch.full((4,), float(rank))), unit.begin_reduce_scatter(torch.ones(8))]
+        until = time.monotonic() + 30
+        while [pending for pending in pendings if not pending.is_completed()]:
+            assert time.monotonic() < until, "the collectives do not proceed"
+            time.sleep(0.001)
+        assert_equal(pendings[0].wait(), torch.arange(4.0))
+        assert_equal(pendings[1].wait(), torch.full((2,), 4.0))
+
+
+@on_ranks(4)
+def test_each_byte_crosses_between_two_hosts_once(rank: int) -> None:
+    with on_hosts("aabb"):
+        unit = SharedMemoryCollectives(RankGroup.of(dist.new_group()))
+        unit.begin_all_gather(torch.zeros(4 * 100)).wait()
+        sent = 0
+        all_to_all = dist.all_to_all_single
+
+        def count(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            assert all(not splits[rank] and not splits[rank ^ 1] for splits in args), "a byte stays on its host"
+            sent += tensor.nbytes
+            return all_to_all(output, tensor, *args, **kwargs)
+
+        with mock.patch.object(dist, "all_to_all_single", count), mock.patch.object(dist, "broadcast", None):
+            unit.begin_all_gather(torch.zeros(4 * 100)).wait()
+            assert sent == 400, "a rank's own slice"
+            unit.begin_reduce_scatter(torch.zeros(4 * 100)).wait()
+            assert sent == 400 + 400, "a host's sum of one slice"
+
+
+@on_ranks(4)
+def test_the_log_says_once_how_a_group_that_spans_hosts_exchanges_tensors(rank: int) -> None:
+    with on_hosts("aabb"), mock.patch.object(connect, "_logger") as logger:
+        rank_group = RankGroup.of(dist.new_group())
+        for number in (1, 2):
+            SharedMemoryCollectives(rank_group, number).begin_all_gather(torch.zeros(4)).wait()
+    lines = [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
+    assert lines == [
+        f"rank {rank} of a group of 4: tensors on the CPU move by shared memory within 2 hosts, and by gloo once "
+        "between them"
+    ]
+
+
+def layouts(strategy: ShardingStrategy) -> list[dict[str, Any]]:
+    """The groups of a strategy: none, or for a hybrid one meshes that replicate over pairs and over single ranks."""
+    if "HYBRID" not in strategy.name:
+        return [{}]
+    return [{"device_mesh": mesh(2, 2)}, {"device_mesh": mesh(1, 4)}]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_every_strategy_trains_as_a_plain_replica_over_hosts(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    with on_hosts("aabb"):
+        for layout in layouts(strategy):
+            layout.setdefault("process_group", None if "device_mesh" in layout else dist.new_group())
+            twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **layout)
+            for _ in range(3):
+                twin.step()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("places", ["abba", "aaab", "aabc"])
+def test_uneven_hosts_and_shards_train_as_a_plain_replica(places: str) -> None:
+    with on_hosts(places):
+        twin = Twin.of(nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 1)), auto_wrap_policy=None)
+        for _ in range(3):
+            twin.step()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
+def test_fully_shard_trains_as_a_plain_replica_over_hosts(shape: tuple[int, ...], rank: int) -> None:
+    with on_hosts("aabb"):
+        module = Stack()
+        plain = copy.deepcopy(module)
+        model_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for block in module.blocks:
+            fully_shard(block, mesh=model_mesh)
+        model = fully_shard(module, mesh=model_mesh)
+        optimizer, plain_optimizer = sgd(model.parameters()), sgd(plain.parameters())
+        for step in range(3):
+            inputs = [batch(other, step) for other in range(4)]
+            replicated_step(plain, plain_optimizer, inputs, square_loss)
+            optimizer.zero_grad()
+            square_loss(model, inputs[rank]).backward()
+            optimizer.step()
+            found = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+            assert_close(
+                found, {name: param.detach() for name, param in plain.named_parameters()}, atol=1e-6, rtol=1e-5
+            )
+
+
+@on_ranks(4)
+def test_bf16_gradients_over_hosts_are_as_close_to_a_plain_replica_as_on_one(rank: int) -> None:
+    def gradients(places: str) -> dict[str, torch.Tensor]:
+        with on_hosts(places):
+            torch.manual_seed(0)
+            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            model = wrapped(Stack(), mixed_precision=precision, process_group=dist.new_group())
+            square_loss(model, batch(rank)).backward()
+            return full_grads(model)
+
+    one, two = gradients("aaaa"), gradients("aabb")
+    # The sum is rounded to 8 bits once more for each host.
+    assert_close(two, one, atol=max(float(grad.abs().max()) for grad in one.values()) * 2**-7, rtol=2**-7)
+
+
+@on_ranks(4)
+def test_collectives_in_8_bits_train_over_hosts_as_on_one(rank: int) -> None:
+    def weights(places: str) -> dict[str, torch.Tensor]:
+        with on_hosts(places):
+            torch.manual_seed(0)
+            model = wrapped(Stack(), auto_wrap_policy=BLOCKS, process_group=dist.new_group())
+            use_collectives(model, all_gather=QuantizedAllGather(), reduce_scatter=QuantizedReduceScatter())
+            optimizer = sgd(model.parameters())
+            for step in range(3):
+                optimizer.zero_grad()
+                square_loss(model, batch(rank, step)).backward()
+                optimizer.step()
+            return full_params(model)
+
+    assert_close(weights("aabb"), weights("aaaa"), atol=1e-6, rtol=1e-5)
