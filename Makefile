@@ -4,7 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-all test-clients test-versions test-newest gpu fuzz soak trace check fix bench bench-scale clean
+.PHONY: demo test test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix bench
+.PHONY: bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -16,6 +17,10 @@ test: $(INSTALLED)
 # Every combination of the parameters of every test; make test covers every value of every parameter at least once.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests --all-combinations
+
+# Ranks on two hosts: network namespaces joined by a link of 1 and 10 Gbit/s. Skipped without root, ip and tc.
+test-hosts: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/hosts
 
 # Released accelerate, transformers, lightning, peft, torchtitan and torchtnt on fsdp_flat, in a separate environment.
 test-clients: .venv-clients/.installed

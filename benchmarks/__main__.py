@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from benchmarks.runner import measure, where
-from benchmarks.spec import BEFORE, IMPLEMENTATIONS, PRESETS, Setting
+from benchmarks.spec import BEFORE, IMPLEMENTATIONS, OVER_HOSTS, PRESETS, Setting
 from benchmarks.tables import write_picture, write_table
 
 FLAGS = list(fields(Setting))
@@ -19,7 +19,9 @@ def main(argv: list[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="compute", help="sizes; other flags override single ones")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of fresh processes")
-    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, help="implementations (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices={**IMPLEMENTATIONS, **OVER_HOSTS}, help="implementations (default: all)"
+    )
     parser.add_argument(
         "--states", action="store_true", help="save and load state dicts of every kind, instead of steps"
     )
@@ -35,8 +37,10 @@ def main(argv: list[str] | None = None) -> Path:
             parser.add_argument(f"--{field.name}", type=int, default=None)
     args = parser.parse_args(argv)
     changed = {field.name: value for field in FLAGS if (value := getattr(args, field.name)) is not None}
+    if args.hosts == 2:
+        changed = {"ranks": 4, **changed}
     setting = replace(PRESETS[args.preset], **changed)
-    names = args.only or list(IMPLEMENTATIONS)
+    names = args.only or list(IMPLEMENTATIONS if setting.hosts == 1 else OVER_HOSTS)
     if args.against is not None:
         names = [twin for name in names for twin in ([BEFORE + name] * name.startswith("flat") + [name])]
     results = measure(

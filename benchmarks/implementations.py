@@ -59,13 +59,14 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
     library: Any = library_of(name)
     if is_fully_shard(name):
         return _fully_shard(library, model, setting, reshard=not name.endswith("no-reshard"))
-    strategy = library.ShardingStrategy
+    strategies = {"grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
+    strategy = next((strategies[key] for key in strategies if name.endswith(key)), "FULL_SHARD")
     precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setting.bf16 else None
     with quiet():
         return library.FullyShardedDataParallel(
             model,
             auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
-            sharding_strategy=strategy.SHARD_GRAD_OP if "grad-op" in name else strategy.FULL_SHARD,
+            sharding_strategy=library.ShardingStrategy[strategy],
             mixed_precision=precision,
             use_orig_params=not name.endswith("flat"),
             device_id=device,

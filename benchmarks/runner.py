@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.network import two_hosts
 from benchmarks.spec import BEFORE, Job, Setting
 
 ROOT = Path(__file__).parent.parent
@@ -57,31 +59,31 @@ def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[d
 
     Raises:
         JobError: a rank failed or took too long.
+        NoNetworkError: two hosts were asked for, and this machine can make none.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp_flat_bench_") as folder:
-        processes, outs = [], []
-        for rank in range(job.setting.ranks):
-            out = Path(folder) / f"{rank}.json"
-            arguments = {"job": job.as_json(), "rank": rank, "store": f"{folder}/store", "out": str(out)}
-            log = (Path(folder) / f"{rank}.log").open("wb")
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.worker", json.dumps(arguments)],
-                    cwd=root,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            outs.append((out, Path(folder) / f"{rank}.log"))
-            log.close()
-        _wait(job, processes, outs, timeout_s)
-        return [json.loads(out.read_text()) for out, _ in outs]
+    with tempfile.TemporaryDirectory(prefix="fsdp_flat_bench_") as folder, ExitStack() as stack:
+        arguments = {"job": job.as_json(), "rank": None, "folder": folder}
+        if job.setting.hosts > 1:
+            hosts = stack.enter_context(two_hosts(job.setting.gbit))
+            logs = [Path(folder) / f"host{host}.log" for host in (0, 1)]
+            program = ["-m", "benchmarks.worker", json.dumps(arguments)]
+            processes = hosts.start(job.setting.ranks // 2, program, logs, folder=root)
+        else:
+            processes, logs = [], [Path(folder) / f"{rank}.log" for rank in range(job.setting.ranks)]
+            for rank, path in enumerate(logs):
+                program = [sys.executable, "-m", "benchmarks.worker", json.dumps({**arguments, "rank": rank})]
+                threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+                with path.open("wb") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            program, cwd=root, env={**os.environ, **threads}, stdout=log, stderr=subprocess.STDOUT
+                        )
+                    )
+        _wait(job, processes, logs, timeout_s)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.setting.ranks)]
 
 
-def _wait(
-    job: Job, processes: Sequence[subprocess.Popen[bytes]], outs: Sequence[tuple[Path, Path]], timeout_s: float
-) -> None:
+def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     try:
         while any(process.poll() is None for process in processes):
@@ -89,7 +91,7 @@ def _wait(
                 break
             time.sleep(0.05)
         if any(process.poll() != 0 for process in processes):
-            tails = "\n".join(f"rank {rank}: {log.read_text()[-2000:]}" for rank, (_, log) in enumerate(outs))
+            tails = "\n".join(f"{log.stem}: {log.read_text()[-2000:]}" for log in logs)
             raise JobError(f"{job.implementation}, {job.task}: a rank failed or took over {timeout_s} s.\n{tails}")
     finally:
         for process in processes:

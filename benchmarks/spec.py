@@ -14,6 +14,7 @@ class Setting:
         layers, width, heads, vocab: sizes of the GPT.
         seq, batch: tokens per sequence, sequences per rank and micro-batch.
         ranks: processes, one thread each.
+        hosts, gbit: with 2 hosts, ranks are on two network namespaces, joined by a link of ``gbit`` Gbit/s each way.
         steps, warmup: timed steps per process, and steps before them.
         bf16: compute in bf16, reduce in fp32, store fp32 master weights.
         accumulate: micro-batches per step; gradients are reduced in the last one only.
@@ -28,6 +29,8 @@ class Setting:
     seq: int = 128
     batch: int = 4
     ranks: int = 2
+    hosts: int = 1
+    gbit: int = 1
     steps: int = 6
     warmup: int = 2
     bf16: bool = False
@@ -63,6 +66,15 @@ IMPLEMENTATIONS = {
 }
 
 
+# Those that ``--hosts 2`` measures, and two for which ranks of a host are a shard group.
+OVER_HOSTS = {
+    **{name: IMPLEMENTATIONS[name] for name in ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")},
+    "fsdp1-hybrid": "torch FSDP1, HYBRID_SHARD, use_orig_params=True",
+    **{name: IMPLEMENTATIONS[name] for name in ("flat-full-flat", "flat-full-orig", "flat-fully-shard")},
+    "flat-hybrid": "fsdp_flat, HYBRID_SHARD, use_orig_params=True",
+}
+
+
 # Prefix of the names that run fsdp_flat of another checkout, with --against.
 BEFORE = "before-"
 
@@ -75,7 +87,7 @@ def is_fully_shard(name: str) -> bool:
 def title_of(name: str) -> str:
     """Return the title of an implementation on the page."""
     kind = name.removeprefix(BEFORE)
-    return IMPLEMENTATIONS[kind] + (", before" if name != kind else "")
+    return {**IMPLEMENTATIONS, **OVER_HOSTS}[kind] + (", before" if name != kind else "")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from benchmarks.spec import title_of
 PEERS = {
     "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
+    "flat-hybrid": ("fsdp1-hybrid",),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
     "flat-fully-shard": ("fsdp2",),
     "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
@@ -64,7 +65,8 @@ def step_table(results: Mapping[str, Any]) -> str:
     if not results["rounds"]:
         return ""
     header = ["implementation", "step ms", "forward", "backward", "optimizer", "CPU ms", "x local", "x DDP", "x torch"]
-    header += ["MB sent", "MB counted", "MB shared", "MB RSS", "wrap ms"]
+    over_hosts = results["setting"].get("hosts", 1) > 1
+    header += ["MB over the link"] * over_hosts + ["MB sent", "MB counted", "MB shared", "MB RSS", "wrap ms"]
     rows = []
     for name, row in medians(results).items():
         counts = results["counts"].get(name, {})
@@ -75,6 +77,7 @@ def step_table(results: Mapping[str, Any]) -> str:
                 _number(ratios(results, name, ["local"])),
                 _number(ratios(results, name, ["ddp"])),
                 _number(ratios(results, name, PEERS.get(name, ()))),
+                *[_number(row.get("crossed", 0) / 1e6, ".1f")] * over_hosts,
                 _number(counts["sent"] / 1e6, ".1f") if counts else "",
                 _number(counts["alive"] / 1e6, ".1f") if counts else "",
                 _number(counts["shared"] / 1e6, ".1f") if counts.get("shared") else "",
@@ -126,9 +129,10 @@ def describe(results: Mapping[str, Any]) -> str:
         *(["activations recomputed"] if s["checkpoint"] else []),
         "fused Adam" if s["fused"] else "Adam",
     ]
+    place = f", on 2 hosts joined by {s['gbit']} Gbit/s each way" if s.get("hosts", 1) > 1 else ""
     return (
         f"{s['layers']} blocks, width {s['width']}, vocabulary {s['vocab']}, sequence {s['seq']}, batch {s['batch']}.\n"
-        f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}.\n"
+        f"{s['ranks']} ranks of one thread over gloo{place}; {', '.join(extras)}.\n"
         f"{len(results['rounds'] or results['states'])} rounds of fresh processes, "
         f"{str(s['steps']) + ' timed steps' if results['rounds'] else 'the median of 3 times'} each.\n"
         f"{machine(results)}"

@@ -21,6 +21,7 @@ from benchmarks.counting import Counter
 from benchmarks.implementations import autocast_for, library_of, optimizer_for, quiet, unreduced, wrap
 from benchmarks.micro import measure_routes
 from benchmarks.model import GPT, batch_of, loss_of
+from benchmarks.network import sent_over_link
 from benchmarks.spec import Job, Setting
 from benchmarks.states import measure_states
 
@@ -77,7 +78,13 @@ class Training:
 
 def _time(job: Job, rank: int) -> dict[str, Any]:
     training = Training(job.implementation, job.setting, rank)
-    steps = [training.step() for _ in range(job.setting.warmup + job.setting.steps)][job.setting.warmup :]
+    for _ in range(job.setting.warmup):
+        training.step()
+    dist.barrier()
+    crossed_before = sent_over_link() if job.setting.hosts > 1 else 0
+    steps = [training.step() for _ in range(job.setting.steps)]
+    dist.barrier()
+    crossed = sent_over_link() - crossed_before if job.setting.hosts > 1 else 0
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         **{key: statistics.median(step[key] for step in steps) for key in ("step", "forward", "backward", "optimizer")},
@@ -85,6 +92,7 @@ def _time(job: Job, rank: int) -> dict[str, Any]:
         "rss": rss,
         "wrap": training.wrap_s,
         "loss": steps[-1]["loss"],
+        "crossed": crossed / job.setting.steps,
     }
 
 
@@ -130,15 +138,21 @@ def main(arguments: dict[str, Any]) -> None:
     """Join the process group, measure, and write the result.
 
     Args:
-        arguments: ``job`` (see :class:`Job`), ``rank``, ``store`` (a path for the rendezvous), ``out`` (a path).
+        arguments: ``job`` (see :class:`Job`), ``folder`` for the rendezvous and the results; ``rank``, or None where
+            torchrun sets it, and the address of the rendezvous.
     """
     job, rank = Job.from_json(copy.deepcopy(arguments["job"])), arguments["rank"]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{arguments['store']}", rank=rank, world_size=job.setting.ranks)
+    if rank is None:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+    else:
+        store = f"file://{arguments['folder']}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.setting.ranks)
     with quiet():
         result = run_job(job, rank)
     dist.barrier()
-    Path(arguments["out"]).write_text(json.dumps(result))
+    Path(arguments["folder"], f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

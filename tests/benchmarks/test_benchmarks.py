@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu, micro, plans, projection, report, saves, scale, tables
+from benchmarks import gpu, micro, network, plans, projection, report, saves, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.model import GPT
 from benchmarks.runner import where
@@ -127,8 +129,8 @@ def test_the_counter_counts_the_local_memory_of_dtensors_alone() -> None:
 
 def test_a_projected_step_is_never_faster_than_its_compute_or_its_network() -> None:
     assert projection.bytes_sent(8.0, 2, gather_itemsize=2, reduce_itemsize=4) == 32
-    for model, compute, _, network, step, *_ in projection.projection_rows():
-        assert float(step) >= max(float(compute), float(network)), model
+    for model, compute, _, sending, step, *_ in projection.projection_rows():
+        assert float(step) >= max(float(compute), float(sending)), model
     few, many = (projection.bytes_held(projection.MODELS[0], ranks) for ranks in (8, 1024))
     assert many < few
 
@@ -285,3 +287,15 @@ def test_figures_of_a_gpu_are_compared_within_a_round_with_the_best_of_the_same_
     assert lines[2].startswith("| no communication | 2000.0 | 500.0 | 1.00 |  |")
     expected = "3000.0 | 750.0 | 1.50 | 0.50 | 10.0 | 0.02 | 2.000 | 3 | 3.00 | 6 | 3.0 | 0.0 |"
     assert lines[-1] == f"| {IMPLEMENTATIONS['flat-full-orig']} | {expected}"
+
+
+@pytest.mark.parametrize(
+    "obstacle, text",
+    [
+        (mock.patch.object(network.shutil, "which", return_value=None), "the programs ip, tc, unshare, nsenter"),
+        (mock.patch.object(network.os, "geteuid", return_value=1000), "root on Linux"),
+    ],
+)
+def test_a_machine_that_can_make_no_hosts_says_what_it_needs(obstacle: Any, text: str) -> None:
+    with obstacle, pytest.raises(network.NoNetworkError, match=text), network.two_hosts(1):
+        pass

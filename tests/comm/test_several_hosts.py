@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
 from fsdp_flat.comm import RankGroup
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
@@ -22,9 +20,8 @@ from fsdp_flat.comm.shm.connect import hosts_of
 from tests.comm.test_collectives import DTYPES, contribution
 from tests.runtime.kit import Twin, sgd
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.hosts import on_hosts
+from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, Stack, batch, full_grads, full_params, mesh, square_loss, wrapped
-from tests.support.reference import replicated_step
 
 # The host of each rank: pairs in order, interleaved, of unequal numbers, one host with a single rank, three hosts.
 PLACES = ["aabb", "abab", "abba", "aaab", "abbb", "aabc"]
@@ -180,25 +177,9 @@ def test_uneven_hosts_and_shards_train_as_a_plain_replica(places: str) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
-def test_fully_shard_trains_as_a_plain_replica_over_hosts(shape: tuple[int, ...], rank: int) -> None:
+def test_fully_shard_trains_as_a_plain_replica_over_hosts(shape: tuple[int, ...]) -> None:
     with on_hosts("aabb"):
-        module = Stack()
-        plain = copy.deepcopy(module)
-        model_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        for block in module.blocks:
-            fully_shard(block, mesh=model_mesh)
-        model = fully_shard(module, mesh=model_mesh)
-        optimizer, plain_optimizer = sgd(model.parameters()), sgd(plain.parameters())
-        for step in range(3):
-            inputs = [batch(other, step) for other in range(4)]
-            replicated_step(plain, plain_optimizer, inputs, square_loss)
-            optimizer.zero_grad()
-            square_loss(model, inputs[rank]).backward()
-            optimizer.step()
-            found = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
-            assert_close(
-                found, {name: param.detach() for name, param in plain.named_parameters()}, atol=1e-6, rtol=1e-5
-            )
+        train_fully_shard_beside_a_replica(shape)
 
 
 @on_ranks(4)
