@@ -62,10 +62,15 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
     strategies = {"grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
     strategy = next((strategies[key] for key in strategies if name.endswith(key)), "FULL_SHARD")
     precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setting.bf16 else None
+    mesh = None
+    if strategy == "HYBRID_SHARD":
+        # Explicit, since torch derives the ranks of a host from the number of accelerators.
+        mesh = init_device_mesh(device.type, (setting.hosts, setting.ranks // setting.hosts))
     with quiet():
         return library.FullyShardedDataParallel(
             model,
             auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
+            device_mesh=mesh,
             sharding_strategy=library.ShardingStrategy[strategy],
             mixed_precision=precision,
             use_orig_params=not name.endswith("flat"),

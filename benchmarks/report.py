@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import micro, plans, projection, saves, scale
 from benchmarks.__main__ import main as bench
+from benchmarks.network import NoNetworkError
 from benchmarks.pictures import digest_in, digest_of, draw
 from benchmarks.runner import ROOT
 from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table
@@ -31,6 +32,7 @@ RUNS = {
     "accumulation": (["--preset", "compute", "--accumulate", "4", "--batch", "1"], "Gradient accumulation"),
     "checkpointing": (["--preset", "compute", "--checkpoint"], "Activations recomputed"),
     "ranks4": (["--preset", "communication", "--ranks", "4"], "4 ranks on the same cores"),
+    "hosts": (["--preset", "communication", "--hosts", "2", "--gbit", "1"], "4 ranks on two hosts"),
 }
 
 SCALE = "Host time and memory by units and ranks"
@@ -52,6 +54,7 @@ implementations in each round. Columns:
   faster of torch's FSDP1 and `fully_shard` with the same resharding; for `fully_shard` it compares with torch's.
 - "CPU ms" is the minimum CPU time of a step over all threads of a rank.
 - "MB sent" is the number of bytes that a rank sends in a step.
+- "MB over the link" is the number of bytes that one host sends to the other in a step, as the interface counts them.
 - "MB counted" is the peak of all tensor storages of a forward and backward of five tokens: parameters, gradients and
   their buffers.
 - "MB shared" is this rank's shared memory for messages to other ranks; gloo's buffers are not counted.
@@ -60,6 +63,7 @@ implementations in each round. Columns:
 ```
 make bench                                   # the tables of the compute-heavy model: steps and state dicts
 make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
+make bench BENCH="--hosts 2 --gbit 1"        # ranks on two hosts, which it makes on this machine as root
 make bench-scale                             # host time and memory by units and ranks
 make gpu                                     # one GPU: tests, the stream sanitizer, and python -m benchmarks.gpu
 python -m benchmarks.saves                   # saves of a checkpoint, beside those of torch
@@ -220,8 +224,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--note", default="", help="a sentence about the conditions, for the top of the page")
     args = parser.parse_args(argv)
     if args.measure:
-        for name, (flags, _) in RUNS.items():
-            bench([*flags, "--rounds", str(args.rounds), "--name", name, "--out", str(args.results)])
+        for name, (flags, heading) in RUNS.items():
+            try:
+                bench([*flags, "--rounds", str(args.rounds), "--name", name, "--out", str(args.results)])
+            except NoNetworkError as error:
+                print(f"{heading}: not measured. {error}")
         scale.main(["--out", str(args.results)])
         scale.main(["--no-gc", "--out", str(args.results)])
         saves.main(["--out", str(args.results)])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
-from fsdp_flat.comm.rank_groups import RankGroup, second_group
+from fsdp_flat.comm.rank_groups import RankGroup, part_of, second_group
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.torch_comm import timeout_of
 
@@ -39,16 +39,27 @@ class Hosts:
         ranks: the ranks of the group by host, in the order of the hosts' first ranks.
         direct: exchanges tensors of this rank within its host.
         relayed: exchanges tensors of other hosts within this host.
-        reductions: a second process group of the same ranks, for the exchanges of reduce-scatters between hosts.
+        rail_group: process group of this rank's rail: the ranks in its position of each host.
+        reducing_group: another one, for reduce-scatters.
         gathers, sums: all-gathers and reduce-scatters of all units whose second part has not begun, oldest first.
     """
 
     ranks: list[list[int]]
     direct: SharedMemoryTransport
     relayed: SharedMemoryTransport
-    reductions: RankGroup
+    rail_group: RankGroup
+    reducing_group: RankGroup
     gathers: deque[Any] = field(default_factory=deque)
     sums: deque[Any] = field(default_factory=deque)
+
+    def local(self, rank: int) -> list[int]:
+        """Return the ranks of a rank's host."""
+        return next(ranks for ranks in self.ranks if rank in ranks)
+
+    def rail(self, rank: int) -> list[int]:
+        """Return the ranks of a rank's rail."""
+        position = self.local(rank).index(rank)
+        return sorted(ranks[position] for ranks in self.ranks)
 
 
 # Process-wide like torch's groups, so that all units of a group share one transport.
@@ -69,7 +80,10 @@ def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
 
 
 def hosts_of(rank_group: RankGroup) -> Hosts | None:
-    """Return the hosts of a group that spans several of them, if the ranks of each share memory, as in transport_of."""
+    """Return the hosts of a group that spans several of them, each with equally many ranks that share memory.
+
+    The limits are those of :func:`transport_of`, for each host; None if they do not hold.
+    """
     connection = _connection_of(rank_group)
     return connection if isinstance(connection, Hosts) else None
 
@@ -121,7 +135,9 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
     if relayed is None:
         direct.leave()
         return None
-    return Hosts(hosts, direct, relayed, second_group(rank_group))
+    position = next(ranks.index(rank_group.rank) for ranks in hosts if rank_group.rank in ranks)
+    rail = part_of(rank_group, sorted(ranks[position] for ranks in hosts))
+    return Hosts(hosts, direct, relayed, rail, second_group(rail))
 
 
 def _connect_hosts(
@@ -141,7 +157,8 @@ def _connect_hosts(
             by_host.setdefault(host, []).append(rank)
             addresses.append(address)
         hosts = list(by_host.values())
-        if not all(addresses) or not 1 < max(map(len, hosts)) <= _MOST_RANKS:
+        num_local = {len(ranks) for ranks in hosts}
+        if not all(addresses) or len(num_local) > 1 or not 1 < max(num_local) <= _MOST_RANKS:
             return hosts, None
         (local,) = (ranks for ranks in hosts if rank_group.rank in ranks)
         assert listener is not None
