@@ -174,15 +174,21 @@ def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
 
     Every rank of ``rank_group`` must call this. The group is created at the first call.
     """
-    first = rank_group.rank // num_ranks * num_ranks
-    return part_of(rank_group, range(first, first + num_ranks))
-
-
-def part_of(rank_group: RankGroup, ranks: Sequence[int]) -> RankGroup:
-    """Return the group of some ``ranks`` of ``rank_group``, all of which must call this; created at the first call."""
     assert rank_group.group is not None
-    everyone = global_ranks(rank_group.group)
-    return RankGroup.of(_shared_group(rank_group.group, [everyone[rank] for rank in ranks], "part"))
+    first = rank_group.rank // num_ranks * num_ranks
+    ranks = global_ranks(rank_group.group)[first : first + num_ranks]
+    return RankGroup.of(_shared_group(rank_group.group, ranks, "part"))
+
+
+def new_groups_of(rank_group: RankGroup, ranks: Sequence[int], num_groups: int) -> list[RankGroup]:
+    """Create groups of some ``ranks`` of ``rank_group``, whose collectives run beside each other's.
+
+    All of these ranks must call this.
+    """
+    assert rank_group.group is not None
+    everyone, parent = global_ranks(rank_group.group), rank_group.group
+    members = [everyone[rank] for rank in ranks]
+    return [RankGroup.of(_new_group(parent, members, "rail")) for _ in range(num_groups)]
 
 
 @dataclass(frozen=True, slots=True)

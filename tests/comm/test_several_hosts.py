@@ -18,7 +18,7 @@ from fsdp_flat.comm import RankGroup
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.comm.shm.connect import hosts_of
 from tests.comm.test_collectives import DTYPES, contribution
-from tests.runtime.kit import Twin, recorded, sgd
+from tests.runtime.kit import MESSAGES, Twin, recorded, sgd
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, Stack, batch, full_grads, full_params, mesh, square_loss, wrapped
@@ -117,10 +117,11 @@ def test_each_byte_crosses_between_two_hosts_once(rank: int) -> None:
         with recorded() as record:
             unit.begin_all_gather(torch.zeros(4 * 100)).wait()
             unit.begin_reduce_scatter(torch.zeros(4 * 100)).wait()
-        crossing = [call for call in record.calls if call.name in ("broadcast", "all_to_all_single")]
-        assert {call.size for call in crossing} == {2}, "a rank of each host"
-        sent = [call.nbytes for call in crossing if call.is_source or call.name == "all_to_all_single"]
-        assert sent == [400, 400], "this rank's slice, and its host's sum of one"
+        crossing = [call for call in record.calls if call.name not in MESSAGES]
+        assert {(call.name, call.size) for call in crossing} == {("all_to_all_single", 2)}, "with a rank of each host"
+        to_higher, to_lower = ([call.nbytes for call in crossing[first::2]] for first in (0, 1))
+        # This rank's slice, and its host's sum of one.
+        assert [to_higher, to_lower] == ([[400, 400], [0, 0]] if rank < 2 else [[0, 0], [400, 400]])
 
 
 @on_ranks(4)

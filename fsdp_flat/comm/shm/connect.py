@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
-from fsdp_flat.comm.rank_groups import RankGroup, part_of, second_group
+from fsdp_flat.comm.rank_groups import RankGroup, new_groups_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.torch_comm import timeout_of
 
@@ -39,16 +39,17 @@ class Hosts:
         ranks: the ranks of the group by host, in the order of the hosts' first ranks.
         direct: exchanges tensors of this rank within its host.
         relayed: exchanges tensors of other hosts within this host.
-        rail_group: process group of this rank's rail: the ranks in its position of each host.
-        reducing_group: another one, for reduce-scatters.
+        gather_groups: two process groups of this rank's rail, the ranks in its position of each host. One is for what
+            lower ranks send to higher ones, the other for what those send.
+        reduce_groups: two more, for reduce-scatters.
         gathers, sums: all-gathers and reduce-scatters of all units whose second part has not begun, oldest first.
     """
 
     ranks: list[list[int]]
     direct: SharedMemoryTransport
     relayed: SharedMemoryTransport
-    rail_group: RankGroup
-    reducing_group: RankGroup
+    gather_groups: tuple[RankGroup, RankGroup]
+    reduce_groups: tuple[RankGroup, RankGroup]
     gathers: deque[Any] = field(default_factory=deque)
     sums: deque[Any] = field(default_factory=deque)
 
@@ -136,8 +137,9 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
         direct.leave()
         return None
     position = next(ranks.index(rank_group.rank) for ranks in hosts if rank_group.rank in ranks)
-    rail = part_of(rank_group, sorted(ranks[position] for ranks in hosts))
-    return Hosts(hosts, direct, relayed, rail, second_group(rail))
+    rail = sorted(ranks[position] for ranks in hosts)
+    up, down, reduce_up, reduce_down = new_groups_of(rank_group, rail, 4)
+    return Hosts(hosts, direct, relayed, (up, down), (reduce_up, reduce_down))
 
 
 def _connect_hosts(

@@ -3,11 +3,11 @@
 Within a host ranks exchange tensors through shared memory; between hosts each byte is sent once, by gloo. The ranks in
 one position of each host, such as the first of each, form a rail.
 
-* All-gather: each rank shares its slice with its host, all-gathers the slices of its rail, and relays those of other
-  hosts to its host.
-* Reduce-scatter: each rank adds its host's parts of the slices of its rail, in the order of ranks, and reduce-scatters
-  these sums over its rail, which adds them in the order of ranks too. Sums of 16-bit floats are computed in fp32, and
-  rounded once for each host and at the end.
+* All-gather: each rank shares its slice with its host, exchanges slices with its rail, and relays those of other hosts
+  to its host.
+* Reduce-scatter: each rank adds its host's parts of the slices of its rail, in the order of ranks, exchanges the sums
+  with its rail, and adds those of its own slice, in the order of ranks too. Sums of 16-bit floats are computed in fp32,
+  and rounded once for each host and at the end.
 
 No thread is used. The second part of a collective, a relay or the exchange of sums, begins at the next call of this
 rank after the first part is complete, and at the latest when it waits for the result. On each rank the second parts of
@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_flat.comm.flat_collectives import GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
@@ -54,11 +55,6 @@ class _TwoParts:
         if self._second is not None:
             self._second.wait()
 
-    def result(self) -> torch.Tensor:
-        """Return the result of the second part."""
-        assert self._second is not None
-        return self._second.wait()
-
     @property
     def has_first(self) -> bool:
         return all(work.is_completed() for work in self._first)
@@ -77,18 +73,6 @@ def begin_second_parts(queue: deque[_TwoParts]) -> None:
         queue[0].begin_second()
 
 
-class _RailCollectives(GlooCollectives):
-    """Uses gloo between the ``ranks`` of a rail; errors name ranks of the unit's group."""
-
-    def __init__(self, rail: RankGroup, ranks: Sequence[int], of_unit: GlooCollectives) -> None:
-        super().__init__(rail)
-        self._ranks = ranks
-        self._of_unit = of_unit
-
-    def _watched(self, work: Any, operation: str, sources: Sequence[int]) -> Any:
-        return self._of_unit._watched(work, operation, [self._ranks[source] for source in sources])
-
-
 class HostCollectives(GlooCollectives):
     """Uses shared memory within the ``hosts`` of a group and gloo between them, for CPU tensors."""
 
@@ -98,9 +82,6 @@ class HostCollectives(GlooCollectives):
         self._local = hosts.local(self.rank)
         self._peers = [rank for rank in self._local if rank != self.rank]
         self._rails = {rank: hosts.rail(rank) for rank in self._local}
-        rail = self._rails[self.rank]
-        self._gathering = _RailCollectives(hosts.rail_group, rail, self)
-        self._reducing = _RailCollectives(hosts.reducing_group, rail, self)
 
     def _begin_second_parts(self) -> None:
         begin_second_parts(self._hosts.gathers)
@@ -128,10 +109,8 @@ class HostCollectives(GlooCollectives):
         if target is not None:
             target.place(self.rank, own.view(1, -1))
         rows = own.new_empty(len(rail), own.numel())
-        rows[rail.index(self.rank)] = own
         others = [(rank, row) for rank, row in zip(rail, rows) if rank != self.rank]
-        # As bytes, for gloo does not send every dtype.
-        crossing = self._gathering.begin_all_gather(rows.view(-1).view(torch.uint8))
+        crossing = self._cross(own.repeat(len(rail), 1), rows, self._hosts.gather_groups, "all-gather")
 
         def relay() -> None:
             for _, row in others:
@@ -142,7 +121,7 @@ class HostCollectives(GlooCollectives):
                 place(rank, row)
             return tensor
 
-        works: list[Any] = [_TwoParts(self._hosts.gathers, [crossing], relay)]
+        works: list[Any] = [_TwoParts(self._hosts.gathers, crossing, relay)]
         for peer in self._peers:
             works.append(direct.expect("gather", [peer], own, partial(read, peer), unit=self._unit))
             for rank in self._rails[peer]:
@@ -165,5 +144,33 @@ class HostCollectives(GlooCollectives):
         first = [
             direct.expect("reduction", self._peers, slices[rank], partial(add, rank), unit=self._unit) for rank in rail
         ]
-        work = _TwoParts(self._hosts.sums, first, lambda: self._reducing.begin_reduce_scatter(sums.view(-1)))
-        return Pending([work], full, work.result)
+        received = torch.empty_like(sums)
+
+        def exchange() -> Pending:
+            works = self._cross(sums, received, self._hosts.reduce_groups, "reduce-scatter")
+            own = rail.index(self.rank)
+            received[own] = sums[own]
+            return Pending(works, received)
+
+        return Pending([_TwoParts(self._hosts.sums, first, exchange)], full, lambda: sum_in_order(received.unbind()))
+
+    def _cross(
+        self, sent: torch.Tensor, received: torch.Tensor, groups: tuple[RankGroup, RankGroup], operation: str
+    ) -> list[Any]:
+        """Begin to send a row of ``sent`` to each other rank of the rail, and to receive one of ``received`` from it.
+
+        Each direction has connections of its own. Else a rank that is ready to receive could not say so before the
+        bytes that it sends itself have passed, and the two directions would take turns.
+        """
+        rail, works = self._rails[self.rank], []
+        own, nbytes = rail.index(self.rank), sent[0].nbytes
+        upper, lower = slice(own + 1, len(rail)), slice(own)
+        for group, to, source in zip(groups, (upper, lower), (lower, upper)):
+            splits = [
+                [nbytes * (index in range(len(rail))[part]) for index in range(len(rail))] for part in (source, to)
+            ]
+            # As bytes, for gloo does not send every dtype.
+            out, into = (rows.view(-1).view(torch.uint8) for rows in (received[source], sent[to]))
+            work = dist.all_to_all_single(out, into, splits[0], splits[1], group=group.group, async_op=True)
+            works.append(self._watched(work, operation, rail[source] or rail[to]))
+        return works
