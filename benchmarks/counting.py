@@ -24,14 +24,10 @@ class Counter(TorchDispatchMode):
     a tensor in this process ever had, queried at every operator, so memory that a storage gets back later counts.
     Memory that a collective allocates internally does not count, nor does the shared memory through which ranks of one
     host exchange messages; ``shared`` reports the latter.
-
-    Args:
-        ranks: size of the process group.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ranks = ranks
         self._sent = 0.0
         self._sent_before = self._sent_by_transports()
         self.collectives = 0
@@ -91,18 +87,21 @@ class Counter(TorchDispatchMode):
 
     def _count(self, name: str, args: Any) -> None:
         self.collectives += 1
-        share = (self.ranks - 1) / self.ranks
+        # An operator with a reduction has that as a further object, behind the group.
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        size, rank = group.size(), group.rank()
+        share = (size - 1) / size
         first = sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
         if name in ("_allgather_base_", "allgather_"):
             self._sent += share * first
         elif name == "alltoall_base_":
             # A rank's share for itself is not sent; without splits it is 1/W of the tensor.
-            splits = args[4] or [1] * self.ranks
-            self._sent += args[1].nbytes * (1 - splits[dist.get_rank()] / max(1, sum(splits)))
+            splits = args[4] or [1] * size
+            self._sent += args[1].nbytes * (1 - splits[rank] / max(1, sum(splits)))
         elif name in ("allreduce_",):
             self._sent += 2 * share * first
         elif name in ("_reduce_scatter_base_", "reduce_scatter_"):
-            self._sent += 2 * share * first * self.ranks
+            self._sent += 2 * share * first * size
         elif name == "broadcast_":
             # One rank sends to all others: take the average over ranks.
             self._sent += share * first

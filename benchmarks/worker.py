@@ -103,7 +103,7 @@ def _count(job: Job, rank: int) -> dict[str, Any]:
     for _ in range(2):
         training.forward_backward()
         training.optimizer.zero_grad()
-    with Counter(job.setting.ranks) as counter:
+    with Counter() as counter:
         training.forward_backward()
     return {
         "sent": counter.sent,

@@ -105,7 +105,7 @@ def test_every_kind_of_state_dict_is_saved_and_loaded_by_every_implementation_th
 def test_the_counter_sees_bytes_sent_and_bytes_that_come_back_under_a_storage(rank: int) -> None:
     kept = torch.zeros(1000)
     kept.untyped_storage().resize_(0)
-    with Counter(2) as counter:
+    with Counter() as counter:
         alone = counter.peak
         dist.all_reduce(torch.zeros(250))
         kept.untyped_storage().resize_(4000)
@@ -116,12 +116,21 @@ def test_the_counter_sees_bytes_sent_and_bytes_that_come_back_under_a_storage(ra
     assert counter.peak >= 4000
 
 
+@on_ranks(4)
+def test_the_counter_counts_what_a_rank_sends_in_a_part_of_the_ranks(rank: int) -> None:
+    groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    with Counter() as counter:
+        dist.all_reduce(torch.zeros(250), group=groups[rank % 2])
+        dist.all_to_all_single(torch.zeros(250), torch.zeros(250), group=groups[rank % 2])
+    assert counter.sent == 1000 + 500
+
+
 @on_ranks(2)
 def test_the_counter_counts_the_local_memory_of_dtensors_alone() -> None:
     mesh = init_device_mesh("cpu", (2,))
     # Without communication: threads of gloo release tensors when they can.
     kept = [DTensor.from_local(torch.ones(500), mesh, [Shard(0)])]
-    with Counter(2) as counter:
+    with Counter() as counter:
         kept.append(kept[0] + 1)
         alive = counter.peak
     assert 2 * 2000 <= alive < 4000 + 1000

@@ -63,7 +63,7 @@ def held_and_peaks(rank: OneRank) -> list[tuple[int, int]]:
     """Return the bytes held after each step and the most held in it."""
     found = []
     if rank.device.type == "cpu":
-        with Counter(NUM_RANKS) as counter:
+        with Counter() as counter:
             for _ in range(STEPS):
                 counter.peak = 0
                 rank.step()
