@@ -32,7 +32,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 MOST_TOKENS = {
     "": 5856,
     "checkpoint": 13086,
-    "comm": 17948,
+    "comm": 17992,
     "compat": 9701,
     "composable": 3668,
     "extras": 9438,

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.counting import Counter
 from tests.gpu.accelerator import NO_ACCELERATOR, ON_ACCELERATOR, forbid_waits, kind_id, on_devices
-from tests.gpu.one_rank import NUM_RANKS, WAYS, OneRank, pretended_group
+from tests.gpu.one_rank import WAYS, OneRank, pretended_group
 
 EVERY = list(itertools.product(WAYS, [False, True]))
 SOME = [("full_shard", True), ("bf16", False)]

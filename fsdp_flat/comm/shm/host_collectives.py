@@ -55,6 +55,11 @@ class _TwoParts:
         if self._second is not None:
             self._second.wait()
 
+    def result(self) -> torch.Tensor:
+        """Return the result of the second part, which is complete."""
+        assert self._second is not None
+        return self._second.wait()
+
     @property
     def has_first(self) -> bool:
         return all(work.is_completed() for work in self._first)
@@ -62,7 +67,8 @@ class _TwoParts:
     def begin_second(self) -> None:
         """Wait for the first part and begin the second one, of the oldest collective."""
         self._queue.popleft()
-        for work in self._first:
+        works, self._first = self._first, ()
+        for work in works:
             work.wait()
         self._second = self._proceed()
 
@@ -108,16 +114,16 @@ class HostCollectives(GlooCollectives):
         direct.send("gather", dict.fromkeys(self._peers, own), unit=self._unit)
         if target is not None:
             target.place(self.rank, own.view(1, -1))
-        rows = own.new_empty(len(rail), own.numel())
-        others = [(rank, row) for rank, row in zip(rail, rows) if rank != self.rank]
-        crossing = self._cross(own.repeat(len(rail), 1), rows, self._hosts.gather_groups, "all-gather")
+        # A copy, since a caller may write to its own memory while it is sent.
+        rows, crossing = self._cross(dict.fromkeys(rail, own.clone()), self._hosts.gather_groups, "all-gather")
+        del rows[self.rank]
 
         def relay() -> None:
-            for _, row in others:
+            for row in rows.values():
                 relayed.send("gather", dict.fromkeys(self._peers, row), unit=self._unit)
 
         def finish() -> torch.Tensor:
-            for rank, row in others:
+            for rank, row in rows.items():
                 place(rank, row)
             return tensor
 
@@ -135,42 +141,40 @@ class HostCollectives(GlooCollectives):
         for peer in self._peers:
             for rank in self._rails[peer]:
                 direct.send("reduction", {peer: slices[rank]}, unit=self._unit)
-        sums = full.new_empty(len(rail), full.numel() // self.size)
 
         def add(rank: int, received: dict[int, torch.Tensor]) -> torch.Tensor:
             parts = [received.get(local, slices[rank]) for local in self._local]
-            return sums[rail.index(rank)].copy_(sum_in_order(parts))
+            return slices[rank].copy_(sum_in_order(parts))
+
+        def exchange() -> Pending:
+            sums = {rank: slices[rank] for rank in rail}
+            received, works = self._cross(sums, self._hosts.reduce_groups, "reduce-scatter")
+            return Pending(works, full, lambda: sum_in_order([received[rank] for rank in rail]))
 
         first = [
             direct.expect("reduction", self._peers, slices[rank], partial(add, rank), unit=self._unit) for rank in rail
         ]
-        received = torch.empty_like(sums)
-
-        def exchange() -> Pending:
-            works = self._cross(sums, received, self._hosts.reduce_groups, "reduce-scatter")
-            own = rail.index(self.rank)
-            received[own] = sums[own]
-            return Pending(works, received)
-
-        return Pending([_TwoParts(self._hosts.sums, first, exchange)], full, lambda: sum_in_order(received.unbind()))
+        two_parts = _TwoParts(self._hosts.sums, first, exchange)
+        return Pending([two_parts], full, two_parts.result)
 
     def _cross(
-        self, sent: torch.Tensor, received: torch.Tensor, groups: tuple[RankGroup, RankGroup], operation: str
-    ) -> list[Any]:
-        """Begin to send a row of ``sent`` to each other rank of the rail, and to receive one of ``received`` from it.
+        self, rows: dict[int, torch.Tensor], groups: tuple[RankGroup, RankGroup], operation: str
+    ) -> tuple[dict[int, torch.Tensor], list[Any]]:
+        """Begin to exchange ``rows``, one for each rank of the rail; return those received, by rank, and the works.
 
         Each direction has connections of its own. Else a rank that is ready to receive could not say so before the
         bytes that it sends itself have passed, and the two directions would take turns.
         """
-        rail, works = self._rails[self.rank], []
-        own, nbytes = rail.index(self.rank), sent[0].nbytes
-        upper, lower = slice(own + 1, len(rail)), slice(own)
-        for group, to, source in zip(groups, (upper, lower), (lower, upper)):
-            splits = [
-                [nbytes * (index in range(len(rail))[part]) for index in range(len(rail))] for part in (source, to)
-            ]
+        rail, own = self._rails[self.rank], rows[self.rank]
+        lower, higher = ([rank for rank in rail if rank < self.rank], [rank for rank in rail if rank > self.rank])
+        received, works = dict.fromkeys(rail, own), []
+        for group, targets, sources in zip(groups, (higher, lower), (lower, higher)):
+            sent = rows[targets[0]] if len(targets) == 1 else torch.cat([own[:0], *(rows[rank] for rank in targets)])
+            into = own.new_empty(len(sources), own.numel())
+            received.update(zip(sources, into))
+            of_source, to_target = ([own.nbytes * (rank in ranks) for rank in rail] for ranks in (sources, targets))
             # As bytes, for gloo does not send every dtype.
-            out, into = (rows.view(-1).view(torch.uint8) for rows in (received[source], sent[to]))
-            work = dist.all_to_all_single(out, into, splits[0], splits[1], group=group.group, async_op=True)
-            works.append(self._watched(work, operation, rail[source] or rail[to]))
-        return works
+            out, sent = into.view(-1).view(torch.uint8), sent.view(torch.uint8)
+            work = dist.all_to_all_single(out, sent, of_source, to_target, group=group.group, async_op=True)
+            works.append(self._watched(work, operation, sources or targets))
+        return received, works
