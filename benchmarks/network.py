@@ -145,10 +145,12 @@ def two_hosts(gbit: float) -> Iterator[TwoHosts]:
         try:
             yield hosts
         finally:
+            # First what may not have reached its host yet, or would start further processes there.
+            for process in hosts.processes:
+                process.kill()
+                process.wait()
             for host in (0, 1):
                 hosts.end(host)
-            for process in hosts.processes:
-                process.wait()
 
 
 def _wait_for_namespace(keeper: subprocess.Popen[bytes]) -> None:

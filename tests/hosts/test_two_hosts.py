@@ -44,6 +44,14 @@ def made(gbit: float) -> Iterator[TwoHosts]:
         yield made_hosts
 
 
+def wait_until(is_so: Callable[[], bool], describe: Callable[[], str] = str, limit_s: float = LIMIT_S) -> None:
+    """Wait until ``is_so``; fail with a description if it takes longer than ``limit_s`` seconds."""
+    until = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < until, describe()
+        time.sleep(0.1)
+
+
 class Run:
     """A program on both hosts."""
 
@@ -52,17 +60,14 @@ class Run:
         self._logs = [folder / f"host{host}.log" for host in (0, 1)]
         self._processes = hosts.start(2, ["-m", "tests.hosts.program", *words], self._logs, folder=ROOT)
 
+    def wait_until(self, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+        """Wait until ``is_so``; fail with the output if it takes longer than ``limit_s`` seconds."""
+        wait_until(is_so, lambda: "\n".join(self.outputs), limit_s)
+
     @property
     def outputs(self) -> list[str]:
         """The output of each host so far."""
         return [log.read_text() for log in self._logs]
-
-    def wait_until(self, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-        """Wait until ``is_so``; fail with the output if it takes longer than ``limit_s`` seconds."""
-        until = time.monotonic() + limit_s
-        while not is_so():
-            assert time.monotonic() < until, "\n".join(self.outputs)
-            time.sleep(0.1)
 
     def finish(self) -> str:
         """Wait until both hosts have ended well, and return their output."""
@@ -143,6 +148,6 @@ def test_a_benchmark_over_hosts_says_what_crosses_the_link(slow_hosts: TwoHosts,
 def test_nothing_of_the_hosts_remains_after_the_block() -> None:
     with made(1) as hosts:
         processes = hosts.start(1, ["-m", "http.server"], [Path(os.devnull)] * 2, folder=ROOT)
-        assert all(hosts.pids_on(host) for host in (0, 1))
+        wait_until(lambda: all(hosts.pids_on(host) for host in (0, 1)))
     assert None not in [process.poll() for process in processes]
     assert not any(Path(f"/proc/{pid}").exists() for pid in hosts.pids)

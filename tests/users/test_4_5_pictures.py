@@ -11,7 +11,7 @@ import pytest
 from benchmarks import report
 from benchmarks.pictures import digest_in, digest_of, draw, rows_of
 from benchmarks.runner import where
-from benchmarks.spec import IMPLEMENTATIONS, Setting
+from benchmarks.spec import IMPLEMENTATIONS, OVER_HOSTS, Setting
 from benchmarks.tables import step_table, write_picture
 
 DOCS = report.ROOT / "docs"
@@ -39,7 +39,7 @@ def test_a_picture_was_drawn_from_the_table_above_it(heading: str) -> None:
 
 
 def test_every_picture_is_on_the_page() -> None:
-    assert len(WITH_PICTURE) == 3
+    assert len(WITH_PICTURE) == 4
     assert {path.name for path in DOCS.glob("*.png")} == set(report.PICTURE.findall(PAGE))
 
 
@@ -87,4 +87,4 @@ def test_a_run_draws_the_numbers_of_its_own_table(tmp_path: Path) -> None:
 def test_the_page_names_no_commit_and_only_names_that_it_defines() -> None:
     assert re.findall(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b", PAGE) == []
     titles = {row["implementation"] for body in WITH_PICTURE.values() for row in rows_of(body)}
-    assert titles <= set(IMPLEMENTATIONS.values())
+    assert titles <= {*IMPLEMENTATIONS.values(), *OVER_HOSTS.values()}
