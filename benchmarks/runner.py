@@ -62,7 +62,7 @@ def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[d
         NoNetworkError: two hosts were asked for, and this machine can make none.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp_flat_bench_") as folder, ExitStack() as stack:
-        arguments = {"job": job.as_json(), "rank": None, "folder": folder}
+        arguments = {"job": job.as_json(), "rank": None, "store": f"{folder}/store", "out": folder}
         if job.setting.hosts > 1:
             hosts = stack.enter_context(two_hosts(job.setting.gbit))
             logs = [Path(folder) / f"host{host}.log" for host in (0, 1)]
@@ -71,7 +71,8 @@ def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[d
         else:
             processes, logs = [], [Path(folder) / f"{rank}.log" for rank in range(job.setting.ranks)]
             for rank, path in enumerate(logs):
-                program = [sys.executable, "-m", "benchmarks.worker", json.dumps({**arguments, "rank": rank})]
+                own = {**arguments, "rank": rank, "out": f"{folder}/{rank}.json"}
+                program = [sys.executable, "-m", "benchmarks.worker", json.dumps(own)]
                 threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
                 with path.open("wb") as log:
                     processes.append(

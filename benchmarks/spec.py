@@ -105,8 +105,12 @@ class Job:
     setting: Setting
 
     def as_json(self) -> dict[str, Any]:
-        """Return the job as plain values."""
-        return asdict(self)
+        """Return the job as plain values.
+
+        Settings at their defaults are left out, so that a checkout that does not know them runs the job too.
+        """
+        changed = {key: value for key, value in asdict(self.setting).items() if value != getattr(Setting, key)}
+        return {**asdict(self), "setting": changed}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:

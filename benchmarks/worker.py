@@ -138,21 +138,23 @@ def main(arguments: dict[str, Any]) -> None:
     """Join the process group, measure, and write the result.
 
     Args:
-        arguments: ``job`` (see :class:`Job`), ``folder`` for the rendezvous and the results; ``rank``, or None where
-            torchrun sets it, and the address of the rendezvous.
+        arguments: ``job`` (see :class:`Job`), ``rank``, ``store`` (a path for the rendezvous), ``out`` (a path). Where
+            torchrun sets ranks and the rendezvous, ``rank`` is None, and ``out`` a folder.
     """
     job, rank = Job.from_json(copy.deepcopy(arguments["job"])), arguments["rank"]
+    out = Path(arguments["out"])
     torch.set_num_threads(1)
     if rank is None:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
+        out = out / f"{rank}.json"
     else:
-        store = f"file://{arguments['folder']}/store"
+        store = f"file://{arguments['store']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.setting.ranks)
     with quiet():
         result = run_job(job, rank)
     dist.barrier()
-    Path(arguments["folder"], f"{rank}.json").write_text(json.dumps(result))
+    out.write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
