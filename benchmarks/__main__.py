@@ -17,7 +17,11 @@ FLAGS = list(fields(Setting))
 def main(argv: list[str] | None = None) -> Path:
     """Run the measurements that the command line selects; return the path of the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="compute", help="sizes; other flags override single ones")
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="sizes; other flags override single ones (default: compute, or communication with --hosts 2)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of fresh processes")
     parser.add_argument(
         "--only", nargs="+", choices={**IMPLEMENTATIONS, **OVER_HOSTS}, help="implementations (default: all)"
@@ -37,9 +41,12 @@ def main(argv: list[str] | None = None) -> Path:
             parser.add_argument(f"--{field.name}", type=int, default=None)
     args = parser.parse_args(argv)
     changed = {field.name: value for field in FLAGS if (value := getattr(args, field.name)) is not None}
+    if args.hosts not in (None, 1, 2):
+        parser.error(f"--hosts is 1 or 2, got {args.hosts}")
+    preset = args.preset or "compute"
     if args.hosts == 2:
-        changed = {"ranks": 4, **changed}
-    setting = replace(PRESETS[args.preset], **changed)
+        changed, preset = {"ranks": 4, **changed}, args.preset or "communication"
+    setting = replace(PRESETS[preset], **changed)
     names = args.only or list(IMPLEMENTATIONS if setting.hosts == 1 else OVER_HOSTS)
     if args.against is not None:
         names = [twin for name in names for twin in ([BEFORE + name] * name.startswith("flat") + [name])]
@@ -53,7 +60,7 @@ def main(argv: list[str] | None = None) -> Path:
     )
     results = {"setting": asdict(setting), "where": where(), **results}
     name = args.name or "-".join(
-        [args.preset, *["states"] * args.states, *(f"{key}{value:d}" for key, value in changed.items())]
+        [preset, *["states"] * args.states, *(f"{key}{value:d}" for key, value in changed.items())]
     )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{name}.json"

@@ -32,7 +32,7 @@ RUNS = {
     "accumulation": (["--preset", "compute", "--accumulate", "4", "--batch", "1"], "Gradient accumulation"),
     "checkpointing": (["--preset", "compute", "--checkpoint"], "Activations recomputed"),
     "ranks4": (["--preset", "communication", "--ranks", "4"], "4 ranks on the same cores"),
-    "hosts": (["--preset", "communication", "--hosts", "2", "--gbit", "1"], "4 ranks on two hosts"),
+    "hosts": (["--hosts", "2", "--gbit", "1"], "4 ranks on two hosts"),
 }
 
 SCALE = "Host time and memory by units and ranks"

@@ -19,7 +19,7 @@ from benchmarks import gpu, micro, network, plans, projection, report, saves, sc
 from benchmarks.counting import Counter
 from benchmarks.model import GPT
 from benchmarks.runner import where
-from benchmarks.spec import IMPLEMENTATIONS, Setting
+from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
 from benchmarks.states import measure_states
 from benchmarks.worker import Training
 from fsdp_flat.checkpoint.dcp_files import SafeReader
@@ -308,3 +308,22 @@ def test_figures_of_a_gpu_are_compared_within_a_round_with_the_best_of_the_same_
 def test_a_machine_that_can_make_no_hosts_says_what_it_needs(obstacle: Any, text: str) -> None:
     with obstacle, pytest.raises(network.NoNetworkError, match=text), network.two_hosts(1):
         pass
+
+
+@pytest.mark.parametrize(
+    "flags, preset, ranks",
+    [
+        ([], "compute", 2),
+        (["--hosts", "2"], "communication", 4),
+        (["--hosts", "2", "--preset", "tiny", "--ranks", "2"], "tiny", 2),
+    ],
+)
+def test_two_hosts_are_measured_where_communication_takes_the_time(
+    flags: list[str], preset: str, ranks: int, tmp_path: Path
+) -> None:
+    nothing: dict[str, Any] = {"rounds": [], "states": [], "counts": {}}
+    with mock.patch.object(bench, "measure", return_value=nothing) as measure:
+        path = bench.main([*flags, "--out", str(tmp_path)])
+    setting = measure.call_args.args[1]
+    assert (setting.width, setting.ranks) == (PRESETS[preset].width, ranks)
+    assert path.name.startswith(preset)
