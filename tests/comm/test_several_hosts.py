@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,10 @@ from torch import nn
 
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm import RankGroup
+from fsdp_flat.comm import RankGroup, failures
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.comm.shm.connect import hosts_of
+from fsdp_flat.errors import PeerFailureError
 from tests.comm.test_collectives import DTYPES, contribution
 from tests.runtime.kit import MESSAGES, Twin, recorded, sgd
 from tests.support import assert_close, assert_equal, on_ranks
@@ -68,6 +70,38 @@ def test_a_reduction_adds_within_each_host_in_order_of_ranks_and_then_over_hosts
                 time.sleep(0.01)
             result = collectives.begin_reduce_scatter(parts[rank].clone()).wait()
             assert_equal(result, sum_by_host(places, parts)[33 * rank : 33 * (rank + 1)], what=f"rank {late} late")
+
+
+@on_ranks(6)
+@pytest.mark.parametrize("places", ["aabbcc", "cabbca", "aaabbb"])
+def test_three_hosts_and_hosts_of_three_ranks_gather_and_add_also_nothing(places: str, rank: int) -> None:
+    with on_hosts(places):
+        rank_group = RankGroup.of(dist.new_group())
+        assert hosts_of(rank_group) is not None
+        unit = SharedMemoryCollectives(rank_group)
+        for numel in (0, 1, 5):
+            slices = [contribution(other, numel, torch.float32) for other in range(6)]
+            full = torch.zeros(6 * numel)
+            full[numel * rank : numel * (rank + 1)] = slices[rank]
+            assert_equal(unit.begin_all_gather(full).wait(), torch.cat(slices))
+            parts = [contribution(other, 6 * numel, torch.float32) for other in range(6)]
+            total = torch.stack(parts).sum(0)[numel * rank : numel * (rank + 1)]
+            assert_equal(unit.begin_reduce_scatter(parts[rank].clone()).wait(), total)
+
+
+@on_ranks(4)
+def test_groups_of_some_ranks_of_hosts_gather_and_add(rank: int) -> None:
+    with on_hosts("aabb"):
+        for members in ([1, 2], [0, 2, 3], [0, 1, 3]):
+            group = dist.new_group(members)
+            if rank not in members:
+                continue
+            size, own = len(members), members.index(rank)
+            unit = SharedMemoryCollectives(RankGroup.of(group))
+            full = torch.zeros(3 * size)
+            full[3 * own : 3 * own + 3] = own
+            assert_equal(unit.begin_all_gather(full).wait(), torch.arange(float(size)).repeat_interleave(3))
+            assert_equal(unit.begin_reduce_scatter(torch.ones(2 * size)).wait(), torch.full((2,), float(size)))
 
 
 @on_ranks(4)
@@ -170,6 +204,52 @@ def test_uneven_shards_train_as_a_plain_replica(places: str) -> None:
 def test_fully_shard_trains_as_a_plain_replica_over_hosts(shape: tuple[int, ...]) -> None:
     with on_hosts("aabb"):
         train_fully_shard_beside_a_replica(shape)
+
+
+class Moody(Stack):
+    """Raises in the middle while it is ``bad``: in its forward, or in its backward."""
+
+    bad = ""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.first(x))
+        if self.bad == "forward":
+            raise ValueError("an odd batch")
+        if self.bad == "backward":
+            x.register_hook(self.fail)
+        return super().features(x)
+
+    @staticmethod
+    def fail(_grad: torch.Tensor) -> None:
+        raise ValueError("an odd batch")
+
+
+@on_ranks(4, timeout=90)
+@pytest.mark.parametrize("bad", [0, 3])
+def test_ranks_of_both_hosts_name_the_one_that_raised(bad: int, rank: int) -> None:
+    with on_hosts("aabb"), mock.patch.object(failures, "WARN_AFTER_S", 0.5):
+        model = wrapped(Moody(), auto_wrap_policy=BLOCKS, process_group=dist.new_group(timeout=timedelta(seconds=60)))
+        square_loss(model, batch(rank)).backward()
+        model.module.bad = "forward" if rank == bad else ""
+        error, text = ValueError, "an odd batch"
+        if rank != bad:
+            error, text = PeerFailureError, f"rank {bad} raised ValueError: an odd batch"
+        with pytest.raises(error, match=text):
+            square_loss(model, batch(rank)).backward()
+        dist.barrier()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ranks_of_both_hosts_train_on_after_an_error_that_each_has_caught(where: str, rank: int) -> None:
+    with on_hosts("aabb"):
+        twin = Twin.of(Moody(), process_group=dist.new_group())
+        for _ in range(2):
+            twin.model.module.bad = where
+            with pytest.raises(ValueError, match="an odd batch"):
+                square_loss(twin.model, batch(rank)).backward()
+            twin.model.module.bad = ""
+            twin.step()
 
 
 @on_ranks(4)
