@@ -29,7 +29,15 @@ if TYPE_CHECKING:
         StateDictType,
         StatePart,
     )
-    from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
+    from fsdp_flat.checkpoint import (
+        iter_full_state_dict,
+        list_checkpoints,
+        load_checkpoint,
+        load_full,
+        save_checkpoint,
+        save_full,
+        verify_checkpoint,
+    )
     from fsdp_flat.compat import install, installed, uninstall
     from fsdp_flat.composable import (
         CPUOffloadPolicy,
@@ -106,6 +114,7 @@ __all__ = [
     "install",
     "installed",
     "iter_full_state_dict",
+    "list_checkpoints",
     "load_checkpoint",
     "load_full",
     "matrix_params",
@@ -121,6 +130,7 @@ __all__ = [
     "uninstall",
     "unshard_for",
     "unwrap",
+    "verify_checkpoint",
     "whole_shape",
 ]
 

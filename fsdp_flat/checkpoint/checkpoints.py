@@ -103,7 +103,7 @@ def save_checkpoint(
     step: int | None = None,
     keep_last: int = 3,
     background: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> CheckpointSave:
     """Save model, optimizer and extra values as the newest checkpoint in ``directory``.
 
@@ -131,7 +131,8 @@ def save_checkpoint(
         background: copy the shards to the CPU and return; a thread writes them while training continues. The next
             save of the model waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is
             also logged. The process does not end before, and may destroy its process groups meanwhile.
-        progress: show a progress bar on rank 0 (needs tqdm).
+        progress: show a progress bar on rank 0, if tqdm is installed. By default on a terminal only, for a save in the
+            foreground that takes more than two seconds.
 
     Returns:
         The save; :meth:`CheckpointSave.wait` returns its directory, or raises the error of the background save.
@@ -227,7 +228,7 @@ class CheckpointValues:
         step: int | None,
         keep_last: int,
         copy: bool,
-        progress: bool,
+        progress: bool | None,
     ) -> None:
         """Collect the values that this rank writes; raise on every rank if any cannot save."""
         from fsdp_flat.checkpoint.dcp_files import check_optim, packed
@@ -241,7 +242,7 @@ class CheckpointValues:
             _wait_for_background(self._model, self.directory)
             disk.check_number(step, "step", 0, is_optional=True)
             disk.check_number(keep_last, "keep_last", 1)
-            self.bar = progress_bar("Saving", asked=progress, here=rank == 0)
+            self.bar = progress_bar("Saving", asked=progress, here=rank == 0 and (progress or not copy))
             self._add_model(copy=copy)
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
@@ -444,12 +445,83 @@ class LoadedCheckpoint:
     skipped: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """Describes a checkpoint on disk.
+
+    Attributes:
+        step: its number; that in the name of its directory, if its record cannot be read.
+        path: its directory.
+        nbytes: size of its files in bytes, 0 if its record cannot be read.
+        problem: why it cannot be loaded, or an empty text.
+    """
+
+    step: int
+    path: Path
+    nbytes: int
+    problem: str
+
+
+def list_checkpoints(directory: str | Path) -> list[CheckpointInfo]:
+    """List the checkpoints in a directory of :func:`save_checkpoint`: those with a problem, then the newest first.
+
+    Sizes of files are compared, contents are not. Needs neither a model nor a process group.
+
+    Args:
+        directory: the directory given to :func:`save_checkpoint`.
+
+    Returns:
+        The checkpoints; none if ``directory`` does not exist. Unfinished saves are left out.
+
+    Raises:
+        OptionTypeError: ``directory`` is no path.
+
+    Example::
+
+        for found in list_checkpoints("run"):
+            print(found.step, found.nbytes, found.problem or "complete")
+    """
+    directory = disk.path_of_user(directory, "directory")
+    listed = []
+    for step in disk.list_steps(directory):
+        path, nbytes, problem = disk.path_of(directory, step), 0, ""
+        try:
+            nbytes = disk.sized_commit(path).nbytes
+        except (LoadError, OSError) as error:
+            problem = str(error)
+        listed.append(CheckpointInfo(step, path, nbytes, problem))
+    return listed
+
+
+def verify_checkpoint(path: str | Path, *, progress: bool | None = None) -> CheckpointInfo:
+    """Compare the files of one checkpoint with their sizes and checksums, as :func:`load_checkpoint` does.
+
+    Needs neither a model nor a process group.
+
+    Args:
+        path: directory of the checkpoint, ``list_checkpoints("run")[0].path`` for instance.
+        progress: show a progress bar, if tqdm is installed. By default on a terminal only, after two seconds.
+
+    Returns:
+        The checkpoint's description, without a problem.
+
+    Raises:
+        LoadError: (a RuntimeError) a file is missing or was altered; the text names it.
+        OptionTypeError: ``path`` is no path.
+    """
+    path = disk.path_of_user(path, "path")
+    found = disk.sized_commit(path)
+    disk.check_sums(path, found.files, progress_bar("Verifying", asked=progress, here=True))
+    return CheckpointInfo(found.step, path, found.nbytes, "")
+
+
 def load_checkpoint(
     directory: str | Path,
     model: nn.Module,
     optim: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
+    progress: bool | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest complete checkpoint of :func:`save_checkpoint`, at any number of ranks, wrapping and strategy.
 
@@ -464,6 +536,8 @@ def load_checkpoint(
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer; None ignores the saved optimizer state.
         step: load this checkpoint, and raise if it is incomplete.
+        progress: show a progress bar of the comparison on rank 0, if tqdm is installed. By default on a terminal only,
+            after two seconds.
 
     Returns:
         The loaded checkpoint; None if ``directory`` does not exist or is empty, which is logged.
@@ -500,10 +574,11 @@ def load_checkpoint(
             names, cut_off = disk.candidates(directory, step)
     names, cut_off = json.loads(together.texts(json.dumps([names, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
+    bar = progress_bar("Verifying", asked=progress, here=together.rank == 0)
     for name in names:
         path = directory / name
         # Each rank reads some files; the first rank's problem counts.
-        found, problem = disk.verified(path, together.rank, together.size)
+        found, problem = disk.verified(path, together.rank, together.size, bar)
         problems = together.texts(problem)
         if not any(problems):
             break

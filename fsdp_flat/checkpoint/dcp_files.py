@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.layout import clean_fqn
+from fsdp_flat.layout import clean_fqn, misfits
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
 from fsdp_flat.state.shards import serialized, unpacked
 
@@ -277,15 +277,16 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     own = {clean_fqn(name): name for name in values}
     template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
     saved = {name: shape for name, (shape, _) in reader.tensors_in("model.").items()}
-    problems = [f"{name!r} is missing there" for name in template if name not in saved]
-    problems += [f"{name!r} is not in the model" for name in saved if name not in template]
+    problems = misfits(
+        [name for name in template if name not in saved], [name for name in saved if name not in template]
+    )
     problems += [
         f"{name!r} has shape {saved[name]} there and {tuple(value.shape)} in the model"
         for name, value in template.items()
         if name in saved and saved[name] != tuple(value.shape)
     ]
     if problems:
-        raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 5, '; ')}. Nothing was loaded.")
+        raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
     return template, own
 
 

@@ -39,7 +39,7 @@ from fsdp_flat.comm import (
     exchange_ints,
     global_ranks,
 )
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError, some_of
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_settings
 
@@ -73,6 +73,11 @@ class Commit:
     order: int
     files: Records
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the files in bytes."""
+        return sum(record["size"] for record in self.files.values())
+
 
 _ADVICE = "Call it with the same model and arguments on every rank."
 SAVING = ErrorTexts("saving", "Ranks save different things.", _ADVICE)
@@ -81,21 +86,24 @@ LOADING = ErrorTexts("loading", "Ranks load different things.", _ADVICE)
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
-def progress_bar(label: str, *, asked: bool, here: bool) -> ProgressBar:
-    """Return a function that shows a bar for a number of bytes: ``with show(num_bytes) as update: update(1024)``."""
-    if asked:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise UsageError('progress=True needs tqdm: pip install "fsdp-flat[progress]".') from error
+def progress_bar(label: str, *, asked: bool | None, here: bool) -> ProgressBar:
+    """Return a function that shows a bar for a number of bytes: ``with show(num_bytes) as update: update(1024)``.
+
+    If ``asked`` is None, only a terminal gets one, after two seconds. Without tqdm there is none.
+    """
 
     @contextmanager
     def show(num_bytes: int) -> Iterator[Callable[[int], object]]:
-        if asked and here:
-            with tqdm(desc=label, total=num_bytes, unit="B", unit_scale=True) as bar:
-                yield bar.update
-        else:
+        try:
+            from tqdm import tqdm
+        except ImportError:
             yield lambda nbytes: None
+            return
+        # tqdm takes None for a choice by whether the output is a terminal.
+        is_off = None if here and asked is None else not (here and asked)
+        delay = 2 if asked is None else 0
+        with tqdm(desc=label, total=num_bytes, unit="B", unit_scale=True, delay=delay, disable=is_off) as bar:
+            yield bar.update
 
     return show
 
@@ -291,11 +299,12 @@ def records_of(path: Path, pattern: str) -> Records:
     return {each.name: _record(each) for each in sorted(path.glob(pattern))}
 
 
-def _record(path: Path) -> dict[str, int]:
+def _record(path: Path, update: Callable[[int], object] = int) -> dict[str, int]:
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
+            update(len(chunk))
         return {"size": file.tell(), "crc32": crc}
 
 
@@ -432,26 +441,37 @@ def _read_commit(path: Path) -> Commit:
     return found
 
 
-def verified(path: Path, share: int, num_shares: int) -> tuple[Commit | None, str]:
-    """Return the record of a checkpoint, None if it cannot be read, and the first problem of its files or ``""``.
+def sized_commit(path: Path) -> Commit:
+    """Return the record of a checkpoint; raise unless its files are there, with the sizes in it."""
+    found = _read_commit(path)
+    for name, record in found.files.items():
+        if not (path / name).exists():
+            raise LoadError(f"{path / name} is missing")
+        size = (path / name).stat().st_size
+        if size != record["size"]:
+            raise LoadError(f"{path / name} has {size} bytes, {record['size']} were written")
+    return found
+
+
+def check_sums(path: Path, records: Records, show: ProgressBar) -> None:
+    """Raise unless files of the directory ``path`` have the checksums in their records."""
+    with show(sum(record["size"] for record in records.values())) as update:
+        for name, record in records.items():
+            if _record(path / name, update) != record:
+                raise LoadError(f"{path / name} was altered: its checksum is not that of what was written")
+
+
+def verified(path: Path, share: int, num_shares: int, show: ProgressBar) -> tuple[Commit | None, str]:
+    """Return the record of a checkpoint, None if there is a problem with its files, and the first problem or ``""``.
 
     Sizes are compared for all files, checksums for those at positions ``share``, ``share + num_shares`` and so on.
     """
-    found = None
     try:
-        found = _read_commit(path)
-        for name, record in found.files.items():
-            if not (path / name).exists():
-                raise LoadError(f"{path / name} is missing")
-            size = (path / name).stat().st_size
-            if size != record["size"]:
-                raise LoadError(f"{path / name} has {size} bytes, {record['size']} were written")
-        for name in list(found.files)[share::num_shares]:
-            if _record(path / name) != found.files[name]:
-                raise LoadError(f"{path / name} was altered: its checksum is not that of what was written")
+        found = sized_commit(path)
+        check_sums(path, dict(list(found.files.items())[share::num_shares]), show)
         return found, ""
     except (LoadError, OSError) as error:
-        return found, str(error)
+        return None, str(error)
 
 
 def prune(directory: Path, keep_last: int) -> None:

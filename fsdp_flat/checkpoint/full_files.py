@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -19,7 +19,7 @@ from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import clean_fqn
+from fsdp_flat.layout import added_prefix, clean_fqn, misfits
 from fsdp_flat.runtime import RankZeroTensors, unit_of, units_of
 from fsdp_flat.state import (
     TEMPLATE,
@@ -217,7 +217,7 @@ def save_full(
     trainable_only: bool = False,
     max_file_bytes: int = 5_000_000_000,
     spread: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Write the full model as safetensors files in the layout of model hubs, one parameter in memory at a time.
 
@@ -234,7 +234,7 @@ def save_full(
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.
         max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
         spread: the ranks of the shard group, which share a file system, write files in parallel; else rank 0 alone.
-        progress: show a progress bar on rank 0 (needs tqdm).
+        progress: show a progress bar on rank 0, if tqdm is installed. By default on a terminal only, after two seconds.
 
     Returns:
         The directory.
@@ -363,7 +363,13 @@ def _finish(directory: Path, files: list[FileWriter]) -> None:
 
 
 def load_full(
-    model: nn.Module, path: str | Path, *, strict: bool = True, keep: Callable[[str], bool] | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    keep: Callable[[str], bool] | None = None,
+    prefix: str = "",
+    rename: Callable[[str], str | None] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Load a full model from files; each rank reads only its own slices of each parameter.
 
@@ -375,7 +381,9 @@ def load_full(
         path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as on model hubs, or a
             file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and ``weights_only``).
         strict: missing and unexpected names in the files are an error.
-        keep: returns whether to load the entry of a name.
+        keep: returns whether to load the entry of a name of the model.
+        prefix: load only names in the files that begin with it, without it: ``"model."`` loads the part of that name.
+        rename: returns the model's name for a name in the files, after ``prefix``; None leaves the entry out.
 
     Returns:
         Missing names and unexpected names; both empty with ``strict``.
@@ -390,6 +398,9 @@ def load_full(
     with together.propagate_errors():
         path = path_of_user(path, "path")
         tensors, names = _stored_in(path)
+        if prefix or rename is not None:
+            names = _renamed(names, prefix, rename)
+            tensors = {name: tensors[name] for name in sorted(set(names.values()))}
         entries = _entries_of(model, keep, loads=True)
         # A tied parameter may be in the file under any of its names.
         found = {entry.same_as or entry.name: names[entry.name] for entry in entries if entry.name in names}
@@ -401,10 +412,8 @@ def load_full(
             for entry in entries
             if entry.name in found and (shape := tensors[found[entry.name]].shape) != entry.template.shape
         ]
-        if strict and missing:
-            problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
-        if strict and unexpected:
-            problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
+        if strict:
+            problems += _misfits(missing, unexpected)
         if problems:
             raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
     given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
@@ -425,6 +434,38 @@ def load_full(
         undo()
         raise
     return missing, unexpected
+
+
+def _renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str | None] | None) -> dict[str, str]:
+    """Return the names of :func:`_stored_in` as :func:`load_full` maps them."""
+    if not isinstance(prefix, str) or not (rename is None or callable(rename)):
+        raise OptionTypeError(
+            f"prefix must be a str, and rename a function of a name, or None; got {prefix!r} and {rename!r}."
+        )
+    found: dict[str, str] = {}
+    for name, stored in names.items():
+        new = name.removeprefix(prefix) if name.startswith(prefix) else None
+        if rename is not None and new is not None:
+            new = rename(new)
+        if new is not None and found.setdefault(new, stored) != stored:
+            raise OptionError(f"rename gives the name {new!r} to {found[new]!r} and to {stored!r} of the file.")
+    return found
+
+
+def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Tell how the names of a file differ from the model's, and what argument maps them if they have another prefix."""
+    lacking, given = set(missing), set(unexpected)
+    pairs: dict[str, str] = {}
+    found = []
+    if prefix := added_prefix(unexpected, lacking):
+        pairs, advice = {name: prefix + name for name in missing if prefix + name in given}, f"prefix={prefix!r}"
+    elif prefix := added_prefix(missing, given):
+        pairs = {prefix + name: name for name in unexpected if prefix + name in lacking}
+        advice = f"rename=lambda name: {prefix!r} + name"
+    if pairs:
+        found.append(f"load_full(..., {advice}) would find {len(pairs)} names that are missing now")
+    mapped = set(pairs.values())
+    return found + misfits([n for n in missing if n not in pairs], [n for n in unexpected if n not in mapped])
 
 
 def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
