@@ -35,7 +35,6 @@ setup(
         "pictures": PICTURES,
         "progress": ["tqdm"],
         "migrate": MIGRATE,
-        "safetensors": ["safetensors"],
         "clients": CLIENTS,
         "dev": ["ruff", "mypy", *MIGRATE, *TEST],
     },

@@ -55,8 +55,9 @@ _REMOVING = ".removing"
 _NAME = re.compile(r"step-(\d+)$")
 _CHUNK = 1 << 22
 
-# By name of a file, its "size" in bytes and its "crc32", as in commit.json.
-Records = dict[str, dict[str, int]]
+# The "size" of a file in bytes and its "crc32"; and these by name, as in commit.json.
+Record = dict[str, int]
+Records = dict[str, Record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,12 @@ def path_of_user(value: Any, name: str) -> Path:
         return Path(value).absolute()
     except TypeError as error:
         raise OptionTypeError(f"{name} must be a path, as a str or a Path; got {value!r}.") from error
+
+
+def check_file(path: Path) -> None:
+    """Raise unless there is a regular file: opening a FIFO or a device may wait for ever."""
+    if not path.is_file():
+        raise LoadError(f"{path} {'is no regular file' if os.path.lexists(path) else 'does not exist'}.")
 
 
 def check_number(value: Any, name: str, least: int, *, is_optional: bool = False) -> None:
@@ -299,8 +306,9 @@ def records_of(path: Path, pattern: str) -> Records:
     return {each.name: _record(each) for each in sorted(path.glob(pattern))}
 
 
-def _record(path: Path, update: Callable[[int], object] = int) -> dict[str, int]:
+def _record(path: Path, update: Callable[[int], object] = int) -> Record:
     crc = 0
+    check_file(path)
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
@@ -445,8 +453,7 @@ def sized_commit(path: Path) -> Commit:
     """Return the record of a checkpoint; raise unless its files are there, with the sizes in it."""
     found = _read_commit(path)
     for name, record in found.files.items():
-        if not (path / name).exists():
-            raise LoadError(f"{path / name} is missing")
+        check_file(path / name)
         size = (path / name).stat().st_size
         if size != record["size"]:
             raise LoadError(f"{path / name} has {size} bytes, {record['size']} were written")
@@ -458,7 +465,7 @@ def check_sums(path: Path, records: Records, show: ProgressBar) -> None:
     with show(sum(record["size"] for record in records.values())) as update:
         for name, record in records.items():
             if _record(path / name, update) != record:
-                raise LoadError(f"{path / name} was altered: its checksum is not that of what was written")
+                raise LoadError(f"{path / name} was altered: its checksum is not that of what was written.")
 
 
 def verified(path: Path, share: int, num_shares: int, show: ProgressBar) -> tuple[Commit | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -14,8 +15,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import StateDictType
-from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, boxed_state_dict, path_of_user, progress_bar
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
+from fsdp_flat.checkpoint.directory import (
+    LOADING,
+    SAVING,
+    Consensus,
+    ProgressBar,
+    Records,
+    boxed_state_dict,
+    check_file,
+    check_sums,
+    path_of_user,
+    progress_bar,
+)
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, PartialFile, read_safetensors
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
@@ -36,6 +48,8 @@ from fsdp_flat.state import (
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+CHECKSUMS_NAME = "model.checksums.json"
+CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +236,11 @@ def save_full(
     """Write the full model as safetensors files in the layout of model hubs, one parameter in memory at a time.
 
     The files are ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
-    ``model.safetensors.index.json``. A tied parameter is written under its first name; its other names are in the
-    header's metadata, as in the safetensors package. Files of an earlier save in the directory are replaced once all
-    new ones are complete. Every rank must call this.
+    ``model.safetensors.index.json``; their checksums in ``model.checksums.json``; and ``config.json`` if the model has
+    a ``config`` with ``to_json_string()``, as those of transformers, whose ``from_pretrained`` reads the directory. A
+    tied parameter is written under its first name; its other names are in the header's metadata, as in the safetensors
+    package. Files of an earlier save in the directory are replaced once all new ones are complete. Every rank must call
+    this.
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
@@ -270,24 +286,28 @@ def save_full(
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)
         error = _write_in_turn(turns, {entry.name: entry for entry in entries}, rank=rank, update=update)
+    texts = {name: PartialFile(directory / name) for name in (CONFIG_NAME, INDEX_NAME, CHECKSUMS_NAME)}
     try:
         together.fail(error)
+        records = together.texts(json.dumps({file.path.name: file.record for file in own}))
         with together.propagate_errors():
             if rank == 0:
                 for file in files:
                     file.check_here()
+                _write_texts(texts, model, files, list(map(json.loads, records)))
                 # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
-                (directory / INDEX_NAME).unlink(missing_ok=True)
+                for name in (INDEX_NAME, CHECKSUMS_NAME):
+                    (directory / name).unlink(missing_ok=True)
     except Exception:
-        for file in own:
-            file.discard()
+        for each in (*own, *texts.values()):
+            each.discard()
         raise
     with together.propagate_errors():
         for file in own:
             file.commit()
     with together.propagate_errors():
         if rank == 0:
-            _finish(directory, files)
+            _finish(directory, files, texts)
     unmanaged.warn()
     return directory
 
@@ -348,18 +368,49 @@ def _write_in_turn(
     return error
 
 
-def _finish(directory: Path, files: list[FileWriter]) -> None:
-    """Remove the files of an earlier save that were not replaced, and write the index."""
+def _write_texts(
+    texts: Mapping[str, PartialFile], model: nn.Module, files: Sequence[FileWriter], each_records: Sequence[Records]
+) -> None:
+    """Write what goes beside the files of tensors: the model's configuration, the index, and the checksums of all."""
+    bodies: dict[str, Any] = {}
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    if (config := _config_of(model, tensors.values())) is not None:
+        bodies[CONFIG_NAME] = config
+    if len(files) > 1:
+        places = {name: file.path.name for file in files for name in file.tensors}
+        bodies[INDEX_NAME] = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": places}
+    # Not yet complete where it is written, the last.
+    bodies[CHECKSUMS_NAME] = records = {name: record for each in each_records for name, record in each.items()}
+    for name, body in bodies.items():
+        texts[name].append((json.dumps(body, indent=2) + "\n").encode())
+        texts[name].finish()
+        records[name] = texts[name].record
+
+
+def _config_of(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, Any] | None:
+    """Return the configuration of a model that has one as those of the transformers package, with the saved dtype."""
+    unit = unit_of(model)
+    module = model if unit is None else unit.module
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if to_json is None:
+        return None
+    config: dict[str, Any] = json.loads(to_json())
+    # fully_shard puts this before the name of the module's class.
+    config["architectures"] = [type(module).__name__.removeprefix("FSDP")]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()]
+    # By transformers 5 and earlier versions.
+    return config | {key: dtypes[0] for key in ("dtype", "torch_dtype") if key in config and dtypes}
+
+
+def _finish(directory: Path, files: list[FileWriter], texts: Mapping[str, PartialFile]) -> None:
+    """Remove the files of an earlier save that were not replaced, and rename those beside the files of tensors."""
     written = {file.path.name for file in files}
     for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
         if path.name not in written:
             path.unlink(missing_ok=True)
-    if len(files) > 1:
-        total = sum(file.nbytes for file in files)
-        places = {name: file.path.name for file in files for name in file.tensors}
-        partial = directory / (INDEX_NAME + ".partial")
-        partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
-        partial.replace(directory / INDEX_NAME)
+    for text in texts.values():
+        if text.record["size"]:
+            text.commit()
 
 
 def load_full(
@@ -370,8 +421,12 @@ def load_full(
     keep: Callable[[str], bool] | None = None,
     prefix: str = "",
     rename: Callable[[str], str | None] | None = None,
+    progress: bool | None = None,
 ) -> tuple[list[str], list[str]]:
     """Load a full model from files; each rank reads only its own slices of each parameter.
+
+    If :func:`save_full` has written ``model.checksums.json`` beside the files, checksums are compared first, each rank
+    those of some files.
 
     Every rank must call this, and must have access to the files. The model is unchanged unless everything fits; until
     then each rank holds a copy of its shards.
@@ -384,6 +439,8 @@ def load_full(
         keep: returns whether to load the entry of a name of the model.
         prefix: load only names in the files that begin with it, without it: ``"model."`` loads the part of that name.
         rename: returns the model's name for a name in the files, after ``prefix``; None leaves the entry out.
+        progress: show a progress bar of the comparison of checksums on rank 0, if tqdm is installed. By default on a
+            terminal only, after two seconds.
 
     Returns:
         Missing names and unexpected names; both empty with ``strict``.
@@ -397,7 +454,9 @@ def load_full(
     together.barrier("load_full")
     with together.propagate_errors():
         path = path_of_user(path, "path")
-        tensors, names = _stored_in(path)
+        paths = _files_of(path)
+        _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))
+        tensors, names = _stored_in(paths)
         if prefix or rename is not None:
             names = _renamed(names, prefix, rename)
             tensors = {name: tensors[name] for name in sorted(set(names.values()))}
@@ -411,6 +470,11 @@ def load_full(
             f"{entry.name!r} has shape {tuple(shape)} in the file, {tuple(entry.template.shape)} in the model"
             for entry in entries
             if entry.name in found and (shape := tensors[found[entry.name]].shape) != entry.template.shape
+        ]
+        problems += [
+            f"{entry.name!r} is of {dtype} in the file, of {entry.template.dtype} in the model"
+            for entry in entries
+            if entry.name in found and _kind(dtype := tensors[found[entry.name]].dtype) != _kind(entry.template.dtype)
         ]
         if strict:
             problems += _misfits(missing, unexpected)
@@ -506,27 +570,68 @@ def _loadable(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
     return dtensor_from(entry.param, full, repr(entry.name))
 
 
-def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of files, which are read when they are used; and by each of their names the one in this."""
-    paths, index = [path], path / INDEX_NAME
-    if index.exists():
-        try:
-            paths = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
-    elif path.is_dir():
-        paths = [path / SINGLE_NAME]
-        if not paths[0].exists():
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Return what a load does not convert: whether a dtype is of floating-point, and of complex numbers."""
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the files of a path of :func:`load_full`, the index first if there is one."""
+    if not path.is_dir():
+        check_file(path)
+        return [path]
+    index = path / INDEX_NAME
+    if not os.path.lexists(index):
+        if not os.path.lexists(path / SINGLE_NAME):
             raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
-    absent = [each for each in paths if not each.exists()]
-    if absent:
-        raise LoadError(f"{absent[0]} does not exist{', although the index names it' if index.exists() else ''}.")
-    if path.is_file() and path.suffix != ".safetensors":
-        return _from_torch_file(path)
+        return [path / SINGLE_NAME]
+    check_file(index)
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
+    if outside:
+        raise LoadError(f"{index} names {some_of(list(map(repr, outside)), 3)}, outside of its directory.")
+    for name in names:
+        if not (path / name).exists():
+            raise LoadError(f"{path / name} does not exist, although the index names it.")
+    return [index, *(path / name for name in names)]
+
+
+def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> None:
+    """Compare this rank's share of the files with the checksums beside them, if these are there."""
+    directory = paths[0].parent
+    sums = directory / CHECKSUMS_NAME
+    if not os.path.lexists(sums):
+        return
+    check_file(sums)
+    try:
+        found = json.loads(sums.read_text())
+        records = {
+            path.name: {key: found[path.name][key] for key in ("size", "crc32")} for path in paths if path.name in found
+        }
+        check_sums(directory, dict(list(records.items())[together.rank :: together.size]), show)
+    except LoadError as error:
+        raise LoadError(f"{error} If the file was replaced on purpose, remove {sums}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{sums} cannot be read: {error!r}. Without it, files are loaded as they are.") from error
+
+
+def _stored_in(paths: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of files, which are read when they are used; and by each of their names the one in this."""
+    if len(paths) == 1 and paths[0].suffix != ".safetensors":
+        return _from_torch_file(paths[0])
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    for each in paths:
-        found, metadata = read_safetensors(each)
+    for path in paths:
+        if path.name == INDEX_NAME:
+            continue
+        found, metadata = read_safetensors(path)
+        if twice := sorted(tensors.keys() & found):
+            raise LoadError(
+                f"{path} has {some_of(list(map(repr, twice)), 3)}, which another file of the model has too."
+            )
         tensors |= found
         aliases |= {name: same for name, same in metadata.items() if name != "format"}
     own = {name: name for name in tensors}

@@ -347,7 +347,7 @@ def without_number(path: Path) -> None:
 DAMAGE = {
     "truncated": (truncate, "bytes"),
     "altered": (alter, "was altered"),
-    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "is missing"),
+    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "does not exist"),
     "without a record": (lambda path: (path / "commit.json").unlink(), "was never finished"),
     "record cut off": (lambda path: (path / "commit.json").write_text('{"format": 2, "st'), "cannot be read"),
     "another format": (lambda path: (path / "commit.json").write_text('{"format": 7}'), "has format 7"),

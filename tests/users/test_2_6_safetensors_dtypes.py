@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel, fully_shard, load_full, save_full
-from fsdp_flat.errors import LoadError, PeerFailureError, UsageError
+from fsdp_flat.errors import LoadError, PeerFailureError
 from tests.support import on_ranks
 
 # By name of the format, the dtype. The format has F6_E2M3 and F6_E3M2 too, which torch lacks.
@@ -95,27 +95,24 @@ def test_a_model_of_each_dtype_is_saved_for_the_safetensors_package_and_loaded_f
             dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "code, text",
-    [("F6_E2M3", "'weight' of .*made.safetensors cannot be read.*F6_E2M3"), ("Q7", "made.safetensors cannot.*`Q7`")],
-)
+@pytest.mark.parametrize("code", ["F6_E2M3", "Q7"])
 @on_ranks(2)
-def test_a_dtype_that_torch_lacks_is_an_error_that_names_it(code: str, text: str, tmp_path: Path, rank: int) -> None:
+def test_a_dtype_that_torch_lacks_is_an_error_that_names_it(code: str, tmp_path: Path, rank: int) -> None:
     entry = {"dtype": code, "shape": [4], "data_offsets": [0, 3]}
     header = json.dumps({"weight": entry}).encode()
     path = tmp_path / "made.safetensors"
     if rank == 0:
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
     dist.barrier()
+    text = f"made.safetensors is no safetensors file.*'weight' is of '{code}', which torch .* does not have"
     with pytest.raises((LoadError, PeerFailureError), match=text):
         load_full(FullyShardedDataParallel(nn.Linear(2, 2)), path)
 
 
 @on_ranks(2)
-def test_without_the_safetensors_package_an_error_says_what_to_install(tmp_path: Path) -> None:
+def test_files_are_read_without_the_safetensors_package(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(nn.Linear(2, 2))
     save_full(model, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "safetensors", None)
-        with pytest.raises((UsageError, PeerFailureError), match="pip install safetensors"):
-            load_full(model, tmp_path)
+        assert load_full(model, tmp_path) == ([], [])

@@ -1,0 +1,296 @@
+"""Files that were altered, or made to do harm: each is an error that names it, or is passed over with a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import load_full, save_full
+from fsdp_flat.checkpoint.safetensors_files import PartialFile, read_safetensors
+from fsdp_flat.errors import LoadError, PeerFailureError
+from tests.support import assert_equal, on_ranks
+from tests.wrapper.models import seeded, shard, whole_state
+
+FAILED = (LoadError, PeerFailureError)
+
+
+# -- full models -----------------------------------------------------------------------------------------------------
+
+
+def stored(path: Path, header: str | dict[str, Any], data: bytes) -> Path:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(start: int, stop: int, dtype: str = "F32", shape: list[Any] | None = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(stop - start) // 4] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "header, text",
+    [
+        ({"a": entry(0, 8), "b": entry(4, 16)}, "'b' begins at 4, and the entry before it ends at 8"),
+        ({"a": entry(0, 4), "b": entry(8, 16)}, "'b' begins at 8, and the entry before it ends at 4"),
+        ({"a": entry(0, 12)}, "its entries are of 12 bytes, and 16 follow the header"),
+        ({"a": entry(0, 20)}, "does not fit data_offsets [0, 20]"),
+        ({"a": entry(0, 16, shape=[2**40])}, "'a' of F32 and shape [1099511627776] does not fit"),
+        ({"a": entry(0, 16, dtype="F64")}, "'a' of F64 and shape [4] does not fit"),
+        ({"a": entry(0, 16, dtype="F33")}, "'a' is of 'F33', which torch"),
+        ({"a": entry(0, 16, dtype="F4", shape=[2, 16, 1])}, "is no safetensors file"),
+        ({"a": entry(0, 16, shape=[True, 4])}, "'a' has shape [True, 4]"),
+        ({"a": entry(0, 16, shape=4)}, "is no safetensors file"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "KeyError('data_offsets')"),
+        ({"a": [1]}, "is no safetensors file"),
+        ({"a": entry(0, 16), "__metadata__": {"a": 3}}, "its __metadata__ are not all strings"),
+        ({"a": entry(0, 16), "__metadata__": [3]}, "is no safetensors file"),
+        ('{"a": %s, "a": %s}' % ((json.dumps(entry(0, 16)),) * 2), "'a' is there twice"),
+        ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [4], "data_offsets": [0, 16]}}', "'dtype' is there twice"),
+        ("[" * 100_000, "is no safetensors file"),
+        ('["a"]', "is no safetensors file"),
+        ('{"a"', "is no safetensors file"),
+        ('{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, Infinity]}}', "is no safetensors file"),
+    ],
+)
+def test_a_header_of_other_entries_than_the_file_has_is_named(
+    header: str | dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    path = stored(tmp_path / "made.safetensors", header, bytes(16))
+    with pytest.raises(LoadError, match=re.escape(text)) as caught:
+        read_safetensors(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_header_longer_than_its_file_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "made.safetensors"
+    path.write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(LoadError, match="its header would be of 4611686018427387904 bytes, the file is of 10"):
+        read_safetensors(path)
+
+
+def test_entries_that_begin_at_any_byte_are_read(tmp_path: Path) -> None:
+    values = torch.tensor([1.5, -2.0])
+    header = {"flag": entry(0, 1, dtype="BOOL", shape=[]), "a": entry(1, 9), "none": entry(9, 9, shape=[0, 3])}
+    found, _ = read_safetensors(stored(tmp_path / "made.safetensors", header, b"\1" + values.numpy().tobytes()))
+    assert torch.equal(found["a"], values)
+    assert found["flag"].item() is True
+    assert found["none"].shape == (0, 3)
+
+
+class Counted(nn.Module):
+    """A layer with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2, bias=False)
+        self.register_buffer("number", torch.tensor([3]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        (
+            "fc.weight",
+            torch.ones(2, 2, dtype=torch.int32),
+            "'fc.weight' is of torch.int32 in the file, of torch.float32",
+        ),
+        ("fc.weight", torch.ones(2, 2, dtype=torch.complex64), "'fc.weight' is of torch.complex64 in the file"),
+        ("number", torch.ones(1), "'number' is of torch.float32 in the file, of torch.int64 in the model"),
+        ("number", torch.ones(1, dtype=torch.bool), None),
+        ("fc.weight", torch.ones(2, 2, dtype=torch.float16), None),
+    ],
+)
+@on_ranks(2)
+def test_values_of_another_kind_are_refused(
+    name: str, value: torch.Tensor, text: str | None, tmp_path: Path, rank: int
+) -> None:
+    state = {"fc.weight": torch.zeros(2, 2), "number": torch.tensor([5]), name: value}
+    if rank == 0:
+        torch.save(state, tmp_path / "state.pt")
+    dist.barrier()
+    model = shard(Counted(), by_blocks=False)
+    before = whole_state(model)
+    with contextlib.nullcontext() if text is None else pytest.raises(FAILED, match=re.escape(text)):
+        load_full(model, tmp_path / "state.pt")
+    assert_equal(whole_state(model)[name], before[name] if text else value.to(before[name].dtype))
+
+
+@on_ranks(2)
+def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path, rank: int) -> None:
+    """A change is found, or the values are those that were saved."""
+    model = shard(seeded(seed=1))
+    save_full(model, tmp_path, max_file_bytes=400)
+    expected = whole_state(model)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert "model.safetensors.index.json" in names
+    assert "model.checksums.json" in names
+    draw, num_found = random.Random(0), 0
+    loaded = shard(seeded())
+    before = whole_state(loaded)
+    for _ in range(60):
+        path = tmp_path / draw.choice(names)
+        data = path.read_bytes()
+        at, bit, cut = draw.randrange(len(data)), 1 << draw.randrange(8), draw.random() < 0.2
+        dist.barrier()
+        if rank == 0:
+            path.write_bytes(data[:at] if cut else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+        dist.barrier()
+        try:
+            load_full(loaded, tmp_path)
+        except FAILED:
+            num_found += 1
+            assert_equal(whole_state(loaded), before)
+        else:
+            assert path.name == "model.checksums.json", f"byte {at} of {path.name}"
+            assert_equal(whole_state(loaded), expected)
+            before = expected
+        dist.barrier()
+        if rank == 0:
+            path.write_bytes(data)
+        dist.barrier()
+    assert num_found > 40
+
+
+@on_ranks(2)
+def test_a_file_that_was_replaced_on_purpose_is_named_with_the_checksums_to_remove(tmp_path: Path, rank: int) -> None:
+    model, other = shard(seeded()), shard(seeded(seed=1))
+    save_full(model, tmp_path / "a")
+    save_full(other, tmp_path / "b")
+    dist.barrier()
+    if rank == 0:
+        shutil.copy(tmp_path / "b" / "model.safetensors", tmp_path / "a")
+    dist.barrier()
+    sums = tmp_path / "a" / "model.checksums.json"
+    with pytest.raises(FAILED, match=rf"model.safetensors was altered.*on purpose, remove {re.escape(str(sums))}"):
+        load_full(model, tmp_path / "a")
+    dist.barrier()
+    if rank == 0:
+        sums.unlink()
+    dist.barrier()
+    load_full(model, tmp_path / "a")
+    assert_equal(whole_state(model), whole_state(other))
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("made", [fifo, device])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "model.checksums.json"])
+@on_ranks(2)
+def test_fifos_and_devices_are_no_files_of_a_model(
+    name: str, made: Callable[[Path], None], tmp_path: Path, rank: int
+) -> None:
+    model = shard(seeded())
+    save_full(model, tmp_path)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / name).unlink(missing_ok=True)
+        made(tmp_path / name)
+    dist.barrier()
+    with pytest.raises(FAILED, match=rf"{name} is no regular file"):
+        load_full(model, tmp_path)
+    if name == "model.safetensors":
+        with pytest.raises(FAILED, match=rf"{name} is no regular file"):
+            load_full(model, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("../other.safetensors", r"index.json names '../other.safetensors', outside of its directory"),
+        ("/etc/passwd", r"index.json names '/etc/passwd', outside of its directory"),
+        ("", "is no regular file"),
+        ("..", "is no regular file"),
+    ],
+)
+@on_ranks(2)
+def test_an_index_names_files_of_its_directory_only(name: str, text: str, tmp_path: Path, rank: int) -> None:
+    if rank == 0:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        (tmp_path / "other.safetensors").write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(FAILED, match=text):
+        load_full(shard(seeded()), tmp_path / "model")
+
+
+@on_ranks(2)
+def test_an_entry_in_two_files_of_a_model_is_named(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    save_full(model, tmp_path, max_file_bytes=400)
+    dist.barrier()
+    if rank == 0:
+        first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+        shutil.copy(first, second)
+        (tmp_path / "model.checksums.json").unlink()
+    dist.barrier()
+    with pytest.raises(
+        FAILED, match=r"model-00002-of-.* has 'blocks.0.shift'.*, which another file of the model has too"
+    ):
+        load_full(model, tmp_path)
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """A disk on which no file of a model can be longer."""
+
+    def limited(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            # Other writes of the process, those of the store for instance, have no limit.
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+            try:
+                call(*args)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("append", "finish", "discard"):
+            patch.setattr(PartialFile, name, limited(getattr(PartialFile, name)))
+        yield
+
+
+@pytest.mark.parametrize("largest", [10**9, 100])
+@on_ranks(2)
+def test_a_full_save_that_fails_leaves_no_files_at_any_size_of_the_disk(
+    largest: int, tmp_path: Path, rank: int
+) -> None:
+    model, old = shard(seeded(seed=1)), shard(seeded())
+    save_full(old, tmp_path, max_file_bytes=largest)
+    dist.barrier()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    sizes = sorted({path.stat().st_size for path in tmp_path.iterdir()})
+    assert len(sizes) > 1
+    for limit in (0, 1, 100, *(size - 40 for size in sizes if size > 40)):
+        dist.barrier()
+        with pytest.raises((OSError, PeerFailureError), match="File too large"), files_of_at_most(limit):
+            save_full(model, tmp_path, max_file_bytes=largest)
+        dist.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir()) == names, limit
+        loaded = shard(seeded(seed=2))
+        load_full(loaded, tmp_path)
+        assert_equal(whole_state(loaded), whole_state(old))
