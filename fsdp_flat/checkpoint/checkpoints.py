@@ -265,7 +265,10 @@ class CheckpointValues:
 
     def _prepare(self, step: int | None) -> None:
         """Choose the number, and remove files of earlier attempts."""
-        self.step = 1 + max(disk.list_steps(self.directory), default=-1) if step is None else step
+        if step is None:
+            step = 1 + max(disk.list_steps(self.directory), default=-1)
+            disk.check_number(step, f"The next number in {self.directory}", 0)
+        self.step = step
         try:
             disk.prepare(self.directory, self.step)
             self.is_prepared = True
@@ -509,9 +512,12 @@ def verify_checkpoint(path: str | Path, *, progress: bool | None = None) -> Chec
         LoadError: (a RuntimeError) a file is missing or was altered; the text names it.
         OptionTypeError: ``path`` is no path.
     """
+    from fsdp_flat.checkpoint.dcp_files import SafeReader
+
     path = disk.path_of_user(path, "path")
     found = disk.sized_commit(path)
     disk.check_sums(path, found.files, progress_bar("Verifying", asked=progress, here=True))
+    SafeReader(path).read_metadata()
     return CheckpointInfo(found.step, path, found.nbytes, "")
 
 

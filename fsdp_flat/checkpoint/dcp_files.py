@@ -14,10 +14,13 @@ Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``Defau
 from __future__ import annotations
 
 import io
+import math
+import os
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -36,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict
+from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict, check_file
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits
@@ -186,12 +189,22 @@ class SafeReader(dcp.FileSystemReader):
 
     @cached_property
     def _metadata(self) -> Metadata:
-        with open(Path(self.path, ".metadata"), "rb") as file:
-            found: Metadata = _SafeUnpickler(file).load()
+        path = Path(self.path, ".metadata")
+        check_file(path)
+        try:
+            found: Metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path.parent) if entry.is_file()}
+            problem = next(chain(_misplaced(found, sizes), _incomplete(found)), None)
+        except LoadError:
+            raise
+        except Exception as error:
+            raise LoadError(f"{path} cannot be read: {error!r}.") from error
+        if problem is not None:
+            raise LoadError(f"{path} is not of these files: {problem}.")
         return found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of the checkpoint; raise if it refers to any other type."""
+        """Return the metadata of the checkpoint; raise if it refers to any other type, or does not fit the files."""
         return self._metadata
 
     def tensors_in(self, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -227,6 +240,39 @@ class SafeReader(dcp.FileSystemReader):
             if isinstance(cause, LoadError) or not isinstance(cause, (Exception, CheckpointException)):
                 raise cause from None
             raise LoadError(f"{self.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
+
+
+def _misplaced(found: Metadata, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the values that are not in a file of the checkpoint, of which ``sizes`` are given in bytes."""
+    for index, place in (found.storage_data or {}).items():
+        size = sizes.get(place.relative_path)
+        if size is None:
+            yield f"{index.fqn!r} is in {place.relative_path!r}, which is no file of the checkpoint"
+        elif not 0 <= place.offset <= place.offset + place.length <= size:
+            where = f"bytes {place.offset} to {place.offset + place.length}"
+            yield f"{index.fqn!r} is in {where} of {place.relative_path}, which has {size}"
+
+
+def _incomplete(found: Metadata) -> Iterator[str]:
+    """Yield the values of which a part is missing, or is larger than its place: torch would leave out what it lacks."""
+    for fqn, entry in found.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            if MetadataIndex(fqn) not in found.storage_data:
+                yield f"{fqn!r} is missing"
+            continue
+        chunks = {chunk.offsets: chunk for chunk in entry.chunks if math.prod(chunk.sizes)}
+        for chunk in chunks.values():
+            place = found.storage_data.get(MetadataIndex(fqn, chunk.offsets))
+            what = f"the part of {fqn!r} at {tuple(chunk.offsets)} with shape {tuple(chunk.sizes)}"
+            if place is None:
+                yield f"{what} is missing"
+            elif math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
+                yield f"{what} does not fit in {place.length} bytes"
+            bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if not all(0 <= start <= start + length <= size for start, length, size in bounds):
+                yield f"{what} is outside of shape {tuple(entry.size)}"
+        if sum(math.prod(chunk.sizes) for chunk in chunks.values()) != math.prod(entry.size):
+            yield f"the parts of {fqn!r} are not all of shape {tuple(entry.size)}"
 
 
 def load_files(

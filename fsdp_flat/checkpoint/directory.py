@@ -1,8 +1,9 @@
 """Reads and writes the directory of checkpoints, finds the ranks that hold a model, and makes them act together.
 
 ``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``. ``commit.json`` completes it: it
-is written last and holds the size and the CRC-32 of every other file; then the directory is renamed. Each of these
-steps is flushed to disk before the next. All other files are those of torch.distributed.checkpoint.
+is written last and holds the size and the CRC-32 of every other file, the numbers of the save, and the CRC-32 of all
+this (a record without that one is read too); then the directory is renamed. Each of these steps is flushed to disk
+before the next. All other files are those of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -52,7 +53,9 @@ _FORMAT = 2
 _WRITING = ".writing"
 _REPLACED = ".replaced"
 _REMOVING = ".removing"
-_NAME = re.compile(r"step-(\d+)$")
+# A checkpoint's number has 18 digits at most, so that it fits in 64 bits.
+_NAME = re.compile(r"step-([0-9]{8,18})$")
+_MOST = 10**18 - 1
 _CHUNK = 1 << 22
 
 # The "size" of a file in bytes and its "crc32"; and these by name, as in commit.json.
@@ -144,6 +147,8 @@ def check_number(value: Any, name: str, least: int, *, is_optional: bool = False
         raise OptionTypeError(wanted)
     if value < least:
         raise OptionError(wanted)
+    if value > _MOST:
+        raise OptionError(f"{name} must be an int of at most 18 digits; got {value!r}.")
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup:
@@ -337,6 +342,7 @@ def commit(directory: Path, step: int, records: Records) -> None:
     # The newest checkpoint has the highest sequence number, whatever its step.
     order = 1 + max((_order(directory, other) for other in list_steps(directory)), default=0)
     body = {"format": _FORMAT, "step": step, "order": order, "files": dict(sorted(records.items()))}
+    body["crc32"] = _crc_of(body)
     with open(writing / COMMIT_NAME, "w") as file:
         json.dump(body, file, indent=2)
         file.flush()
@@ -428,25 +434,38 @@ def _order(directory: Path, step: int) -> int:
         return 0
 
 
+def _crc_of(body: Mapping[str, Any]) -> int:
+    """Return the checksum of what a record says."""
+    return zlib.crc32(json.dumps([body["step"], body["order"], body["files"]], sort_keys=True).encode())
+
+
 def _read_commit(path: Path) -> Commit:
+    file = path / COMMIT_NAME
+    if not os.path.lexists(file):
+        if path.exists():
+            raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished")
+        if path.is_symlink():
+            raise LoadError(f"{path} is a link to {os.readlink(path)}, which does not exist")
+        steps = ", ".join(map(str, _numbers(path.parent))) or "none"
+        raise LoadError(f"{path} does not exist; checkpoints there: {steps}")
+    check_file(file)
     try:
-        body: dict[str, Any] = json.loads((path / COMMIT_NAME).read_text())
+        body: dict[str, Any] = json.loads(file.read_text())
         if body["format"] != _FORMAT:
             raise LoadError(f"{path} has format {body['format']}; this version reads format {_FORMAT}")
         records = {name: {key: entry[key] for key in ("size", "crc32")} for name, entry in body["files"].items()}
-        found = Commit(int(body["step"]), int(body["order"]), records)
-    except FileNotFoundError as error:
-        if path.exists():
-            raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished") from error
-        if path.is_symlink():
-            raise LoadError(f"{path} is a link to {os.readlink(path)}, which does not exist") from error
-        steps = ", ".join(map(str, _numbers(path.parent))) or "none"
-        raise LoadError(f"{path} does not exist; checkpoints there: {steps}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}") from error
+        numbers = [body["step"], body["order"], *(number for record in records.values() for number in record.values())]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError("a number is no int, or is negative")
+        if body.get("crc32", _crc_of(body)) != _crc_of(body):
+            raise LoadError(f"{file} was altered: its checksum is not that of what was written")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{file} cannot be read: {error!r}") from error
     if not records:
-        raise LoadError(f"{path / COMMIT_NAME} names no files")
-    return found
+        raise LoadError(f"{file} names no files")
+    if outside := [name for name in records if Path(name).name != name]:
+        raise LoadError(f"{file} names {some_of(outside, 3)}, outside of its directory")
+    return Commit(body["step"], body["order"], records)
 
 
 def sized_commit(path: Path) -> Commit:

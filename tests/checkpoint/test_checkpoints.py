@@ -446,6 +446,15 @@ def test_without_any_whole_checkpoint_the_error_names_each(tmp_path: Path, rank:
     assert_equal(whole_state(model), before)
 
 
+def write_with_record(path: Path, name: str, data: bytes) -> None:
+    """Write a file of a checkpoint, with a record that says that this is what was written."""
+    (path / name).write_bytes(data)
+    body = json.loads((path / "commit.json").read_text())
+    body["files"][name] = {"size": len(data), "crc32": zlib.crc32(data)}
+    del body["crc32"]
+    (path / "commit.json").write_text(json.dumps(body))
+
+
 # Pickles that call os.system: by its module, and through one that metadata may name.
 CALLS = [
     b"cos\nsystem\n(S'true'\ntR.",
@@ -461,12 +470,7 @@ def test_metadata_that_would_run_code_are_refused(pickled: bytes, tmp_path: Path
     dist.barrier()
     path = tmp_path / "step-00000000"
     if rank == 0:
-        # With a record that says that this is what was written.
-        (path / ".metadata").write_bytes(pickled)
-        body = json.loads((path / "commit.json").read_text())
-        data = (path / ".metadata").read_bytes()
-        body["files"][".metadata"] = {"size": len(data), "crc32": zlib.crc32(data)}
-        (path / "commit.json").write_text(json.dumps(body))
+        write_with_record(path, ".metadata", pickled)
     dist.barrier()
     with pytest.raises(LoadError, match=r"refers to .*os\.system"):
         load_checkpoint(tmp_path, model)

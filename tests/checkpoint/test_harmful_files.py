@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import random
 import re
 import resource
@@ -17,10 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from fsdp_flat import load_full, save_full
+from fsdp_flat import list_checkpoints, load_checkpoint, load_full, save_checkpoint, save_full, verify_checkpoint
 from fsdp_flat.checkpoint.safetensors_files import PartialFile, read_safetensors
-from fsdp_flat.errors import LoadError, PeerFailureError
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
+from tests.checkpoint.test_checkpoints import write_with_record
 from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import seeded, shard, whole_state
 
@@ -294,3 +297,223 @@ def test_a_full_save_that_fails_leaves_no_files_at_any_size_of_the_disk(
         loaded = shard(seeded(seed=2))
         load_full(loaded, tmp_path)
         assert_equal(whole_state(loaded), whole_state(old))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def changed(**values: Any) -> Callable[[Path], None]:
+    """Change what the record says, without its checksum."""
+
+    def change(path: Path) -> None:
+        body = json.loads(path.read_text())
+        path.write_text(json.dumps({**body, **values}))
+
+    return change
+
+
+def older(**values: Any) -> Callable[[Path], None]:
+    """Change a record as earlier versions have written it, without a checksum."""
+
+    def change(path: Path) -> None:
+        body = json.loads(path.read_text())
+        del body["crc32"]
+        path.write_text(json.dumps({**body, **values}))
+
+    return change
+
+
+def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+RECORDS = {
+    "an order without end": (changed(order=float("inf")), "a number is no int"),
+    "an order without end, before checksums": (older(order=float("inf")), "a number is no int"),
+    "no number as an order": (older(order=float("nan")), "a number is no int"),
+    "a negative order": (older(order=-3), "a number is no int, or is negative"),
+    "a true step": (older(step=True), "a number is no int"),
+    "deep lists": (lambda path: path.write_text("[" * 100_000), "cannot be read: RecursionError"),
+    "deep dicts": (
+        lambda path: path.write_text('{"format": 2, "a": ' + '{"a":' * 100_000),
+        "cannot be read: Recursion",
+    ),
+    "a long number": (lambda path: path.write_text('{"format": ' + "1" * 10_000 + "}"), "cannot be read: ValueError"),
+    "another order": (changed(order=99), "was altered"),
+    "another step": (changed(step=99), "was altered"),
+    "a text as a size": (older(files={"__0_0.distcp": {"size": "1", "crc32": 1}}), "a number is no int"),
+    "a file elsewhere": (older(files={"../x": {"size": 1, "crc32": 1}}), "names ../x, outside of its directory"),
+    "a file at the root": (older(files={"/etc/passwd": {"size": 1, "crc32": 1}}), "/etc/passwd, outside of its"),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\xfd"), "cannot be read: UnicodeDecodeError"),
+    "a fifo": (replaced(fifo), "commit.json is no regular file"),
+    "a device": (replaced(device), "commit.json is no regular file"),
+}
+
+
+@pytest.mark.parametrize("how", RECORDS)
+@on_ranks(2)
+def test_a_bad_record_of_any_checkpoint_is_passed_over_and_blocks_no_other(how: str, tmp_path: Path, rank: int) -> None:
+    change, text = RECORDS[how]
+    model = shard(seeded())
+    for step in range(3):
+        save_checkpoint(tmp_path, model, extra=step, step=step)
+    dist.barrier()
+    if rank == 0:
+        change(tmp_path / "step-00000001" / "commit.json")
+    dist.barrier()
+    with pytest.warns(UserWarning, match=f"passed over: .*{text}") if rank == 0 else contextlib.nullcontext():
+        assert load_checkpoint(tmp_path, model).extra == 2
+    assert [bool(found.problem) for found in list_checkpoints(tmp_path)] == [True, False, False]
+    dist.barrier()
+    assert save_checkpoint(tmp_path, model, extra="next", keep_last=2).step == 3
+    dist.barrier()
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]
+    with pytest.warns(UserWarning, match="passed over") if rank == 0 else contextlib.nullcontext():
+        assert load_checkpoint(tmp_path, model).extra == "next"
+
+
+@on_ranks(2)
+def test_a_checkpoint_without_a_checksum_of_its_record_is_loaded(tmp_path: Path, rank: int) -> None:
+    """As versions before this checksum have written them."""
+    model = shard(seeded(seed=1))
+    save_checkpoint(tmp_path, model, extra="old", step=4)
+    dist.barrier()
+    if rank == 0:
+        older()(tmp_path / "step-00000004" / "commit.json")
+    dist.barrier()
+    loaded = shard(seeded())
+    assert load_checkpoint(tmp_path, loaded).extra == "old"
+    assert_equal(whole_state(loaded), whole_state(model))
+
+
+@on_ranks(2)
+def test_a_folder_with_a_number_beyond_any_is_no_checkpoint_and_stops_no_save(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    if rank == 0:
+        (tmp_path / "step-9999999999999999999").mkdir()
+    dist.barrier()
+    assert save_checkpoint(tmp_path, model).step == 0
+    assert save_checkpoint(tmp_path, model).step == 1
+    dist.barrier()
+    assert load_checkpoint(tmp_path, model).step == 1
+    with pytest.raises((OptionError, PeerFailureError), match=r"step must be an int of at most 18 digits; got 1000000"):
+        save_checkpoint(tmp_path, model, step=10**18)
+    assert save_checkpoint(tmp_path, model, step=10**18 - 1).step == 10**18 - 1
+    with pytest.raises((OptionError, PeerFailureError), match=r"The next number in .* must be .* at most 18 digits"):
+        save_checkpoint(tmp_path, model)
+
+
+@pytest.mark.parametrize("make", [fifo, device])
+@on_ranks(2)
+def test_fifos_and_devices_are_no_files_of_a_checkpoint(
+    make: Callable[[Path], None], tmp_path: Path, rank: int
+) -> None:
+    model = shard(seeded())
+    path = save_checkpoint(tmp_path, model).wait()
+    dist.barrier()
+    if rank == 0:
+        replaced(make)(path / "__1_0.distcp")
+    dist.barrier()
+    with pytest.raises(LoadError, match=r"__1_0.distcp is no regular file"):
+        load_checkpoint(tmp_path, model)
+    with pytest.raises(LoadError, match=r"__1_0.distcp is no regular file"):
+        verify_checkpoint(path)
+
+
+NAME = "model.first.weight"
+
+
+def without_a_chunk(found: Metadata) -> None:
+    entry = found.state_dict_metadata[NAME]
+    del entry.chunks[-1]
+
+
+def without_a_place(found: Metadata) -> None:
+    entry = found.state_dict_metadata[NAME]
+    del found.storage_data[MetadataIndex(NAME, entry.chunks[-1].offsets)]
+
+
+def with_a_longer_place(found: Metadata) -> None:
+    place_of(found).length = 10**12
+
+
+def with_a_negative_offset(found: Metadata) -> None:
+    place_of(found).offset = -1
+
+
+def with_a_short_place(found: Metadata) -> None:
+    place_of(found).length = 3
+
+
+def elsewhere(found: Metadata) -> None:
+    place_of(found).relative_path = "../step-00000000/__0_0.distcp"
+
+
+def at_the_root(found: Metadata) -> None:
+    place_of(found).relative_path = "/etc/passwd"
+
+
+def larger(found: Metadata) -> None:
+    found.state_dict_metadata[NAME].size = torch.Size([2**40, 5])
+
+
+def chunk_outside(found: Metadata) -> None:
+    entry = found.state_dict_metadata[NAME]
+    chunk = entry.chunks[-1]
+    place = found.storage_data.pop(MetadataIndex(NAME, chunk.offsets))
+    chunk.offsets = torch.Size([1000, *chunk.offsets[1:]])
+    found.storage_data[MetadataIndex(NAME, chunk.offsets)] = place
+
+
+def without_a_plain_value(found: Metadata) -> None:
+    del found.storage_data[MetadataIndex("plain")]
+
+
+def of_another_type(found: Metadata) -> None:
+    found.storage_data = None
+
+
+def place_of(found: Metadata) -> Any:
+    return found.storage_data[MetadataIndex(NAME, found.state_dict_metadata[NAME].chunks[-1].offsets)]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (without_a_chunk, f"the parts of '{NAME}' are not all of shape"),
+        (without_a_place, rf"the part of '{NAME}' at \(.*\) with shape \(.*\) is missing"),
+        (with_a_longer_place, rf"'{NAME}' is in bytes \d+ to \d+ of __0_0.distcp, which has"),
+        (with_a_negative_offset, f"'{NAME}' is in bytes -1 to"),
+        (with_a_short_place, "does not fit in 3 bytes"),
+        (elsewhere, f"'{NAME}' is in '../step-00000000/__0_0.distcp', which is no file of the checkpoint"),
+        (at_the_root, f"'{NAME}' is in '/etc/passwd', which is no file of the checkpoint"),
+        (larger, f"the parts of '{NAME}' are not all of shape"),
+        (chunk_outside, "is outside of shape"),
+        (without_a_plain_value, "'plain' is missing"),
+        (of_another_type, "metadata cannot be read: AttributeError"),
+    ],
+)
+@on_ranks(2)
+def test_metadata_that_do_not_fit_the_files_are_an_error_and_nothing_is_loaded(
+    change: Callable[[Metadata], None], text: str, tmp_path: Path, rank: int
+) -> None:
+    """With right checksums, as of a program that writes such files."""
+    model = shard(seeded())
+    path = save_checkpoint(tmp_path, model).wait()
+    dist.barrier()
+    if rank == 0:
+        found = pickle.loads((path / ".metadata").read_bytes())
+        change(found)
+        write_with_record(path, ".metadata", pickle.dumps(found))
+    dist.barrier()
+    other = shard(seeded(seed=1))
+    before = whole_state(other)
+    with pytest.raises(FAILED, match=text):
+        load_checkpoint(tmp_path, other)
+    assert_equal(whole_state(other), before)
+    with pytest.raises(LoadError, match=text):
+        verify_checkpoint(path)
