@@ -23,9 +23,9 @@ from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group
-from fsdp_flat.errors import FsdpFlatError, LoadError
+from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import RankZeroTensors, units_of
+from fsdp_flat.runtime import RankZeroTensors, differing_settings, group_settings, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
@@ -141,6 +141,8 @@ def save_checkpoint(
         OptionError: bad arguments, an optimizer of another model, a directory that is not shared by all ranks, or
             values that cannot be read back safely: in ``extra``, of the optimizer, or from a module's
             ``get_extra_state``.
+        RankMismatchError: (an OptionError) the optimizer's settings, its learning rate for instance, differ between
+            ranks.
         OptionTypeError: an argument of the wrong type.
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
@@ -216,6 +218,7 @@ class CheckpointValues:
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         self._refusal: Exception | None = None
         self._same: list[str] = []
+        self._settings: dict[str, str] = {}
         self._is_alike = self._has_equal_rank_zeros = True
         self._is_compared = False
 
@@ -246,6 +249,7 @@ class CheckpointValues:
             self._add_model(copy=copy)
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
+                self._settings = group_settings(self._model, optim)
                 contents = contents_of(optim, self._index)
                 check_optim(contents, self._index)
             if rank == 0:
@@ -322,14 +326,27 @@ class CheckpointValues:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
         # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
         unmanaged = [name for name in self.tensors.get("model", ()) if name not in self._index.by_name]
-        names, prints = (digest_of(json.dumps(each).encode()) for each in (unmanaged, self.rank_zeros.prints))
-        own = [self.step, int(self.is_prepared), names, prints, *values]
+        compared = (unmanaged, self.rank_zeros.prints, self._settings)
+        digests = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
+        own = [self.step, int(self.is_prepared), *digests, *values]
         rows = self._together.integers(own, self._refusal or error, self._same)
         self._is_compared = True
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
         self._is_alike = len({row[2] for row in rows}) == 1
         self._has_equal_rank_zeros = len({row[3] for row in rows}) == 1
-        return [row[4:] for row in rows]
+        if len({row[4] for row in rows}) > 1:
+            self._check_settings()
+        return [row[5:] for row in rows]
+
+    def _check_settings(self) -> None:
+        """Raise if settings of the same parameter differ between ranks. Every rank must call this."""
+        told = differing_settings(list(map(json.loads, self.texts(json.dumps(self._settings)))), self.ranks)
+        if told:
+            raise RankMismatchError(
+                f"Settings of the optimizer's parameter groups differ between ranks, so nothing was saved: {told}. A "
+                "checkpoint has one value for all ranks. Give a scheduler that reads a loss, as ReduceLROnPlateau, the "
+                "mean over ranks (torch.distributed.all_reduce)."
+            )
 
     def compare_rank_zeros(self) -> None:
         """Find the tensors that differ between ranks, of which rank 0's are saved. Every rank must call this."""

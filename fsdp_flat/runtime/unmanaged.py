@@ -25,12 +25,14 @@ from fsdp_flat.comm import (
     agree,
     begin_all_reduce,
     connected,
+    digest_of,
     exchange_if_different,
     fingerprint,
 )
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import check_module, is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime.group_settings import group_settings
 from fsdp_flat.runtime.unit import Unit, units_of
 from fsdp_flat.user_warnings import warn_user
 
@@ -185,32 +187,39 @@ class RankZeroTensors:
         _warn({name: self._kinds.get(name, _BUFFER) for name in sorted(self._named)})
 
 
-def check_replicas(model: nn.Module) -> list[str]:
-    """Compare the tensors of which each rank has its own copy: buffers, and trainable parameters that no unit manages.
+def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> list[str]:
+    """Compare what each rank has a copy of: buffers, trainable parameters that no unit manages, optimizer settings.
 
-    The latter are ignored ones, and those of modules added after wrapping. Values are compared bit by bit over the
+    Such parameters are ignored ones, and those of modules added after wrapping. Values are compared bit by bit over the
     groups of the outermost unit. Every rank of the group must call this. It reads every such tensor once::
 
         for step, batch in enumerate(batches):
             train_step(model, optimizer, batch)
             if step % 1000 == 0:
-                assert fsdp_flat.check_replicas(model) == []
+                assert fsdp_flat.check_replicas(model, optimizer) == []
 
     Args:
         model: a wrapper, or any module that holds wrappers or modules of ``fully_shard``.
+        optim: its optimizer, of which the settings of the parameter groups are compared too: a learning rate that a
+            scheduler has computed from one rank's loss differs.
 
     Returns:
-        The names of the tensors that differ between ranks, sorted, the same on all ranks.
+        The names of the tensors that differ between ranks, and settings as ``"'lr' of 'layer.weight'"``, sorted, the
+        same on all ranks.
 
     Raises:
         OptionError: nothing at or below ``model`` is sharded.
+        OptionTypeError: ``optim`` is no optimizer.
     """
     check_module(model)
     units = units_of(model)
     if not units:
         raise OptionError(f"check_replicas takes a sharded model; a {type(model).__name__} without a unit was given.")
     options = units[0].options
-    return RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
+    found = RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
+    settings = {} if optim is None else group_settings(model, optim)
+    prints = {name: digest_of(text.encode()) for name, text in settings.items()}
+    return sorted([*found, *_differing(prints, options.groups.rank_groups, options.device)])
 
 
 def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
