@@ -466,16 +466,15 @@ def load_full(
         missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]
         known = {names[entry.name] for entry in entries if entry.name in names}
         unexpected = [name for name in tensors if name not in known]
-        problems = [
-            f"{entry.name!r} has shape {tuple(shape)} in the file, {tuple(entry.template.shape)} in the model"
-            for entry in entries
-            if entry.name in found and (shape := tensors[found[entry.name]].shape) != entry.template.shape
-        ]
-        problems += [
-            f"{entry.name!r} is of {dtype} in the file, of {entry.template.dtype} in the model"
-            for entry in entries
-            if entry.name in found and _kind(dtype := tensors[found[entry.name]].dtype) != _kind(entry.template.dtype)
-        ]
+        problems = []
+        for entry in (entry for entry in entries if entry.name in found):
+            there, here = tensors[found[entry.name]], entry.template
+            if there.shape != here.shape:
+                shapes = f"{tuple(there.shape)} in the file, {tuple(here.shape)} in the model"
+                problems.append(f"{entry.name!r} has shape {shapes}")
+            # A load converts what is of one kind alone.
+            elif (there.is_floating_point(), there.is_complex()) != (here.is_floating_point(), here.is_complex()):
+                problems.append(f"{entry.name!r} is of {there.dtype} in the file, of {here.dtype} in the model")
         if strict:
             problems += _misfits(missing, unexpected)
         if problems:
@@ -568,11 +567,6 @@ def _loadable(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
     if entry.param is None or not isinstance(entry.value, DTensor):
         return full
     return dtensor_from(entry.param, full, repr(entry.name))
-
-
-def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    """Return what a load does not convert: whether a dtype is of floating-point, and of complex numbers."""
-    return dtype.is_floating_point, dtype.is_complex
 
 
 def _files_of(path: Path) -> list[Path]:

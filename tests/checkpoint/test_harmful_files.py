@@ -10,6 +10,7 @@ import random
 import re
 import resource
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,40 @@ def test_a_bad_record_of_any_checkpoint_is_passed_over_and_blocks_no_other(how: 
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]
     with pytest.warns(UserWarning, match="passed over") if rank == 0 else contextlib.nullcontext():
         assert load_checkpoint(tmp_path, model).extra == "next"
+
+
+@on_ranks(2)
+def test_no_change_of_a_byte_goes_unseen_in_a_checkpoint(tmp_path: Path, rank: int) -> None:
+    """An altered checkpoint is passed over, or loads what was saved."""
+    old, new = shard(seeded()), shard(seeded(seed=1))
+    save_checkpoint(tmp_path, old, extra="old")
+    path = save_checkpoint(tmp_path, new, extra="new").wait()
+    expected = {"old": whole_state(old), "new": whole_state(new)}
+    loaded = shard(seeded(seed=2))
+    dist.barrier()
+    names = sorted(os.listdir(path))
+    draw, num_passed_over = random.Random(1), 0
+    for _ in range(40):
+        file = path / draw.choice(names)
+        data = file.read_bytes()
+        at, bit, cut = draw.randrange(len(data)), 1 << draw.randrange(8), draw.random() < 0.2
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(data[:at] if cut else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Loading step-00000000; passed over")
+            found = load_checkpoint(tmp_path, loaded)
+        assert_equal(whole_state(loaded), expected[found.extra])
+        assert found.step == {"old": 0, "new": 1}[found.extra]
+        assert bool(found.skipped) == (found.extra == "old")
+        assert found.extra == "old" or file.name == "commit.json", f"byte {at} of {file.name}"
+        num_passed_over += found.extra == "old"
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(data)
+        dist.barrier()
+    assert num_passed_over > 30
 
 
 @on_ranks(2)

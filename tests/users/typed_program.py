@@ -24,6 +24,7 @@ from fsdp_flat import (
     describe,
     fully_shard,
     iter_full_state_dict,
+    list_checkpoints,
     load_checkpoint,
     load_full,
     participate,
@@ -34,6 +35,7 @@ from fsdp_flat import (
     save_full,
     unshard_for,
     unwrap,
+    verify_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
@@ -85,8 +87,10 @@ def wrapper() -> None:
     saving.wait()
     found = load_checkpoint("run", model, optimizer)
     step: int = 0 if found is None else found.extra["step"]
+    num_bytes: int = verify_checkpoint(list_checkpoints("run")[0].path).nbytes
+    print(num_bytes, check_replicas(model, optimizer))
     save_full(model, "hub")
-    load_full(model, "hub")
+    load_full(model, "hub", prefix="model.", rename=lambda name: None if name == "head" else name)
     for name, tensor in iter_full_state_dict(model):
         print(name, tensor.shape, step, norm, full)
     ShardedStateDictConfig(boxes=True)
