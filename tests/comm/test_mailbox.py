@@ -8,6 +8,8 @@ import gc
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -479,3 +481,61 @@ def test_ranks_that_cannot_all_share_memory_do_without(obstacle: str, rank: int,
         rank_group = RankGroup.of(dist.new_group())
         assert transport_of(rank_group) is None
     assert transport_of(rank_group) is None, "and nobody is asked again"
+
+
+def listen_with_a_silent_stranger(timeout_s: float) -> socket.socket | None:
+    """Listen, where another process of this user has connected before any rank, and says nothing."""
+    listener = LISTEN(timeout_s)
+    assert listener is not None
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.connect(listener.getsockname())
+    STRANGERS.append(stranger)
+    return listener
+
+
+LISTEN, STRANGERS = connect._listen, list[socket.socket]()
+
+
+@on_ranks(3)
+def test_a_stranger_that_says_nothing_holds_up_nobody(rank: int) -> None:
+    with mock.patch.object(connect, "_listen", listen_with_a_silent_stranger):
+        assert transport_of(RankGroup.of(dist.new_group())) is not None
+    STRANGERS.pop().close()
+
+
+# The interpreter may be in a folder that others cannot read, so it starts as root.
+FLOOD = """
+import os, re, socket
+os.setgid(65534)
+os.setuid(65534)
+print("started", flush=True)
+while True:
+    for name in re.findall(r"@(fsdp_flat-\\w+)", open("/proc/net/unix").read()):
+        try:
+            for _ in range(50):
+                each = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                each.setblocking(False)
+                each.connect(b"\\0" + name.encode())
+                each.close()
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+@on_ranks(2)
+def test_another_user_that_connects_all_the_time_does_not_stop_ranks_from_starting(rank: int) -> None:
+    with ExitStack() as stack, subprocess.Popen([sys.executable, "-c", FLOOD], stdout=subprocess.PIPE) as flood:
+        try:
+            assert flood.stdout is not None
+            flood.stdout.readline()
+            dist.barrier()
+            stack.enter_context(mock.patch.object(connect, "_SETUP_S", 2.0))
+            for _ in range(3):
+                group = dist.new_group()
+                transport_of(RankGroup.of(group))  # or gloo, if no connection came through
+                value = torch.ones(1)
+                dist.all_reduce(value, group=group)
+                assert value == 2
+        finally:
+            flood.kill()

@@ -7,8 +7,10 @@ import logging
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
+import time
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -207,6 +209,32 @@ def _listen(timeout_s: float) -> socket.socket | None:
     return None
 
 
+def _connected(address: bytes, stop: float) -> socket.socket:
+    """Connect to a listener, whose queue may be full of others until ``stop``."""
+    while True:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made.setblocking(False)
+        try:
+            made.connect(address)
+            return made
+        except OSError as error:
+            made.close()
+            if not isinstance(error, BlockingIOError) or time.monotonic() > stop:
+                raise
+            time.sleep(0.001)
+
+
+def _accepted(listener: socket.socket) -> list[socket.socket]:
+    """Accept a connection; return it unless it is of another user."""
+    made, _ = listener.accept()
+    # struct ucred: process, user, group.
+    _, user, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user == os.getuid():
+        return [made]
+    made.close()
+    return []
+
+
 def _connect_peers(
     rank_group: RankGroup,
     local: list[int],
@@ -214,20 +242,32 @@ def _connect_peers(
     addresses: list[bytes],
     peers: dict[int, socket.socket],
 ) -> None:
-    """Add a socket to every other rank of this host to ``peers``; each connects to lower ones, and sends its rank."""
+    """Add a socket to every other rank of this host to ``peers``; each connects to lower ones, and sends its rank.
+
+    Others may connect too: those of another user are closed, and those that say nothing are not waited for.
+    """
+    stop = time.monotonic() + (listener.gettimeout() or 0.0)
     for rank in local[: local.index(rank_group.rank)]:
-        peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        peers[rank].settimeout(listener.gettimeout())
-        peers[rank].connect(addresses[rank])
+        peers[rank] = _connected(addresses[rank], stop)
         peers[rank].send(b"%d" % rank_group.rank)
-    while len(peers) < len(local) - 1:
-        peer, _ = listener.accept()
-        peer.settimeout(listener.gettimeout())
-        # struct ucred: process, user, group.
-        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if user == os.getuid():
-            peers[int(peer.recv(16))] = peer
-        else:
-            peer.close()
+    unknown: list[socket.socket] = []
+    try:
+        while len(peers) < len(local) - 1:
+            ready, _, _ = select.select([listener, *unknown], [], [], max(0.0, stop - time.monotonic()))
+            if time.monotonic() > stop:
+                raise TimeoutError
+            for each in ready:
+                if each is listener:
+                    unknown += _accepted(listener)
+                    continue
+                unknown.remove(each)
+                rank = int(each.recv(16) or -1)
+                if rank in peers or rank not in local:
+                    each.close()
+                else:
+                    peers[rank] = each
+    finally:
+        for each in unknown:
+            each.close()
     for peer in peers.values():
         peer.setblocking(False)
