@@ -80,6 +80,10 @@ Rows with "boxes" use `ShardedStateDictConfig(boxes=True)` and are compared with
 their own memory everywhere except in boxes and local state dicts.
 """
 
+HOSTS_NOTE = """\
+`make bench BENCH="--hosts 2 --gbit 1"` measures this table, as root. Both hosts are network namespaces of one machine
+and share its cores. HYBRID_SHARD shards within each host.
+"""
 
 GPU_NOTE = """\
 `python -m benchmarks.gpu`, the last part of `make gpu`, trains about 1B parameters in bf16 on one GPU as rank 0 of
@@ -138,7 +142,7 @@ def _measured(results: Path, old: Container[str]) -> dict[str, str]:
         found = _read(results / f"{name}.json")
         if found is None:
             continue
-        made[heading] = [describe(found)]
+        made[heading] = [describe(found), *[HOSTS_NOTE] * (name == "hosts")]
         if found["states"]:
             made[heading] += [states_table(found), STATES_NOTE]
         else:

@@ -32,7 +32,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 MOST_TOKENS = {
     "": 5867,
     "checkpoint": 15965,
-    "comm": 18198,
+    "comm": 18354,
     "compat": 9701,
     "composable": 3668,
     "extras": 9438,

@@ -1,13 +1,15 @@
 """Waits for other ranks, and finds the cause if a collective on the CPU fails.
 
 gloo reports only a closed connection or a timeout on every rank but one, and a rank that has raised sends nothing at
-all. A group's store keeps working when the group's connections fail, so ranks exchange reports of their failures
-through it. A rank that waits for long says for which others, and looks for their reports.
+all. A group's store has connections of its own, so ranks exchange reports of their failures through it. If it cannot be
+reached either, ranks go on without reports. A rank that waits for long says for which others, and looks for their
+reports.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,6 +30,8 @@ WARN_AFTER_S = 10.0
 # Ranks notice broken connections one after the other, so reports arrive over some time.
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
+# Time after which a store that has not answered is given up: its client would wait for a lost connection for minutes.
+_STORE_TIMEOUT_S = 3.0
 _TEXT_LENGTH = 2000
 # Of a rank's report in the store.
 _KEY = "fsdp_flat/failure/%d"
@@ -40,11 +44,29 @@ _ADVICE = (
 _num_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
+# The last thread that made a request to a store, which answers one at a time.
+_asking: weakref.WeakKeyDictionary[dist.Store, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
     """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
     return _unit_names.setdefault(group, {})
+
+
+def _ask(group: dist.ProcessGroup, request: Callable[[dist.Store], object]) -> None:
+    """Make a request to a group's store; return without an answer if the store is gone or takes too long."""
+    store = group_store(group)
+
+    def run() -> None:
+        with suppress(Exception):
+            request(store)
+
+    earlier = _asking.get(store)
+    if earlier is not None and earlier.is_alive():
+        return
+    thread = _asking[store] = threading.Thread(target=run, name="fsdp_flat_store", daemon=True)
+    thread.start()
+    thread.join(_STORE_TIMEOUT_S)
 
 
 def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
@@ -61,21 +83,24 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
         text = text.removesuffix(_ADVICE).rstrip(". ")
         number = _num_failures[group] = _num_failures.get(group, 0) + 1
         reported.add(group)
-        group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
+        report = f"{number} {text[:_TEXT_LENGTH]}"
+        _ask(group, lambda store: store.set(_KEY % rank_group.rank, report))
 
 
 def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
     """Return the reports published so far as (failure count, text) by rank."""
     reports: dict[int, tuple[int, str]] = {}
-    # The store may be gone, as may the group.
-    with suppress(Exception):
-        assert rank_group.group is not None
-        store = group_store(rank_group.group)
+
+    def read(store: dist.Store) -> None:
         for rank in ranks:
             if store.check([_KEY % rank]):
                 number, _, text = store.get(_KEY % rank).decode(errors="replace").partition(" ")
                 reports[rank] = int(number), text
-    return reports
+
+    with suppress(Exception):  # the group may be gone
+        assert rank_group.group is not None
+        _ask(rank_group.group, read)
+    return dict(reports)
 
 
 def withdraw_report(group: dist.ProcessGroup | None) -> None:
@@ -83,7 +108,7 @@ def withdraw_report(group: dist.ProcessGroup | None) -> None:
     if group is not None and group in reported:
         reported.remove(group)
         with suppress(Exception):
-            group_store(group).delete_key(_KEY % group.rank())
+            _ask(group, lambda store: store.delete_key(_KEY % group.rank()))
 
 
 def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,17 @@ def train() -> None:
     say("equals the replica")
 
 
-def trained() -> tuple[FSDP, torch.optim.Optimizer]:
+def trained(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> tuple[FSDP, torch.optim.Optimizer]:
     """Return a model of the same values on every rank, and its optimizer."""
     torch.manual_seed(0)
-    model = wrapped(Stack(), auto_wrap_policy=BLOCKS, sharding_strategy=ShardingStrategy.FULL_SHARD)
+    groups: Any = None
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        # Ranks of a host, and those in one position; the groups of a mesh have torch's timeout of 30 minutes.
+        made = [
+            dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT_S)) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])
+        ]
+        groups = tuple(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+    model = wrapped(Stack(), auto_wrap_policy=BLOCKS, sharding_strategy=strategy, process_group=groups)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -72,9 +80,9 @@ def checkpoints(folder: str) -> None:
     say(f"from step {first}: {hashlib.sha256(content).hexdigest()}")
 
 
-def until_a_failure(_folder: str) -> None:
+def until_a_failure(strategy: str) -> None:
     """Train until a collective fails, and print which error and after how many seconds without a step."""
-    model, optimizer = trained()
+    model, optimizer = trained(ShardingStrategy[strategy])
     index = 0
     begun = time.monotonic()
     try:
