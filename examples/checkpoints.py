@@ -23,6 +23,7 @@ from fsdp_flat import (
     ShardedStateDictConfig,
     StateDictType,
     iter_full_state_dict,
+    list_checkpoints,
     load_checkpoint,
     load_full,
     save_checkpoint,
@@ -88,6 +89,8 @@ def train_and_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Opti
     saving = save_checkpoint(folder, model, optimizer, step=first + 9, background=True)
     say(f"step {first + 9}: loss {loss:.4f}")  # training may continue while the files are written
     saving.wait()
+    newest = list_checkpoints(folder)[0]  # without a model; verify_checkpoint(newest.path) compares checksums too
+    say(f"newest checkpoint: step {newest.step}, {newest.nbytes:,} bytes, {newest.problem or 'complete'}")
 
 
 def whole_in_files(folder: Path, model: nn.Module) -> None:

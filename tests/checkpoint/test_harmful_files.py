@@ -139,7 +139,8 @@ def test_values_of_another_kind_are_refused(
 def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path, rank: int) -> None:
     """A change is found, or the values are those that were saved."""
     model = shard(seeded(seed=1))
-    save_full(model, tmp_path, max_file_bytes=400)
+    save_full(model, tmp_path, max_file_bytes=400, spread=True)
+    dist.barrier()
     expected = whole_state(model)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert "model.safetensors.index.json" in names
