@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict, check_file
+from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict, check_file, naming
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits
@@ -85,7 +85,8 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         # torch's text is about positions in a file; that of a full disk is the cause.
         if (cause := _system_error(error)) is None:
             raise
-        raise cause from error
+        with naming(path):
+            raise cause from error
     rows: list[Any] = []
     for item in plan.items:
         result, tensor, kind = written[item.index], item.tensor_data, list[Any]()

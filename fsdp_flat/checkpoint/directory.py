@@ -138,6 +138,16 @@ def check_file(path: Path) -> None:
         raise LoadError(f"{path} {'is no regular file' if os.path.lexists(path) else 'does not exist'}.")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in an OSError of the block that names no file, that of a full disk for instance."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def check_number(value: Any, name: str, least: int, *, is_optional: bool = False) -> None:
     """Raise unless an argument is an int of at least ``least``, or None if it ``is_optional``."""
     if value is None and is_optional:
@@ -343,7 +353,7 @@ def commit(directory: Path, step: int, records: Records) -> None:
     order = 1 + max((_order(directory, other) for other in list_steps(directory)), default=0)
     body = {"format": _FORMAT, "step": step, "order": order, "files": dict(sorted(records.items()))}
     body["crc32"] = _crc_of(body)
-    with open(writing / COMMIT_NAME, "w") as file:
+    with naming(writing / COMMIT_NAME), open(writing / COMMIT_NAME, "w") as file:
         json.dump(body, file, indent=2)
         file.flush()
         os.fsync(file.fileno())

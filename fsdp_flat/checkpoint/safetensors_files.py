@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fsdp_flat.checkpoint.directory import Record, check_file
+from fsdp_flat.checkpoint.directory import Record, check_file, naming
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError
 
 # Every dtype of the format that torch has.
@@ -70,15 +70,17 @@ class PartialFile:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._partial_path, "wb")  # noqa: SIM115 (closed below and by discard)
-        self._file.write(data)
+        with naming(self._partial_path):
+            self._file.write(data)
         self.record = {"size": self.record["size"] + len(data), "crc32": zlib.crc32(data, self.record["crc32"])}
 
     def finish(self) -> None:
         """Flush the complete file to disk."""
         assert self._file is not None
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._partial_path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def commit(self) -> None:
         """Rename the complete file to its final path."""

@@ -84,7 +84,7 @@ def test_a_full_disk_is_named_as_the_cause(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WRITE, write_little)
-        with pytest.raises(OSError, match=r"\[Errno 27\] File too large"):
+        with pytest.raises(OSError, match=r"\[Errno 27\] File too large: '.*step-00000000.writing'"):
             save_checkpoint(tmp_path, model)
     assert names_in(tmp_path) == []
     save_checkpoint(tmp_path, model)
