@@ -62,7 +62,7 @@ def filler(directory: Path) -> Path:
     return directory.parent / "filler"
 
 
-_NAMED = r"rank\(?s?\)? \[?([0-9]+, )*{victim}\b[^.]{{0,40}}(has ended|reported nothing)"
+_NAMED = r"rank\(?s?\)? \[?([0-9]+, )*{victim}\b[^.]{{0,40}}(has ended|reported nothing|have not called it)"
 FAULTS = (
     Fault("a rank is killed", _kill, _NAMED),
     Fault("a rank stops", _stop, _NAMED),
