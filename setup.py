@@ -12,6 +12,7 @@ DEMO = ["tqdm", *PICTURES]
 # What `make test-clients` tests; the versions are in constraints-clients.txt.
 CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
 MIGRATE = ["libcst"]
+CLI = ["typer>=0.29", "rich", "tqdm"]
 
 setup(
     name="fsdp-flat",
@@ -35,8 +36,9 @@ setup(
         "pictures": PICTURES,
         "progress": ["tqdm"],
         "migrate": MIGRATE,
+        "cli": CLI,
         "clients": CLIENTS,
-        "dev": ["ruff", "mypy", *MIGRATE, *TEST],
+        "dev": ["ruff", "mypy", *MIGRATE, *CLI, *TEST],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -115,7 +115,20 @@ def test_the_command_says_its_version_and_its_use(tmp_path: Path) -> None:
     assert run("--version", folder=tmp_path).stdout == f"fsdp-flat {__version__}\n"
     shown = run("--help", folder=tmp_path)
     assert shown.returncode == 0
-    assert "fsdp-flat run script.py" in shown.stdout
-    for wrong in ([], ["train"]):
+    assert "Run an FSDP1 script on fsdp_flat, unchanged." in shown.stdout
+    for wrong, told in (([], shown.stdout), (["train"], "fsdp-flat train: No such command 'train'.\n")):
         result = run(*wrong, folder=tmp_path)
-        assert (result.returncode, result.stdout, result.stderr) == (2, "", shown.stdout)
+        assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
+
+
+def test_without_the_extra_the_command_runs_and_migrates_and_names_the_extra_for_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    hidden = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    command = [*COMMAND[:2], hidden + COMMAND[2]]
+    assert run("run", "train.py", folder=tmp_path, command=command).stdout == "trained\n"
+    assert run("migrate", ".", folder=tmp_path, command=command).returncode == 0
+    assert run("--version", folder=tmp_path, command=command).stdout == f"fsdp-flat {__version__}\n"
+    result = run("show", "run", folder=tmp_path, command=command)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "pip install 'fsdp-flat[cli]'" in result.stderr
