@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from fsdp_flat.errors import FsdpFlatError
+from fsdp_flat.tools.checkpoint_commands import (
+    diff_checkpoints,
+    list_checkpoints,
+    show_checkpoint,
+    verify_checkpoint,
+)
 from fsdp_flat.version import __version__
 
 app = typer.Typer(
@@ -39,6 +46,12 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Pickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Make any object that the files name. Runs their code: trust them first."),
+]
+Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.")]
+Key = Annotated[str | None, typer.Option("--key", help="Name under which the checkpoint has the model.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -67,3 +80,37 @@ def _run() -> None:
 @app.command("migrate", context_settings=_PASSED_ON, epilog="Example: fsdp-flat migrate src/")
 def _migrate() -> None:
     """Rewrite a codebase's imports of FSDP1."""
+
+
+@app.command("ls", epilog="Example: fsdp-flat ls run")
+def _ls(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder.")],
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """List the checkpoints in a folder."""
+    return list_checkpoints(folder, allow_pickle=allow_pickle, as_json=as_json)
+
+
+@app.command("show", epilog="Example: fsdp-flat show run/step-00000100")
+def _show(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
+    """Show what a checkpoint holds."""
+    return show_checkpoint(path, allow_pickle=allow_pickle, as_json=as_json)
+
+
+@app.command("verify", epilog="Example: fsdp-flat verify run/step-00000100")
+def _verify(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
+    """Check that a checkpoint is complete and undamaged."""
+    return verify_checkpoint(path, allow_pickle=allow_pickle, as_json=as_json)
+
+
+@app.command("diff", epilog="Example: fsdp-flat diff run/step-00000100 model.safetensors")
+def _diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any format.")],
+    key: Key = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """Compare two checkpoints: names, shapes, values."""
+    return diff_checkpoints(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)

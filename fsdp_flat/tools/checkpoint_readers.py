@@ -1,0 +1,344 @@
+"""Opens checkpoints of every format, without a process group and without reading tensors: :func:`open_checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fsdp_flat.checkpoint.dcp_files import SafeReader
+from fsdp_flat.errors import LoadError, OptionError, some_of
+from fsdp_flat.tools.stored_checkpoint import (
+    Keys,
+    Part,
+    Position,
+    StoredCheckpoint,
+    TensorInFiles,
+    dotted_name,
+    flattened,
+)
+from fsdp_flat.tools.torch_archives import StoredTensor, contiguous_stride, damaged_record, read_archive
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_STEP = re.compile(r"step-(\d+)$")
+_RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
+_CHUNK = 1 << 22
+
+
+def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoint:
+    """Open a checkpoint: read its names, shapes, dtypes and small values, no tensors.
+
+    Args:
+        path: a file, a directory, or a directory of this library's checkpoints, of which the newest counts.
+        allow_pickle: make objects of any class that the files name, for which their code runs. By default plain values
+            and tensors are made, and other objects are described.
+
+    Raises:
+        LoadError: a file is damaged, or of no known format.
+        OptionError: there is no such path, or no checkpoint there.
+    """
+    if not path.exists():
+        raise OptionError(f"{path} does not exist.")
+    for finds, opened in _FORMATS:
+        if finds(path):
+            return opened(path, allow_pickle)
+    if path.is_file():
+        return _open_torch_file(path, allow_pickle)
+    raise OptionError(
+        f"{path} is no checkpoint: it holds {some_of(sorted(each.name for each in path.iterdir()), 8) or 'nothing'}. "
+        "Expected .metadata, *.safetensors, checkpoints named step-00000100, or files of torch.save."
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path looks like one checkpoint, or one file of it."""
+    if path.is_dir():
+        return not _has_steps(path) and any(finds(path) for finds, _ in _FORMATS)
+    return path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+
+# -- this library's, and torch.distributed.checkpoint's ----------------------------------------------------------------
+
+
+def _has_steps(path: Path) -> bool:
+    return path.is_dir() and any(_STEP.match(each.name) for each in path.iterdir())
+
+
+def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
+    found = [each for each in path.iterdir() if _STEP.match(each.name) and (each / "commit.json").exists()]
+    if not found:
+        raise LoadError(f"{path} has no complete checkpoint: no step-* in it has a commit.json.")
+    newest = max(found, key=lambda each: _commit_of(each).get("order", 0))
+    return _open_dcp(newest, allow_pickle)
+
+
+def _commit_of(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "commit.json").read_text())
+        if isinstance(found["files"], dict):
+            return dict(found)
+        raise TypeError("its files are no object")
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{path / 'commit.json'} is damaged: {error!r}.") from error
+
+
+def _metadata_of(path: Path, allow_pickle: bool) -> Metadata:
+    reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
+    try:
+        return reader.read_metadata()
+    except LoadError as error:
+        raise LoadError(f"{error} If you trust {path}, pass --allow-pickle.") from error
+    except Exception as error:
+        raise LoadError(f"{path / '.metadata'} cannot be read: {error!r}.") from error
+
+
+def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
+    metadata = _metadata_of(path, allow_pickle)
+    is_ours = (path / "commit.json").exists()
+    places = metadata.storage_data or {}
+    mappings = metadata.planner_data or {}
+    parts: dict[str, list[Part]] = {}
+    values: dict[Keys, Any] = {}
+    ranks, tensors = set(), {}
+    for index, place in places.items():
+        match = _RANK_OF_FILE.search(place.relative_path)
+        rank = int(match[1]) if match else None
+        if rank is not None:
+            ranks.add(rank)
+        if getattr(place, "transform_descriptors", None):
+            raise LoadError(f"{path} is transformed ({place.transform_descriptors}), which this command cannot read.")
+        file = path / place.relative_path
+        find = partial(_archived, file, place.offset, place.length, allow_pickle)
+        entry = metadata.state_dict_metadata[index.fqn]
+        if isinstance(entry, TensorStorageMetadata):
+            offsets = tuple(index.offset or (0,) * len(entry.size))
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            part = Part(offsets, sizes[offsets], find, file, rank)
+            parts.setdefault(index.fqn, []).append(part)
+        else:
+            for inner, value in flattened(find(), _keys_of(index.fqn, mappings)):
+                if is_ours and inner[0] == "plain":
+                    # Below it this library saves what ranks need not share: settings, and states without dims.
+                    inner = inner[1:]
+                if isinstance(value, StoredTensor):
+                    tensors[inner] = _whole(inner, value)
+                elif value != {}:
+                    values[inner] = value
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            keys = _keys_of(fqn, mappings)
+            found = tuple(parts.get(fqn, ()))
+            tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, found)
+    match = _STEP.match(path.name)
+    files = {path / place.relative_path for place in places.values()} | {path / ".metadata"}
+    return StoredCheckpoint(
+        path=path,
+        kind="fsdp_flat" if is_ours else "dcp",
+        writer="fsdp_flat.save_checkpoint" if is_ours else f"torch.distributed.checkpoint {metadata.version or ''}",
+        num_ranks=sum(name.startswith("extra.") for name in metadata.state_dict_metadata)
+        if is_ours
+        else len(ranks) or None,
+        tensors=tensors,
+        values=values,
+        files=tuple(sorted(files)),
+        problems=partial(_problems_of_dcp, path, places.values(), is_ours),
+        step=int(match[1]) if match else None,
+    )
+
+
+def _keys_of(fqn: str, mappings: Mapping[str, Any]) -> Keys:
+    """Return the nested keys of a flattened name, which the planner records."""
+    keys = mappings.get(fqn) if isinstance(mappings, Mapping) else None
+    return tuple(Position(key) if isinstance(key, int) else key for key in keys or (fqn,))
+
+
+def _archived(file: Path, start: int, length: int, allow_pickle: bool) -> Any:
+    if not file.exists():
+        raise LoadError(f"{file} does not exist, although the metadata names it.")
+    return read_archive(file, start, length, allow_pickle=allow_pickle)
+
+
+def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterator[str]:
+    if is_ours:
+        for name, record in _commit_of(path)["files"].items():
+            yield from _problem_of_record(path / name, record)
+        return
+    for place in places:
+        file = path / place.relative_path
+        if not file.exists():
+            yield f"{file.name}: missing"
+        elif (bad := damaged_record(file, place.offset, place.length)) is not None:
+            yield f"{file.name}, bytes {place.offset} to {place.offset + place.length}: {bad} is damaged"
+
+
+def _problem_of_record(file: Path, record: Mapping[str, int]) -> Iterator[str]:
+    if not file.exists():
+        yield f"{file.name}: missing"
+        return
+    crc = 0
+    with open(file, "rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+        if opened.tell() != record["size"]:
+            yield f"{file.name}: {opened.tell():,} bytes, of which {record['size']:,} were written"
+        elif crc != record["crc32"]:
+            yield f"{file.name}: its bytes are not those that were written (CRC-32)"
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def _safetensors_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / SAFETENSORS_INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return [path / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
+    return sorted(path.glob("*.safetensors"))
+
+
+def _has_safetensors(path: Path) -> bool:
+    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors"))
+
+
+def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
+    tensors: dict[Keys, TensorInFiles] = {}
+    files = _safetensors_of(path)
+    metadata: dict[str, Any] = {}
+    for file in files:
+        found, strings = _safetensors_header(file)
+        for name, stored in found.items():
+            tensors[(name,)] = _whole((name,), stored)
+        metadata |= strings
+    for name, same in metadata.items():
+        if (same,) in tensors and (name,) not in tensors:
+            tensors[(name,)] = _whole((name,), tensors[(same,)].parts[0].find())
+    return StoredCheckpoint(
+        path=path,
+        kind="safetensors",
+        writer=f"safetensors, for {metadata['format']}" if "format" in metadata else "safetensors",
+        num_ranks=None,
+        tensors=tensors,
+        values={},
+        files=tuple(files),
+        problems=partial(_problems_of_safetensors, path, files),
+    )
+
+
+def _safetensors_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    if not file.exists():
+        raise LoadError(f"{file} does not exist, although the index names it.")
+    size = file.stat().st_size
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > size - 8:
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+            header = json.loads(opened.read(length))
+        strings = header.pop("__metadata__", {})
+        found = {}
+        for name, entry in header.items():
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+            start, stop = entry["data_offsets"]
+            stored = StoredTensor(file, 8 + length + start, dtype, shape, contiguous_stride(shape), (file, start))
+            if stored.nbytes != stop - start or 8 + length + stop > size:
+                raise ValueError(f"{name!r} has bytes {start} to {stop} of {size - 8 - length} for {dtype} {shape}")
+            found[name] = stored
+        return found, strings
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(f"{file} is no safetensors file, or is damaged: {error!r}.") from error
+
+
+def _problems_of_safetensors(path: Path, files: Iterable[Path]) -> Iterator[str]:
+    """Yield what the index says otherwise than the files; their headers have been checked."""
+    index = path / SAFETENSORS_INDEX
+    if path.is_dir() and index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        there = {name: file.name for file in files for name in _safetensors_header(file)[0]}
+        for name in sorted({*weight_map, *there}):
+            if weight_map.get(name) != there.get(name):
+                yield f"{name}: in {there.get(name)}, but the index says {weight_map.get(name)}"
+
+
+# -- torch.save --------------------------------------------------------------------------------------------------------
+
+
+def _whole(keys: Keys, stored: StoredTensor) -> TensorInFiles:
+    part = Part((0,) * len(stored.shape), stored.shape, lambda: stored, stored.file)
+    return TensorInFiles(keys, stored.shape, stored.dtype, (part,), (*stored.key, stored.shape))
+
+
+def _open_torch_file(path: Path, allow_pickle: bool) -> StoredCheckpoint:
+    entries = dict(flattened(read_archive(path, allow_pickle=allow_pickle)))
+    tensors = {keys: _whole(keys, value) for keys, value in entries.items() if isinstance(value, StoredTensor)}
+    return StoredCheckpoint(
+        path=path,
+        kind="torch",
+        writer="torch.save",
+        num_ranks=None,
+        tensors=tensors,
+        values={keys: value for keys, value in entries.items() if keys not in tensors},
+        files=(path,),
+        problems=partial(_problems_of_archive, path),
+    )
+
+
+def _problems_of_archive(path: Path) -> Iterator[str]:
+    if (bad := damaged_record(path)) is not None:
+        yield f"{path.name}: {bad} is damaged"
+
+
+Finds = Callable[[Path], bool]
+_FORMATS: tuple[tuple[Finds, Callable[[Path, bool], StoredCheckpoint]], ...] = (
+    (_has_steps, _open_newest),
+    (lambda path: (path / ".metadata").is_file(), _open_dcp),
+    (_has_safetensors, _open_safetensors),
+)
+
+
+def problems_of(checkpoint: StoredCheckpoint) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint: checksums, sizes, missing files, and tensors that are not all there."""
+    yield from checkpoint.problems()
+    for tensor in checkpoint.tensors.values():
+        yield from tensor.problems()
+        for part in tensor.distinct_parts:
+            try:
+                found = part.stored()
+            except LoadError as error:
+                yield f"{tensor.name}: {error}"
+                continue
+            if found.dtype != tensor.dtype:
+                yield f"{dotted_name(tensor.keys)}: {found.dtype} in {part.file.name}, {tensor.dtype} in the metadata"

@@ -1,0 +1,258 @@
+"""Describes a checkpoint on disk: its tensors, each with the parts that files hold of it, and its other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_flat.errors import LoadError, OptionError, some_of
+from fsdp_flat.tools.torch_archives import StoredSubclass, StoredTensor
+
+# The names under which programs save a model or an optimizer beside other things.
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module")
+OPTIM_NAMES = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
+
+
+class Position(int):
+    """Stands for a key that is a position in a list; any other integer is a key of a dict."""
+
+
+Keys = tuple[Any, ...]
+
+
+def dotted_name(keys: Keys) -> str:
+    """Return nested keys as a dotted name."""
+    return ".".join(map(str, keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Describes a box of a tensor in a file.
+
+    Attributes:
+        offsets: the index of its first element in the tensor.
+        sizes: its size along each dim.
+        find: returns where its elements are.
+        file: the file.
+        rank: the rank that wrote it, if known.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    find: Callable[[], StoredTensor]
+    file: Path
+    rank: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return prod(self.sizes)
+
+    def stored(self) -> StoredTensor:
+        """Return where its elements are; raise a LoadError if the file holds another shape there."""
+        found = self.find()
+        if found.shape != self.sizes:
+            raise LoadError(f"{self.file} has a part of shape {found.shape} where one of {self.sizes} is due.")
+        return found
+
+
+@dataclass(frozen=True)
+class TensorInFiles:
+    """Describes a tensor in a checkpoint.
+
+    Attributes:
+        keys: its nested keys.
+        parts: boxes that make it up; replicas may repeat some.
+        same_as: equal for tensors that share their elements, which then are one; None if nothing is known.
+    """
+
+    keys: Keys
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    same_as: Any = None
+
+    @property
+    def name(self) -> str:
+        """The keys as a dotted name."""
+        return dotted_name(self.keys)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def distinct_parts(self) -> tuple[Part, ...]:
+        """The parts without repetitions and empty ones."""
+        return tuple({(part.offsets, part.sizes): part for part in reversed(self.parts) if part.numel}.values())
+
+    @property
+    def num_rows(self) -> int:
+        """Size of the first dim; 1 for a tensor without dims."""
+        return self.shape[0] if self.shape else 1
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read some rows: a tensor of shape ``(stop - start, *shape[1:])``; of a tensor without dims its one element.
+
+        Memory for the rows and for one buffer is needed.
+
+        Raises:
+            LoadError: the files do not hold all of them, or are cut off.
+        """
+        full = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        num_read = 0
+        for part in self.distinct_parts:
+            offset, size = (part.offsets[0], part.sizes[0]) if part.sizes else (0, 1)
+            first, last = max(start, offset), min(stop, offset + size)
+            if first >= last:
+                continue
+            columns = [slice(at, at + size) for at, size in zip(part.offsets[1:], part.sizes[1:], strict=True)]
+            for row, block in part.stored().blocks(first - offset, last - offset):
+                at = row + offset - start
+                box = (slice(at, at + len(block)), *columns)
+                full[box] = block
+                num_read += block.numel()
+        if num_read != full.numel():
+            raise LoadError(
+                f"{self.name!r}, rows {start} to {stop}: the files hold {num_read:,} elements of {full.numel():,}."
+            )
+        return full
+
+    def full(self) -> torch.Tensor:
+        """Read the tensor; see :meth:`rows`."""
+        return self.rows(0, self.num_rows).reshape(self.shape)
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the boxes, without reading the files."""
+        parts = sorted(self.distinct_parts, key=lambda part: part.offsets)
+        found = []
+        for index, part in enumerate(parts):
+            stops = [at + size for at, size in zip(part.offsets, part.sizes, strict=True)]
+            if len(stops) != len(self.shape) or any(stop > size for stop, size in zip(stops, self.shape, strict=True)):
+                found.append(f"{self.name}: a part at {part.offsets} of {part.sizes} is outside of {self.shape}")
+            for other in parts[index + 1 :]:
+                if other.offsets[:1] >= tuple(stops[:1]):
+                    break
+                if all(at < stop for at, stop in zip(other.offsets, stops, strict=True)) and all(
+                    at < offset + size
+                    for at, offset, size in zip(part.offsets, other.offsets, other.sizes, strict=True)
+                ):
+                    found.append(f"{self.name}: parts at {part.offsets} and {other.offsets} overlap")
+        if not found and (num := sum(part.numel for part in parts)) != self.numel:
+            found.append(f"{self.name}: the files hold {num:,} of {self.numel:,} elements")
+        return found
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """Describes a checkpoint.
+
+    Attributes:
+        path: the file or the directory.
+        kind: the format.
+        writer: who wrote it, as far as the files say.
+        num_ranks: the ranks that wrote it, if known.
+        tensors: by nested keys.
+        values: what is no tensor, by nested keys.
+        files: all files.
+        problems: what is wrong with the files themselves, found when it is called.
+        step: the number of the checkpoint, if it has one.
+    """
+
+    path: Path
+    kind: str
+    writer: str
+    num_ranks: int | None
+    tensors: Mapping[Keys, TensorInFiles]
+    values: Mapping[Keys, Any]
+    files: tuple[Path, ...]
+    problems: Callable[[], Iterator[str]] = field(default=lambda: iter(()))
+    step: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors; those that share their elements count once."""
+        once = {tensor.keys if tensor.same_as is None else tensor.same_as: tensor for tensor in self.tensors.values()}
+        return sum(tensor.nbytes for tensor in once.values())
+
+    def below(self, keys: Keys) -> StoredCheckpoint:
+        """Return what is below nested keys."""
+        num = len(keys)
+        tensors = {key[num:]: tensor for key, tensor in self.tensors.items() if key[:num] == keys and len(key) > num}
+        return replace(
+            self,
+            tensors={key: replace(tensor, keys=key) for key, tensor in tensors.items()},
+            values={key[num:]: value for key, value in self.values.items() if key[:num] == keys and len(key) > num},
+        )
+
+    def model_keys(self, key: str | None = None) -> Keys:
+        """Return the keys of the model: none if everything is of it.
+
+        Args:
+            key: its dotted name; by default one that is common.
+
+        Raises:
+            OptionError: there is none of that name, or of a common one.
+        """
+        tops = list(dict.fromkeys(keys[0] for keys in (*self.tensors, *self.values) if keys))
+        if key is not None:
+            wanted = tuple(key.split("."))
+            if not any(tuple(map(str, keys[: len(wanted)])) == wanted for keys in self.tensors):
+                raise OptionError(
+                    f"{self.path} has no tensors under {key!r}; it has {some_of(list(map(str, tops)), 9)}."
+                )
+            return wanted
+        if all(len(keys) == 1 for keys in self.tensors):
+            return ()
+        for name in _MODEL_NAMES:
+            if any(keys[0] == name for keys in self.tensors):
+                return (name,)
+        raise OptionError(
+            f"{self.path} does not say what is the model: it has {some_of(list(map(str, tops)), 9)}. Name it by --key."
+        )
+
+
+def flattened(obj: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield nested keys and what is there: tensors, and values without tensors or dicts inside."""
+    if isinstance(obj, Mapping) and obj:
+        for key, value in obj.items():
+            yield from flattened(value, (*keys, key))
+    elif isinstance(obj, (list, tuple)) and _holds_entries(obj):
+        for index, value in enumerate(obj):
+            yield from flattened(value, (*keys, Position(index)))
+    else:
+        yield keys, obj
+
+
+def _holds_entries(obj: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether torch.distributed.checkpoint would save the entries of a list apart; of tuples too."""
+    return any(
+        isinstance(entry, (Mapping, StoredTensor, StoredSubclass))
+        or (isinstance(entry, (list, tuple)) and _holds_entries(entry))
+        for entry in obj
+    )
+
+
+def nested(values: Mapping[Keys, Any]) -> Any:
+    """Return the nested containers that :func:`flattened` has taken apart."""
+    if set(values) == {()}:
+        return values[()]
+    below: dict[Any, dict[Keys, Any]] = {}
+    for keys, value in values.items():
+        below.setdefault(keys[0], {})[keys[1:]] = value
+    made = {key: nested(inner) for key, inner in below.items()}
+    if made and all(isinstance(key, Position) for key in made):
+        return [made[key] for key in sorted(made)]
+    return made

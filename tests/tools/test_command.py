@@ -1,0 +1,244 @@
+"""The command ``fsdp-flat``: what it shows of checkpoints, how it fails, and what it does not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fsdp_flat.errors import LoadError
+from fsdp_flat.tools.checkpoint_readers import open_checkpoint
+from fsdp_flat.tools.torch_archives import read_archive
+from tests.tools.conftest import Run, RunJson
+from tests.tools.peer_files import build
+
+WHOLE = ["fsdp2", "fsdp1", "run", "hub", "hub_of_two", "model.pt", "all.pt"]
+
+
+def model_in(path: Path) -> dict[str, torch.Tensor]:
+    """The model in a checkpoint, by name, read by the command's reader."""
+    checkpoint = open_checkpoint(path)
+    return {t.name: t.full() for t in checkpoint.below(checkpoint.model_keys()).tensors.values()}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_format_gives_the_values_that_torch_itself_loads(peer_files: Path, name: str) -> None:
+    expected = torch.load(peer_files / "model.pt", weights_only=True)
+    found = model_in(peer_files / name)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        assert torch.equal(found[key], value), key
+
+
+def test_ls_lists_the_checkpoints_of_a_folder_with_their_kinds(peer_files: Path, run_json: RunJson, run: Run) -> None:
+    status, found = run_json("ls", peer_files)
+    kinds = {each["name"]: each["kind"] for each in found}
+    assert status == 0
+    assert {kinds[name] for name in ("fsdp1", "fsdp2")} == {"dcp"}
+    assert kinds["hub"] == kinds["hub_of_two"] == "safetensors"
+    assert kinds["all.pt"] == kinds["model.pt"] == "torch"
+    _, text, _ = run("ls", peer_files / "run")
+    assert text.split()[-6:-1] == ["step-00000003", "fsdp_flat", "27", "1.05", "kB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_ranks"), [("fsdp2", "dcp", 2), ("fsdp1", "dcp", 2), ("run", "fsdp_flat", 2)]
+)
+def test_show_says_who_wrote_a_checkpoint_and_each_tensor(
+    peer_files: Path, name: str, kind: str, num_ranks: int, run_json: RunJson
+) -> None:
+    status, found = run_json("show", peer_files / name)
+    assert (status, found["kind"], found["num_ranks"]) == (0, kind, num_ranks)
+    shapes = {tensor["name"]: tensor["shape"] for tensor in found["tensors"]}
+    expected = {f"model.{key}": list(value.shape) for key, value in build().state_dict().items()}
+    assert {key: shape for key, shape in shapes.items() if key.startswith("model.")} == expected
+    assert found["values"]["optim.param_groups.0.lr"] == "0.1"
+
+
+def test_show_names_the_ranks_that_hold_a_tensor(peer_files: Path, run: Run) -> None:
+    status, text, _ = run("show", peer_files / "fsdp2")
+    line = next(line for line in text.splitlines() if line.startswith("model.0.weight "))
+    assert (status, line.split()) == (0, ["model.0.weight", "float32", "7x5", "140", "B", "2", "0,1"])
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_verify_finds_nothing_in_a_good_checkpoint(peer_files: Path, name: str, run_json: RunJson) -> None:
+    status, found = run_json("verify", peer_files / name)
+    assert (status, found["problems"]) == (0, [])
+    assert found["num_tensors"] in (9, 27)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003"])
+def test_verify_finds_a_changed_byte_in_the_middle_of_a_file(
+    peer_files: Path, tmp_path: Path, name: str, run: Run
+) -> None:
+    copy = shutil.copytree(peer_files / name, tmp_path / Path(name).name)
+    checkpoint = open_checkpoint(copy)
+    tensor = next(t for t in checkpoint.tensors.values() if t.name == "model.0.weight")
+    stored = tensor.parts[0].stored()
+    with open(stored.file, "r+b") as file:
+        file.seek(stored.start + 3)
+        byte = file.read(1)[0]
+        file.seek(stored.start + 3)
+        file.write(bytes([byte ^ 1]))
+    status, text, _ = run("verify", copy)
+    assert status == 1
+    assert stored.file.name in text
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003", "hub_of_two"])
+def test_verify_finds_a_missing_file(peer_files: Path, tmp_path: Path, name: str, run: Run) -> None:
+    copy = shutil.copytree(peer_files / name, tmp_path / Path(name).name)
+    gone = sorted(path for path in copy.iterdir() if path.suffix in (".distcp", ".safetensors"))[0]
+    gone.unlink()
+    status, text, _ = run("verify", copy)
+    assert status == 1
+    assert gone.name in text
+
+
+def test_verify_finds_rows_that_no_rank_has_saved(peer_files: Path, tmp_path: Path, run: Run) -> None:
+    copy = shutil.copytree(peer_files / "fsdp2", tmp_path / "copy")
+    metadata = dcp.FileSystemReader(copy).read_metadata()
+    lost = next(index for index in metadata.storage_data if index.fqn == "model.0.weight")
+    del metadata.storage_data[lost]
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    status, text, _ = run("verify", copy)
+    assert (status, text.count("\n")) == (1, 1)
+    assert "model.0.weight: the files hold" in text
+
+
+@pytest.mark.parametrize("name", ["model.pt", "hub"])
+def test_verify_finds_a_file_that_is_cut_off(peer_files: Path, tmp_path: Path, name: str, run: Run) -> None:
+    source = peer_files / name / "model.safetensors" if name == "hub" else peer_files / name
+    copy = tmp_path / source.name
+    copy.write_bytes(source.read_bytes()[:-40])
+    status, text, _ = run("verify", copy)
+    assert status == 1
+    assert copy.name in text
+
+
+@pytest.mark.parametrize("other", ["fsdp1", "hub", "hub_of_two", "run", "model.pt"])
+def test_diff_finds_the_same_model_in_every_format(peer_files: Path, other: str, run: Run) -> None:
+    assert run("diff", peer_files / "fsdp2", peer_files / other, "--key", "model")[:2] == (
+        0,
+        "9 tensors and 0 values are equal, bit by bit\n",
+    )
+
+
+def test_diff_compares_models_alone_where_one_file_has_nothing_else(peer_files: Path, run: Run) -> None:
+    status, text, _ = run("diff", peer_files / "fsdp2", peer_files / "hub")
+    assert (status, text) == (0, "9 tensors and 0 values are equal, bit by bit\n")
+
+
+def test_diff_names_shapes_values_and_what_is_missing(tmp_path: Path, run_json: RunJson) -> None:
+    a = {"same": torch.ones(2), "shape": torch.ones(2), "gone": torch.ones(1), "w": torch.tensor([[3.0, 4.0], [0, 0]])}
+    b = {**a, "shape": torch.ones(3), "w": torch.tensor([[3.0, 4.0], [0.0, 2.0]]), "nan": torch.tensor([float("nan")])}
+    a["nan"] = b["nan"].clone()
+    del b["gone"]
+    torch.save({"model": a, "step": 1}, tmp_path / "a.pt")
+    torch.save({"model": b, "step": 2}, tmp_path / "b.pt")
+    status, found = run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    by_name = {each["name"]: each for each in found["differences"]}
+    assert status == 1
+    assert sorted(by_name) == ["model.gone", "model.shape", "model.w", "step"]
+    assert by_name["model.gone"]["what"] == "only in A"
+    assert (by_name["model.shape"]["in_a"], by_name["model.shape"]["in_b"]) == ("(2,)", "(3,)")
+    values = by_name["model.w"]
+    assert (values["index"], values["in_a"], values["in_b"], values["largest"]) == ([1, 1], "0.0", "2.0", 2.0)
+    assert (values["norm_a"], values["norm_b"]) == (5.0, pytest.approx(29**0.5))
+
+
+class Writes:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_is_run_that_a_file_names_unless_it_is_allowed(tmp_path: Path, run: Run) -> None:
+    trace = tmp_path / "trace"
+    torch.save({"model": {"w": torch.ones(2)}, "args": Writes(str(trace))}, tmp_path / "bad.pt")
+    for command in ("show", "verify"):
+        status, *_ = run(command, tmp_path / "bad.pt")
+        assert status == 0
+        assert not trace.exists()
+    assert "not unpickled" in run("show", tmp_path / "bad.pt")[1]
+    assert run("show", tmp_path / "bad.pt", "--allow-pickle")[0] == 0
+    assert trace.exists()
+
+
+def test_a_file_cannot_reach_code_by_attributes_of_what_it_may_make(tmp_path: Path) -> None:
+    program = b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nV__init__\ntR."
+    with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+    with pytest.raises(LoadError, match="asks for the attribute '__init__'"):
+        read_archive(tmp_path / "bad.pt")
+
+
+def test_metadata_of_a_checkpoint_that_names_other_classes_is_refused_with_the_option_to_allow_it(
+    peer_files: Path, tmp_path: Path, run: Run
+) -> None:
+    copy = shutil.copytree(peer_files / "fsdp2", tmp_path / "copy")
+    trace = tmp_path / "trace"
+    metadata = dcp.FileSystemReader(copy).read_metadata()
+    metadata.planner_data["step"] = Writes(str(trace))
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    status, text, errors = run("show", copy)
+    assert (status, text) == (2, "")
+    assert "--allow-pickle" in errors
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["show", "nothing"], "fsdp-flat show: nothing does not exist.\n"),
+        (["show"], "fsdp-flat show: Missing argument 'PATH'.\n"),
+        (["show", "a", "--bad"], "fsdp-flat show: No such option: --bad\n"),
+        (["ls", "text.pt"], "fsdp-flat ls: text.pt is no folder; show one checkpoint by: fsdp-flat show text.pt\n"),
+        (["show", "."], "fsdp-flat show: . is no checkpoint: it holds 'text.pt'."),
+        (["show", "text.pt"], "fsdp-flat show: text.pt is no file of torch.save"),
+        (["lst"], "fsdp-flat lst: No such command 'lst'."),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.pt").write_text("no archive")
+    status, text, errors = run(*arguments)
+    assert (status, text, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(told.replace("'text.pt'", "text.pt"))
+
+
+def test_every_command_has_help_with_an_example_and_an_option_for_json(run: Run) -> None:
+    listed = run("--help")[1].partition("Commands:")[2].partition("\n\n")[0]
+    commands = [line.split()[0] for line in listed.strip().splitlines()]
+    assert {"run", "migrate", "ls", "show", "verify", "diff"} <= set(commands)
+    for command in sorted(set(commands) - {"run", "migrate"}):
+        status, text, _ = run(command, "--help")
+        assert status == 0
+        assert f"Example: fsdp-flat {command} " in " ".join(text.split())
+        assert "--json" in text
+
+
+def test_a_command_needs_no_process_group_and_shows_plain_text_in_a_pipe(peer_files: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_flat", "show", str(peer_files / "run"), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["step"] == 3

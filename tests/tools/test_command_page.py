@@ -1,0 +1,39 @@
+"""docs/command.md shows what the commands print: each of its console blocks is run on the checkpoints of the tests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tools.conftest import Run
+
+PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+_BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
+
+
+def steps_of(text: str) -> list[tuple[str, str]]:
+    """The commands in console blocks, each with the output below it."""
+    shown = "".join(_BLOCK.findall(text))
+    parts = re.split(r"^\$ ", shown, flags=re.MULTILINE)[1:]
+    return [(line, output) for line, _, output in (part.partition("\n") for part in parts)]
+
+
+def test_each_command_of_the_page_prints_what_the_page_shows(
+    peer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(shutil.copytree(peer_files, tmp_path / "copy"))
+    steps = steps_of(PAGE.read_text())
+    assert len(steps) > 3
+    for command, expected in steps:
+        program, *arguments = shlex.split(command)
+        assert program == "fsdp-flat"
+        _, output, errors = run(*arguments)
+        assert output + errors == expected, command
+
+
+def test_a_block_is_a_command_and_the_lines_below_it() -> None:
+    assert steps_of("a\n```console\n$ x 1\ny\n$ z\n```\nb\n") == [("x 1", "y\n"), ("z", "")]
