@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fsdp_flat.checkpoint.directory import progress_bar
 from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.tools.checkpoint_diff import compared_parts, differences
 from fsdp_flat.tools.checkpoint_readers import is_checkpoint, open_checkpoint, problems_of
+from fsdp_flat.tools.checkpoint_writers import WriteOptions, write_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
 from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, dotted_name
 from fsdp_flat.tools.text import size_text
@@ -153,3 +156,18 @@ def diff_checkpoints(path_a: Path, path_b: Path, *, key: str | None, allow_pickl
     data = {"a": str(path_a), "b": str(path_b), "num_compared": len(a.tensors), "differences": list(map(asdict, found))}
     show(data, table if found else equal, as_json=as_json)
     return int(bool(found))
+
+
+def convert_checkpoint(
+    source: Path, target: Path, kind: str | None, options: WriteOptions, *, allow_pickle: bool, as_json: bool
+) -> int:
+    """Write a checkpoint as one of another kind (None: of the same, or torch's), and show what was written."""
+    checkpoint = open_checkpoint(source, allow_pickle=allow_pickle)
+    kind = kind or ("sharded" if checkpoint.kind == "fsdp_flat" else "dcp")
+    bar = progress_bar(f"Writing {target.name}", asked=sys.stderr.isatty() and not as_json, here=True)
+    with bar(checkpoint.nbytes) as update:
+        write_checkpoint(checkpoint, target, kind, options, update)
+    made = open_checkpoint(target, allow_pickle=allow_pickle)
+    text = f"{target}: {made.kind}, {len(made.tensors)} tensors, {size_text(made.nbytes)} in {len(made.files)} files"
+    show(_summary(made), text, as_json=as_json)
+    return 0

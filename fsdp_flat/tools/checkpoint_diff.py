@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, dotted_name
+from fsdp_flat.tools.torch_archives import BUFFER_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def _has(checkpoint: StoredCheckpoint, key: str | None) -> bool:
 
 
 def differences(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[EntryDifference]:
-    """Yield every difference, in the order of names; memory for a tensor of each is needed."""
+    """Yield every difference, in the order of names; some rows of a tensor are in memory at a time."""
     in_a, in_b = ({dotted_name(keys): tensor for keys, tensor in each.tensors.items()} for each in (a, b))
     for name in sorted({*in_a, *in_b}):
         if name not in in_b:
@@ -73,23 +74,41 @@ def _of_tensors(name: str, a: TensorInFiles, b: TensorInFiles) -> Iterator[Entry
         return
     if a.dtype != b.dtype:
         yield EntryDifference(name, "dtype", str(a.dtype), str(b.dtype))
-    left, right = a.full(), b.full()
-    # NaN equals NaN of the same bits, and 0.0 does not equal -0.0: the comparison is of bits where dtypes agree.
-    if a.dtype == b.dtype and torch.equal(_bits(left), _bits(right)):
+    first: tuple[int, str, str] | None = None
+    for start, left, right in _blocks(a, b):
+        unequal = _unequal(left, right)
+        if bool(unequal.any()):
+            at = int(unequal.nonzero()[0])
+            first = start + at, str(left[at].item()), str(right[at].item())
+            break
+    if first is None:
         return
-    exact = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
-    wide = [each.reshape(-1).to(exact) for each in (left, right)]
-    unequal = _bits(left).ne(_bits(right)).any(-1) if a.dtype == b.dtype else wide[0].ne(wide[1])
-    if not bool(unequal.any()):
-        return
-    first = int(unequal.nonzero()[0])
-    norms = [float(torch.linalg.vector_norm(each)) for each in wide]
-    index = tuple(int(at) for at in torch.unravel_index(torch.tensor(first), a.shape)) if a.shape else ()
-    in_a, in_b = (str(each.reshape(-1)[first].item()) for each in (left, right))
-    largest = float((wide[0] - wide[1]).abs().max())
-    yield EntryDifference(name, "values", in_a, in_b, index, norms[0], norms[1], largest)
+    squares_a = squares_b = largest = 0.0
+    for _, left, right in _blocks(a, b):
+        exact = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+        wide_a, wide_b = left.to(exact), right.to(exact)
+        squares_a += float(wide_a.abs().square().sum())
+        squares_b += float(wide_b.abs().square().sum())
+        largest = max(largest, float((wide_a - wide_b).abs().max()))
+    index = tuple(int(at) for at in torch.unravel_index(torch.tensor(first[0]), a.shape)) if a.shape else ()
+    yield EntryDifference(name, "values", first[1], first[2], index, squares_a**0.5, squares_b**0.5, largest)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the elements, of shape (elements, bytes of one)."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).view(tensor.numel(), tensor.dtype.itemsize)
+def _blocks(a: TensorInFiles, b: TensorInFiles) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield the elements of two tensors of one shape, some rows at a time: the position of the first, and both 1-D."""
+    if not a.numel:
+        return
+    row = a.numel // a.num_rows
+    step = max(1, BUFFER_NBYTES // (row * max(a.dtype.itemsize, b.dtype.itemsize)))
+    for start in range(0, a.num_rows, step):
+        stop = min(start + step, a.num_rows)
+        yield start * row, a.rows(start, stop).reshape(-1), b.rows(start, stop).reshape(-1)
+
+
+def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return which elements differ; in their bits if the dtypes agree, so NaN equals itself and 0.0 is not -0.0."""
+    if left.dtype != right.dtype:
+        exact = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+        return left.to(exact).ne(right.to(exact))
+    bits_a, bits_b = (each.view(torch.uint8).view(len(each), -1) for each in (left, right))
+    return bits_a.ne(bits_b).any(-1)

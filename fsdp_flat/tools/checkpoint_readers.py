@@ -132,8 +132,6 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     for index, place in places.items():
         match = _RANK_OF_FILE.search(place.relative_path)
         rank = int(match[1]) if match else None
-        if rank is not None:
-            ranks.add(rank)
         if getattr(place, "transform_descriptors", None):
             raise LoadError(f"{path} is transformed ({place.transform_descriptors}), which this command cannot read.")
         file = path / place.relative_path
@@ -142,6 +140,8 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         if isinstance(entry, TensorStorageMetadata):
             offsets = tuple(index.offset or (0,) * len(entry.size))
             sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            if rank is not None:
+                ranks.add(rank)
             part = Part(offsets, sizes[offsets], find, file, rank)
             parts.setdefault(index.fqn, []).append(part)
         else:
@@ -164,9 +164,7 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         path=path,
         kind="fsdp_flat" if is_ours else "dcp",
         writer="fsdp_flat.save_checkpoint" if is_ours else f"torch.distributed.checkpoint {metadata.version or ''}",
-        num_ranks=sum(name.startswith("extra.") for name in metadata.state_dict_metadata)
-        if is_ours
-        else len(ranks) or None,
+        num_ranks=len(ranks) or None,
         tensors=tensors,
         values=values,
         files=tuple(sorted(files)),

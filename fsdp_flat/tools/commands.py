@@ -6,23 +6,27 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
 
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.tools.checkpoint_commands import (
+    convert_checkpoint,
     diff_checkpoints,
     list_checkpoints,
     show_checkpoint,
     verify_checkpoint,
 )
+from fsdp_flat.tools.checkpoint_writers import WriteOptions
+from fsdp_flat.tools.text import nbytes_of
 from fsdp_flat.version import __version__
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=False,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="See, plan and convert sharded models and their checkpoints.",
     epilog="Example: fsdp-flat show run/step-00000100. Exit status: 0, done; 1, files differ or are damaged, or "
@@ -51,6 +55,11 @@ Pickle = Annotated[
     typer.Option("--allow-pickle", help="Make any object that the files name. Runs their code: trust them first."),
 ]
 Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.")]
+Source = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any kind.")]
+Target = Annotated[Path, typer.Argument(metavar="B", help="The file or folder to make.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks to write files for.")]
+ModelOnly = Annotated[bool, typer.Option("--model-only", help="Leave out the optimizer and everything else.")]
+MaxFile = Annotated[str, typer.Option("--max-file", help="Size of the largest safetensors file.")]
 Key = Annotated[str | None, typer.Option("--key", help="Name under which the checkpoint has the model.")]
 
 
@@ -114,3 +123,52 @@ def _diff(
 ) -> int:
     """Compare two checkpoints: names, shapes, values."""
     return diff_checkpoints(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)
+
+
+@app.command("convert", epilog="Example: fsdp-flat convert run/step-00000100 hub --to safetensors")
+def _convert(
+    a: Source,
+    b: Target,
+    to: Annotated[
+        Literal["full", "dcp", "sharded", "safetensors", "torch"],
+        typer.Option("--to", help="What to write; the page of commands describes each."),
+    ],
+    ranks: Ranks = 1,
+    key: Key = None,
+    model_only: ModelOnly = False,
+    max_file: MaxFile = "5GB",
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint as one of another kind."""
+    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file))
+    return convert_checkpoint(a, b, to, options, allow_pickle=allow_pickle, as_json=as_json)
+
+
+@app.command("consolidate", epilog="Example: fsdp-flat consolidate run/step-00000100 model.safetensors")
+def _consolidate(
+    a: Source,
+    b: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make: .safetensors, or of torch.save.")],
+    key: Key = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """Merge the model of a checkpoint into one file."""
+    kind = "safetensors" if b.suffix == ".safetensors" else "full"
+    options = WriteOptions(key, model_only=True, max_file_bytes=sys.maxsize)
+    return convert_checkpoint(a, b, kind, options, allow_pickle=allow_pickle, as_json=as_json)
+
+
+@app.command("reshard", epilog="Example: fsdp-flat reshard run/step-00000100 run_of_8 --ranks 8")
+def _reshard(
+    a: Source,
+    b: Target,
+    ranks: Ranks,
+    key: Key = None,
+    model_only: ModelOnly = False,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint as that of another number of ranks."""
+    options = WriteOptions(key, model_only, ranks)
+    return convert_checkpoint(a, b, None, options, allow_pickle=allow_pickle, as_json=as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -106,24 +107,23 @@ class TensorInFiles:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read some rows: a tensor of shape ``(stop - start, *shape[1:])``; of a tensor without dims its one element.
 
-        Memory for the rows and for one buffer is needed.
+        Memory for the rows is needed, and for a buffer of some MB if ranks have sharded a dim other than the first.
 
         Raises:
             LoadError: the files do not hold all of them, or are cut off.
         """
-        full = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        full = _empty((stop - start, *self.shape[1:]), self.dtype)
         num_read = 0
         for part in self.distinct_parts:
             offset, size = (part.offsets[0], part.sizes[0]) if part.sizes else (0, 1)
             first, last = max(start, offset), min(stop, offset + size)
             if first >= last:
                 continue
-            columns = [slice(at, at + size) for at, size in zip(part.offsets[1:], part.sizes[1:], strict=True)]
-            for row, block in part.stored().blocks(first - offset, last - offset):
-                at = row + offset - start
-                box = (slice(at, at + len(block)), *columns)
-                full[box] = block
-                num_read += block.numel()
+            at = first - start
+            box = (slice(at, at + last - first), *map(_slice, part.offsets[1:], part.sizes[1:]))
+            into = full[box]
+            part.stored().read_rows(first - offset, into)
+            num_read += into.numel()
         if num_read != full.numel():
             raise LoadError(
                 f"{self.name!r}, rows {start} to {stop}: the files hold {num_read:,} elements of {full.numel():,}."
@@ -153,6 +153,19 @@ class TensorInFiles:
         if not found and (num := sum(part.numel for part in parts)) != self.numel:
             found.append(f"{self.name}: the files hold {num:,} of {self.numel:,} elements")
         return found
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor whose memory goes back to the system with it: an allocator of small pieces would keep some."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _slice(start: int, size: int) -> slice:
+    return slice(start, start + size)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 
 from fsdp_flat.errors import LoadError
 
-BUFFER_NBYTES = 1 << 23
+BUFFER_NBYTES = 1 << 20
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -77,22 +77,30 @@ class StoredTensor:
         """Bytes of the elements."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield ``(first row, rows)`` of the rows from ``start`` to ``stop``, a buffer at a time (0-dim: one row)."""
-        shape = self.shape or (1,)
+    def read_rows(self, start: int, into: torch.Tensor) -> None:
+        """Read as many rows as ``into`` has, from ``start`` on; a tensor without dims is one row.
+
+        ``into`` is a CPU tensor of this dtype, of shape ``(rows, *shape[1:])``. If it is contiguous and the tensor in
+        the file is too, elements are read straight to their place; else by way of a buffer of some MB.
+
+        Raises:
+            LoadError: the file ends before.
+        """
+        shape, stride = (self.shape, self.stride) if self.shape else ((1,), (1,))
         row = prod(shape[1:])
-        if not row or start >= stop:
+        if not into.numel():
             return
         with open(self.file, "rb") as file:
-            if self.shape and self.stride != contiguous_stride(self.shape):
-                flat = _read(file, self.start, _span(self.shape, self.stride), self.dtype)
-                yield start, torch.as_strided(flat, self.shape, self.stride)[start:stop]
+            is_contiguous = stride[1:] == contiguous_stride(shape[1:]) and stride[0] == row
+            if is_contiguous and into.is_contiguous():
+                _read(file, self.start + start * row * self.dtype.itemsize, into.reshape(-1))
                 return
-            step = max(1, BUFFER_NBYTES // (row * self.dtype.itemsize))
-            for first in range(start, stop, step):
-                num = min(step, stop - first)
-                flat = _read(file, self.start + first * row * self.dtype.itemsize, num * row, self.dtype)
-                yield first, flat.view(num, *shape[1:])
+            step = max(1, BUFFER_NBYTES // (row * self.dtype.itemsize)) if is_contiguous else len(into)
+            for first in range(0, len(into), step):
+                size = (min(step, len(into) - first), *shape[1:])
+                flat = torch.empty(_span(size, stride), dtype=self.dtype)
+                _read(file, self.start + (start + first) * stride[0] * self.dtype.itemsize, flat)
+                into[first : first + size[0]] = torch.as_strided(flat, size, stride)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,13 +113,12 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return prod(shape) and 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _read(file: BinaryIO, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    data = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+def _read(file: BinaryIO, start: int, into: torch.Tensor) -> None:
+    """Read bytes from ``start`` on into a contiguous tensor."""
     file.seek(start)
-    num = file.readinto(data.numpy())  # type: ignore[attr-defined]
-    if num != data.numel():
-        raise LoadError(f"{file.name} ends at byte {start + num}, inside a tensor of {data.numel():,} bytes.")
-    return data.view(dtype)
+    num = file.readinto(into.view(torch.uint8).numpy())  # type: ignore[attr-defined]
+    if num != into.nbytes:
+        raise LoadError(f"{file.name} ends at byte {start + num}, inside a tensor of {into.nbytes:,} bytes.")
 
 
 class Described:
@@ -355,7 +362,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, TensorToSave):
             return NotImplemented
         number, _ = self.storages.setdefault(obj.key, (len(self.storages), obj))
-        stride, hooks = contiguous_stride(obj.shape), OrderedDict[Any, Any]()
+        stride, hooks = contiguous_stride(obj.shape), OrderedDict()  # type: ignore[var-annotated]
         storage = _Storage(number, obj.nbytes)
         return torch._utils._rebuild_tensor_v3, (storage, 0, obj.shape, stride, False, hooks, obj.dtype)
 

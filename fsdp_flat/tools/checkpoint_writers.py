@@ -1,0 +1,307 @@
+"""Writes checkpoints of every kind from one that is on disk, with one tensor in memory at a time: :data:`KINDS`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.safetensors_files import FileWriter
+from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.tools.checkpoint_readers import SAFETENSORS_INDEX
+from fsdp_flat.tools.stored_checkpoint import (
+    OPTIM_NAMES,
+    Keys,
+    Position,
+    StoredCheckpoint,
+    TensorInFiles,
+    dotted_name,
+    flattened,
+    nested,
+)
+from fsdp_flat.tools.torch_archives import Described, StoredSubclass, TensorToSave, write_archive
+from fsdp_flat.tools.torch_tools import StorageInfo
+
+Update = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Holds what a caller chooses about the files to write.
+
+    Attributes:
+        key: the name of the model in the checkpoint; by default a common one.
+        model_only: leave out everything but the model, also where the kind could hold it.
+        num_ranks: the ranks whose files a "dcp" or "sharded" checkpoint has.
+        max_file_bytes: maximum size of the tensors of a safetensors file, exceeded by a single larger one only.
+    """
+
+    key: str | None = None
+    model_only: bool = False
+    num_ranks: int = 1
+    max_file_bytes: int = 5_000_000_000
+
+
+def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: WriteOptions, update: Update) -> None:
+    """Write a checkpoint of another kind, under a temporary name until it is complete.
+
+    Args:
+        source: the checkpoint to read.
+        path: the file or the folder to make; there must be none.
+        kind: one of :data:`KINDS`.
+        options: what else to choose.
+        update: called with the bytes of tensors as they are written.
+
+    Raises:
+        OptionError: ``path`` exists, or the checkpoint does not say what is the model.
+        UnsupportedError: the kind cannot hold a value of the checkpoint.
+        LoadError: the checkpoint is not complete.
+    """
+    if path.exists():
+        raise OptionError(f"{path} exists; name a file or folder to make.")
+    if options.num_ranks < 1:
+        raise OptionError(f"The number of ranks must be at least 1; got {options.num_ranks}.")
+    partial_path = path.with_name(f"{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove(partial_path)
+    try:
+        KINDS[kind](source, partial_path, options, update)
+        partial_path.rename(path)
+    finally:
+        _remove(partial_path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _model_of(source: StoredCheckpoint, options: WriteOptions) -> StoredCheckpoint:
+    return source.below(source.model_keys(options.key))
+
+
+def _check_values(values: Mapping[Keys, Any]) -> None:
+    """Raise if a value cannot be written, since its class was not made."""
+    bad = [dotted_name(keys) for keys, value in values.items() if isinstance(value, (Described, StoredSubclass))]
+    if bad:
+        raise UnsupportedError(
+            f"{some_of(bad, 3)}: objects of classes, which are not read without --allow-pickle. "
+            "Pass that if you trust the files, or --model-only."
+        )
+
+
+# -- torch.save --------------------------------------------------------------------------------------------------------
+
+
+def _write_full(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
+    _write_torch_file(_model_of(source, options), path, update)
+
+
+def _write_torch(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
+    _write_torch_file(_model_of(source, options) if options.model_only else source, path, update)
+
+
+def _write_torch_file(source: StoredCheckpoint, path: Path, update: Update) -> None:
+    _check_values(source.values)
+    write_archive(nested({**source.values, **{keys: _to_save(t) for keys, t in source.tensors.items()}}), path, update)
+
+
+def _to_save(tensor: TensorInFiles) -> TensorToSave:
+    key = tensor.keys if tensor.same_as is None else tensor.same_as
+    return TensorToSave(key, tensor.shape, tensor.dtype, lambda: iter([tensor.full()]))
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
+    model = _model_of(source, options)
+    if model.values:
+        bad = some_of(list(map(dotted_name, model.values)), 3)
+        raise UnsupportedError(f"{bad}: no tensors, which safetensors files cannot hold. Use --to full.")
+    first: dict[Any, str] = {}
+    groups: list[dict[str, TensorInFiles]] = [{}]
+    size, aliases = 0, {}
+    for tensor in model.tensors.values():
+        same = first.setdefault(tensor.keys if tensor.same_as is None else tensor.same_as, tensor.name)
+        if same != tensor.name:
+            aliases[tensor.name] = same
+            continue
+        if groups[-1] and size + tensor.nbytes > options.max_file_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][tensor.name] = tensor
+        size += tensor.nbytes
+    if path.name.endswith(".safetensors.partial"):
+        if len(groups) > 1:
+            raise OptionError(f"The model is larger than one file of {options.max_file_bytes:,} bytes; name a folder.")
+        _write_safetensors_file(path, groups[0], aliases, update)
+        return
+    path.mkdir()
+    total = len(groups)
+    names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+    if total == 1:
+        names = ["model.safetensors"]
+    for name, group in zip(names, groups, strict=True):
+        _write_safetensors_file(path / name, group, {a: same for a, same in aliases.items() if same in group}, update)
+    if total > 1:
+        weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        sizes = {"total_size": sum(tensor.nbytes for group in groups for tensor in group.values())}
+        (path / SAFETENSORS_INDEX).write_text(json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2))
+
+
+def _write_safetensors_file(
+    path: Path, tensors: Mapping[str, TensorInFiles], aliases: Mapping[str, str], update: Update
+) -> None:
+    templates = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    writer = FileWriter(path, templates, {"format": "pt", **aliases})
+    try:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor.full())
+            update(tensor.nbytes)
+        writer.commit()
+    except BaseException:
+        writer.discard()
+        raise
+
+
+# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+
+
+class _Writer(FileSystemWriter):
+    """Extends torch's writer to name the directory by text: only Python 3.13 and later reads a path that 3.13 wrote."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
+
+
+def _write_dcp(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
+    _write_dcp_files(_model_of(source, options) if options.model_only else source, path, options.num_ranks, update)
+
+
+def _write_dcp_files(source: StoredCheckpoint, path: Path, num_ranks: int, update: Update) -> None:
+    _check_values(source.values)
+    path.mkdir()
+    entries: dict[str, Any] = {}
+    names: dict[str, Keys] = {}
+    results: list[WriteResult] = []
+    written: dict[Any, tuple[StorageInfo, int]] = {}
+    for rank in range(num_ranks):
+        with open(path / f"__{rank}_0.distcp", "wb") as file:
+            for keys, tensor in source.tensors.items():
+                start, stop = _rows_of_rank(tensor, rank, num_ranks)
+                offsets = (start, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+                sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+                if start < stop or (rank == 0 and not tensor.numel):
+                    same = (tensor.keys if tensor.same_as is None else tensor.same_as, rank)
+                    if same not in written:
+                        rows = tensor.rows(start, stop).reshape(sizes)
+                        written[same] = _append(rows, file, path), rows.nbytes
+                        update(rows.nbytes)
+                        del rows
+                    index = MetadataIndex(tensor.name, offsets)
+                    results.append(WriteResult(index, written[same][1], written[same][0]))
+                    if tensor.name not in entries:
+                        properties = TensorProperties(dtype=tensor.dtype)
+                        entries[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+                        names[tensor.name] = keys
+                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    entries[tensor.name].chunks.append(chunk)
+            for keys, value in source.values.items() if rank == 0 else ():
+                name = dotted_name(keys)
+                entries[name], names[name] = BytesStorageMetadata(), keys
+                place = _append(value, file, path)
+                results.append(WriteResult(MetadataIndex(name), place.length, place))
+    planner_data = {
+        name: tuple(int(k) if isinstance(k, Position) else str(k) for k in keys) for name, keys in names.items()
+    }
+    writer = _Writer(path, sync_files=True)
+    writer.set_up_storage_writer(True)
+    writer.finish(Metadata(entries, planner_data), [results])
+
+
+def _rows_of_rank(tensor: TensorInFiles, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the rows that a rank holds, those that ``fully_shard`` gives it."""
+    num_rows = -(-tensor.num_rows // num_ranks)
+    return min(rank * num_rows, tensor.num_rows), min((rank + 1) * num_rows, tensor.num_rows)
+
+
+def _append(value: Any, file: Any, path: Path) -> StorageInfo:
+    start = file.tell()
+    torch.save(value, file)
+    return StorageInfo(Path(file.name).relative_to(path).as_posix(), start, file.tell() - start)
+
+
+# -- this library's ----------------------------------------------------------------------------------------------------
+
+
+def _write_sharded(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
+    model_keys = source.model_keys(options.key)
+    model = source.below(model_keys)
+    tensors = {("model", *keys): tensor for keys, tensor in model.tensors.items()}
+    plain: dict[str, Any] = {"model": nested(model.values)}
+    optim_name = next((name for name in OPTIM_NAMES if any(keys[0] == name for keys in source.tensors)), None)
+    others = [] if options.model_only or not model_keys else [*source.tensors, *source.values]
+    if others and optim_name is not None:
+        optim = source.below((optim_name,))
+        tensors |= {("optim", *keys): tensor for keys, tensor in _optim_tensors(optim, model).items()}
+        left = {keys: tensor.full() for keys, tensor in optim.tensors.items() if ("optim", *keys) not in tensors}
+        plain["optim"] = {"state": {}, **nested({**optim.values, **left})}
+    tops = [keys for keys in others if keys[0] not in (*model_keys[:1], optim_name)]
+    rest = nested(
+        {keys: source.tensors[keys].full() if keys in source.tensors else source.values[keys] for keys in tops}
+    )
+    extras = {"0": rest or None}
+    if source.kind == "fsdp_flat" and others:
+        # By rank; another number of ranks gets that of rank 0, as from load_checkpoint.
+        extras = rest["extra"] if len(rest["extra"]) == options.num_ranks else {"0": rest["extra"]["0"]}
+    values: dict[Keys, Any] = {("plain",): plain, **{("extra", rank): extra for rank, extra in extras.items()}}
+    _check_values({keys: entry for keys, value in values.items() for _, entry in flattened(value, keys)})
+    step = 0 if source.step is None else source.step
+    path.mkdir()
+    writing = disk.writing_path(path, step)
+    named = {keys: replace(tensor, keys=keys) for keys, tensor in tensors.items()}
+    _write_dcp_files(replace(source, tensors=named, values=values), writing, options.num_ranks, update)
+    disk.commit(path, step, disk.records_of(writing, "*"))
+
+
+def _optim_tensors(optim: StoredCheckpoint, model: StoredCheckpoint) -> dict[Keys, TensorInFiles]:
+    """Return the states that ranks share as they share the parameters: those with dims, and those of scalars."""
+    shapes = {tensor.name: tensor.shape for tensor in model.tensors.values()}
+    states = {keys: tensor for keys, tensor in optim.tensors.items() if keys[0] == "state" and len(keys) > 2}
+    unknown = [str(keys[1]) for keys in states if str(keys[1]) not in shapes]
+    if unknown:
+        raise UnsupportedError(
+            f"The optimizer's states are of {some_of(list(dict.fromkeys(unknown)), 3)}, which are no names of the "
+            "model's parameters. Save them by FSDP.optim_state_dict or get_optimizer_state_dict, or pass --model-only."
+        )
+    return {keys: tensor for keys, tensor in states.items() if tensor.shape or shapes[str(keys[1])] == ()}
+
+
+KINDS: Mapping[str, Callable[[StoredCheckpoint, Path, WriteOptions, Update], None]] = {
+    "full": _write_full,
+    "torch": _write_torch,
+    "safetensors": _write_safetensors,
+    "dcp": _write_dcp,
+    "sharded": _write_sharded,
+}
+"""By name, the kinds of files that can be written; docs/command.md describes them."""
