@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_flat.checkpoint.directory import progress_bar
 from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.tools.checkpoint_diff import compared_parts, differences
-from fsdp_flat.tools.checkpoint_readers import is_checkpoint, open_checkpoint, problems_of
+from fsdp_flat.tools.checkpoint_readers import has_steps, is_checkpoint, open_checkpoint, problems_of
 from fsdp_flat.tools.checkpoint_writers import WriteOptions, write_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
 from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, dotted_name
@@ -25,7 +25,7 @@ def list_checkpoints(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
     for path in [folder] if is_checkpoint(folder) else sorted(folder.iterdir()):
         if path.suffix in (".writing", ".removing", ".replaced"):
             found.append({"name": path.name, "problem": "unfinished"})
-        elif is_checkpoint(path):
+        elif is_checkpoint(path) or has_steps(path):
             found.append({"name": path.name, **_summary_or_problem(path, allow_pickle)})
     rows = [
         [

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fsdp_flat.checkpoint.dcp_files import SafeReader
 from fsdp_flat.errors import LoadError, OptionError, some_of
+from fsdp_flat.tools.sharded_values import parts_of
 from fsdp_flat.tools.stored_checkpoint import (
     Keys,
     Part,
@@ -25,7 +26,14 @@ from fsdp_flat.tools.stored_checkpoint import (
     dotted_name,
     flattened,
 )
-from fsdp_flat.tools.torch_archives import StoredTensor, contiguous_stride, damaged_record, read_archive
+from fsdp_flat.tools.torch_archives import (
+    StoredSubclass,
+    StoredTensor,
+    contiguous_stride,
+    damaged_record,
+    read_archive,
+)
+from fsdp_flat.tools.zero_files import open_zero3, zero_files
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -52,6 +60,7 @@ _DTYPES = {
 _STEP = re.compile(r"step-(\d+)$")
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
 _CHUNK = 1 << 22
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoint:
@@ -82,14 +91,17 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path looks like one checkpoint, or one file of it."""
     if path.is_dir():
-        return not _has_steps(path) and any(finds(path) for finds, _ in _FORMATS)
-    return path.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+        found = next((opened for finds, opened in _FORMATS if finds(path)), None)
+        # A folder of single files is listed file by file unless their names count ranks.
+        return found not in (None, _open_newest) and (found is not _open_rank_files or _counts_ranks(_rank_files(path)))
+    return path.suffix in (".safetensors", *TORCH_SUFFIXES)
 
 
 # -- this library's, and torch.distributed.checkpoint's ----------------------------------------------------------------
 
 
-def _has_steps(path: Path) -> bool:
+def has_steps(path: Path) -> bool:
+    """Return whether a path is a folder of this library's checkpoints."""
     return path.is_dir() and any(_STEP.match(each.name) for each in path.iterdir())
 
 
@@ -300,30 +312,62 @@ def _whole(keys: Keys, stored: StoredTensor) -> TensorInFiles:
 
 
 def _open_torch_file(path: Path, allow_pickle: bool) -> StoredCheckpoint:
-    entries = dict(flattened(read_archive(path, allow_pickle=allow_pickle)))
-    tensors = {keys: _whole(keys, value) for keys, value in entries.items() if isinstance(value, StoredTensor)}
+    return _open_torch_files(path, [path], allow_pickle)
+
+
+def _rank_files(path: Path) -> list[Path]:
+    """Return the files of a folder that ranks have saved, one each, by rank."""
+    found = [each for each in path.iterdir() if each.suffix in TORCH_SUFFIXES] if path.is_dir() else []
+    return sorted(found, key=lambda each: ([int(number) for number in re.findall(r"\d+", each.stem)], each.name))
+
+
+def _counts_ranks(files: list[Path]) -> bool:
+    numbers = [re.findall(r"\d+", file.stem) for file in files]
+    return all(numbers) and len({re.sub(r"\d+", "", file.name) for file in files}) == 1
+
+
+def _open_rank_files(path: Path, allow_pickle: bool) -> StoredCheckpoint:
+    return _open_torch_files(path, _rank_files(path), allow_pickle)
+
+
+def _open_torch_files(path: Path, files: list[Path], allow_pickle: bool) -> StoredCheckpoint:
+    """Open what one process has saved, or each rank of several; rank 0's counts of what ranks have alike."""
+    tensors: dict[Keys, TensorInFiles] = {}
+    values: dict[Keys, Any] = {}
+    for rank, file in enumerate(files):
+        for keys, value in flattened(read_archive(file, allow_pickle=allow_pickle)):
+            if isinstance(value, StoredSubclass) and (parts := parts_of(value, file, rank)) is not None:
+                before = tensors[keys].parts if keys in tensors else ()
+                tensors[keys] = TensorInFiles(keys, value.shape, value.dtype, (*before, *parts))
+            elif isinstance(value, StoredTensor):
+                tensors.setdefault(keys, _whole(keys, value))
+            else:
+                values.setdefault(keys, value)
     return StoredCheckpoint(
         path=path,
-        kind="torch",
+        kind="torch" if path.is_file() else "rank files",
         writer="torch.save",
-        num_ranks=None,
+        num_ranks=None if path.is_file() else len(files),
         tensors=tensors,
-        values={keys: value for keys, value in entries.items() if keys not in tensors},
-        files=(path,),
-        problems=partial(_problems_of_archive, path),
+        values=values,
+        files=tuple(files),
+        problems=partial(_problems_of_archives, files),
     )
 
 
-def _problems_of_archive(path: Path) -> Iterator[str]:
-    if (bad := damaged_record(path)) is not None:
-        yield f"{path.name}: {bad} is damaged"
+def _problems_of_archives(files: Iterable[Path]) -> Iterator[str]:
+    for path in files:
+        if (bad := damaged_record(path)) is not None:
+            yield f"{path.name}: {bad} is damaged"
 
 
 Finds = Callable[[Path], bool]
 _FORMATS: tuple[tuple[Finds, Callable[[Path, bool], StoredCheckpoint]], ...] = (
-    (_has_steps, _open_newest),
+    (has_steps, _open_newest),
     (lambda path: (path / ".metadata").is_file(), _open_dcp),
     (_has_safetensors, _open_safetensors),
+    (lambda path: bool(zero_files(path)), open_zero3),
+    (lambda path: bool(_rank_files(path)), _open_rank_files),
 )
 
 

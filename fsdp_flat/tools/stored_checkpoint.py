@@ -71,6 +71,7 @@ class TensorInFiles:
         keys: its nested keys.
         parts: boxes that make it up; replicas may repeat some.
         same_as: equal for tensors that share their elements, which then are one; None if nothing is known.
+        has_flat_parts: the parts are ranges of the elements in row-major order, not boxes.
     """
 
     keys: Keys
@@ -78,6 +79,7 @@ class TensorInFiles:
     dtype: torch.dtype
     parts: tuple[Part, ...]
     same_as: Any = None
+    has_flat_parts: bool = False
 
     @property
     def name(self) -> str:
@@ -112,6 +114,9 @@ class TensorInFiles:
         Raises:
             LoadError: the files do not hold all of them, or are cut off.
         """
+        if self.has_flat_parts:
+            row = prod(self.shape[1:])
+            return self._flat.rows(start * row, stop * row).reshape(stop - start, *self.shape[1:])
         full = _empty((stop - start, *self.shape[1:]), self.dtype)
         num_read = 0
         for part in self.distinct_parts:
@@ -130,12 +135,18 @@ class TensorInFiles:
             )
         return full
 
+    @property
+    def _flat(self) -> TensorInFiles:
+        return replace(self, shape=(self.numel,), has_flat_parts=False)
+
     def full(self) -> torch.Tensor:
         """Read the tensor; see :meth:`rows`."""
         return self.rows(0, self.num_rows).reshape(self.shape)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the boxes, without reading the files."""
+        if self.has_flat_parts:
+            return self._flat.problems()
         parts = sorted(self.distinct_parts, key=lambda part: part.offsets)
         found = []
         for index, part in enumerate(parts):

@@ -22,7 +22,8 @@ from fsdp_flat.tools.torch_archives import read_archive
 from tests.tools.conftest import Run, RunJson
 from tests.tools.peer_files import build
 
-WHOLE = ["fsdp2", "fsdp1", "run", "hub", "hub_of_two", "model.pt", "all.pt"]
+RANK_FILES = ["fsdp2_files", "fsdp1_sharded_files", "fsdp1_full_files"]
+WHOLE = ["fsdp2", "fsdp1", "run", "hub", "hub_of_two", "model.pt", "all.pt", *RANK_FILES]
 
 
 def model_in(path: Path) -> dict[str, torch.Tensor]:
@@ -129,7 +130,7 @@ def test_verify_finds_a_file_that_is_cut_off(peer_files: Path, tmp_path: Path, n
     assert copy.name in text
 
 
-@pytest.mark.parametrize("other", ["fsdp1", "hub", "hub_of_two", "run", "model.pt"])
+@pytest.mark.parametrize("other", ["fsdp1", "hub", "hub_of_two", "run", "model.pt", *RANK_FILES])
 def test_diff_finds_the_same_model_in_every_format(peer_files: Path, other: str, run: Run) -> None:
     assert run("diff", peer_files / "fsdp2", peer_files / other, "--key", "model")[:2] == (
         0,
@@ -158,6 +159,21 @@ def test_diff_names_shapes_values_and_what_is_missing(tmp_path: Path, run_json: 
     values = by_name["model.w"]
     assert (values["index"], values["in_a"], values["in_b"], values["largest"]) == ([1, 1], "0.0", "2.0", 2.0)
     assert (values["norm_a"], values["norm_b"]) == (5.0, pytest.approx(29**0.5))
+
+
+def test_files_of_local_state_dicts_are_merged_to_the_flat_parameters(peer_files: Path, run_json: RunJson) -> None:
+    _, found = run_json("show", peer_files / "fsdp1_local_files")
+    shapes = {tensor["name"]: tensor["shape"] for tensor in found["tensors"] if "flat" in tensor["name"]}
+    assert shapes == {"model._flat_param": [14], "model.0._flat_param": [42], "model.2._flat_param": [24]}
+    expected = torch.load(peer_files / "model.pt", weights_only=True)
+    flat = model_in(peer_files / "fsdp1_local_files")["0._flat_param"]
+    assert torch.equal(flat, torch.cat([expected["0.weight"].reshape(-1), expected["0.bias"]]))
+
+
+def test_a_file_of_one_rank_shows_what_it_lacks(peer_files: Path, run: Run) -> None:
+    status, text, _ = run("verify", peer_files / "fsdp2_files" / "rank1.pt")
+    assert status == 1
+    assert "0.weight: the files hold 15 of 35 elements" in text
 
 
 class Writes:
@@ -211,7 +227,7 @@ def test_metadata_of_a_checkpoint_that_names_other_classes_is_refused_with_the_o
         (["show"], "fsdp-flat show: Missing argument 'PATH'.\n"),
         (["show", "a", "--bad"], "fsdp-flat show: No such option: --bad\n"),
         (["ls", "text.pt"], "fsdp-flat ls: text.pt is no folder; show one checkpoint by: fsdp-flat show text.pt\n"),
-        (["show", "."], "fsdp-flat show: . is no checkpoint: it holds 'text.pt'."),
+        (["show", "empty"], "fsdp-flat show: empty is no checkpoint: it holds nothing."),
         (["show", "text.pt"], "fsdp-flat show: text.pt is no file of torch.save"),
         (["lst"], "fsdp-flat lst: No such command 'lst'."),
     ],
@@ -221,9 +237,10 @@ def test_bad_input_is_one_line_and_status_two(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.pt").write_text("no archive")
+    Path("empty").mkdir()
     status, text, errors = run(*arguments)
     assert (status, text, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith(told.replace("'text.pt'", "text.pt"))
+    assert errors.startswith(told)
 
 
 def test_every_command_has_help_with_an_example_and_an_option_for_json(run: Run) -> None:

@@ -20,7 +20,7 @@ from tests.support import Ranks
 from tests.tools.conftest import Run, RunJson
 from tests.tools.peer_files import build, trained
 
-SOURCES = ["fsdp2", "fsdp1", "run", "hub_of_two", "model.pt", "all.pt"]
+SOURCES = ["fsdp2", "fsdp1", "run", "hub_of_two", "model.pt", "all.pt", "fsdp1_sharded_files"]
 KINDS = ["full", "dcp", "sharded", "safetensors", "torch"]
 
 
