@@ -17,7 +17,7 @@ from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, d
 from fsdp_flat.tools.text import size_text
 
 
-def list_checkpoints(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
+def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
     """Show the checkpoints in a folder, and those that cannot be read; return 1 if there are such."""
     if not folder.is_dir():
         raise OptionError(f"{folder} is no folder; show one checkpoint by: fsdp-flat show {folder}")
@@ -121,7 +121,7 @@ def _short(text: str, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def verify_checkpoint(path: Path, *, allow_pickle: bool, as_json: bool) -> int:
+def show_problems(path: Path, *, allow_pickle: bool, as_json: bool) -> int:
     """Show what is wrong with a checkpoint; return 1 if something is."""
     try:
         checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
@@ -136,7 +136,7 @@ def verify_checkpoint(path: Path, *, allow_pickle: bool, as_json: bool) -> int:
     return int(bool(problems))
 
 
-def diff_checkpoints(path_a: Path, path_b: Path, *, key: str | None, allow_pickle: bool, as_json: bool) -> int:
+def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickle: bool, as_json: bool) -> int:
     """Show how two checkpoints differ; return 1 if they do."""
     opened = [open_checkpoint(path, allow_pickle=allow_pickle) for path in (path_a, path_b)]
     a, b = compared_parts(opened[0], opened[1], key)

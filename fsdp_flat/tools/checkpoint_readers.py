@@ -128,7 +128,9 @@ def _metadata_of(path: Path, allow_pickle: bool) -> Metadata:
     try:
         return reader.read_metadata()
     except LoadError as error:
-        raise LoadError(f"{error} If you trust {path}, pass --allow-pickle.") from error
+        # SafeReader refuses classes, and metadata that do not fit the files.
+        advice = f" If you trust {path}, pass --allow-pickle." if "refers to" in str(error) else ""
+        raise LoadError(f"{error}{advice}") from error
     except Exception as error:
         raise LoadError(f"{path / '.metadata'} cannot be read: {error!r}.") from error
 
