@@ -14,12 +14,13 @@ from typer.exceptions import TyperException
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.tools.checkpoint_commands import (
     convert_checkpoint,
-    diff_checkpoints,
-    list_checkpoints,
     show_checkpoint,
-    verify_checkpoint,
+    show_differences,
+    show_folder,
+    show_problems,
 )
 from fsdp_flat.tools.checkpoint_writers import WriteOptions
+from fsdp_flat.tools.plan_command import show_plan
 from fsdp_flat.tools.text import nbytes_of
 from fsdp_flat.version import __version__
 
@@ -98,7 +99,7 @@ def _ls(
     as_json: Json = False,
 ) -> int:
     """List the checkpoints in a folder."""
-    return list_checkpoints(folder, allow_pickle=allow_pickle, as_json=as_json)
+    return show_folder(folder, allow_pickle=allow_pickle, as_json=as_json)
 
 
 @app.command("show", epilog="Example: fsdp-flat show run/step-00000100")
@@ -110,7 +111,7 @@ def _show(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False)
 @app.command("verify", epilog="Example: fsdp-flat verify run/step-00000100")
 def _verify(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
     """Check that a checkpoint is complete and undamaged."""
-    return verify_checkpoint(path, allow_pickle=allow_pickle, as_json=as_json)
+    return show_problems(path, allow_pickle=allow_pickle, as_json=as_json)
 
 
 @app.command("diff", epilog="Example: fsdp-flat diff run/step-00000100 model.safetensors")
@@ -122,7 +123,7 @@ def _diff(
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints: names, shapes, values."""
-    return diff_checkpoints(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)
+    return show_differences(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)
 
 
 @app.command("convert", epilog="Example: fsdp-flat convert run/step-00000100 hub --to safetensors")
@@ -172,3 +173,56 @@ def _reshard(
     """Write a checkpoint as that of another number of ranks."""
     options = WriteOptions(key, model_only, ranks)
     return convert_checkpoint(a, b, None, options, allow_pickle=allow_pickle, as_json=as_json)
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="module:function, a config.json, or a saved model.")]
+NumRanks = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks.")]
+Wrap = Annotated[list[str], typer.Option("--wrap", help="Class of modules to make units of; may be repeated.")]
+Strategy = Annotated[str | None, typer.Option("--strategy", help="Name of the sharding strategy.")]
+
+
+@app.command("plan", epilog="Example: fsdp-flat plan train:build --ranks 8 --batch 4x2048 --tokens --fit 80GB")
+def _plan(
+    model: Model,
+    ranks: NumRanks,
+    batch: Annotated[str | None, typer.Option("--batch", help="Shape of a rank's input, as 4x2048.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="The input is of integers, not floating-point.")] = False,
+    wrap: Wrap = [],  # noqa: B006 (typer copies it)
+    strategy: Strategy = None,
+    fit: Annotated[str | None, typer.Option("--fit", help="Search for a plan that fits, as 80GB.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Recompute the forwards of units in backward.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the memory of the step into a file.")] = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """Answer whether training fits: bytes of a rank."""
+    arguments = {"sharding_strategy": strategy, "fit": fit, "checkpointing": recompute or None}
+    return show_plan(
+        model,
+        ranks,
+        shape=batch,
+        is_tokens=tokens,
+        wrap=wrap,
+        picture=picture,
+        allow_pickle=allow_pickle,
+        as_json=as_json,
+        arguments=arguments,
+    )
+
+
+@app.command("describe", epilog="Example: fsdp-flat describe train:build --ranks 8 --wrap Block")
+def _describe(
+    model: Model,
+    ranks: NumRanks,
+    wrap: Wrap = [],  # noqa: B006 (typer copies it)
+    strategy: Strategy = None,
+    allow_pickle: Pickle = False,
+    as_json: Json = False,
+) -> int:
+    """Show the units that wrapping would make."""
+    arguments = {"sharding_strategy": strategy}
+    return show_plan(
+        model, ranks, shape=None, wrap=wrap, allow_pickle=allow_pickle, as_json=as_json, arguments=arguments
+    )
