@@ -32,7 +32,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 MOST_TOKENS = {
     "": 5707,
     "checkpoint": 16034,
-    "comm": 18354,
+    "comm": 18356,
     "compat": 9701,
     "composable": 3668,
     "extras": 9438,

@@ -242,13 +242,13 @@ def barrier(what: str, rank_group: RankGroup) -> None:
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
-    rank 0 only. If ranks share memory, a rank that sends a different collective, or has ended, is detected within a
-    second.
+    rank 0 only. A rank that sends a different collective, or has ended, is detected within a second by the ranks that
+    share memory with it.
 
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
             if a rank has not arrived within the group's timeout.
-        PeerFailureError: if ranks share memory, and one has ended that has not arrived.
+        PeerFailureError: if a rank has ended that has not arrived, and shares memory with this one.
     """
     if not connected([rank_group]):
         return

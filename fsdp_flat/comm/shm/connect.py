@@ -104,9 +104,9 @@ def _connection_of(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | Non
 
 
 def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
-    """Return the transport of a group if :func:`transport_of` has created one, else None."""
+    """Return the transport between the ranks of this host in a group whose ranks have connected, or None."""
     connection = None if rank_group.group is None else _connections.get(rank_group.group)
-    return connection if isinstance(connection, SharedMemoryTransport) else None
+    return connection.direct if isinstance(connection, Hosts) else connection
 
 
 def transports() -> list[SharedMemoryTransport]:
