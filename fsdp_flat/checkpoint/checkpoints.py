@@ -243,7 +243,7 @@ class CheckpointValues:
         try:
             self.directory = disk.path_of_user(directory, "directory")
             _wait_for_background(self._model, self.directory)
-            disk.check_number(step, "step", 0, is_optional=True)
+            disk.check_step(step)
             disk.check_number(keep_last, "keep_last", 1)
             self.bar = progress_bar("Saving", asked=progress, here=rank == 0 and (progress or not copy))
             self._add_model(copy=copy)
@@ -269,10 +269,7 @@ class CheckpointValues:
 
     def _prepare(self, step: int | None) -> None:
         """Choose the number, and remove files of earlier attempts."""
-        if step is None:
-            step = 1 + max(disk.list_steps(self.directory), default=-1)
-            disk.check_number(step, f"The next number in {self.directory}", 0)
-        self.step = step
+        self.step = disk.next_step(self.directory) if step is None else step
         try:
             disk.prepare(self.directory, self.step)
             self.is_prepared = True
@@ -470,7 +467,7 @@ class CheckpointInfo:
     """Describes a checkpoint on disk.
 
     Attributes:
-        step: its number; that in the name of its directory, if its record cannot be read.
+        step: the number in the name of its directory.
         path: its directory.
         nbytes: size of its files in bytes, 0 if its record cannot be read.
         problem: why it cannot be loaded, or an empty text.
@@ -483,7 +480,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(directory: str | Path) -> list[CheckpointInfo]:
-    """List the checkpoints in a directory of :func:`save_checkpoint`: those with a problem, then the newest first.
+    """List the checkpoints in a directory of :func:`save_checkpoint`, the newest first, then those with a problem.
 
     Sizes of files are compared, contents are not. Needs neither a model nor a process group.
 
@@ -510,7 +507,7 @@ def list_checkpoints(directory: str | Path) -> list[CheckpointInfo]:
         except (LoadError, OSError) as error:
             problem = str(error)
         listed.append(CheckpointInfo(step, path, nbytes, problem))
-    return listed
+    return sorted(listed, key=lambda found: bool(found.problem))
 
 
 def verify_checkpoint(path: str | Path, *, progress: bool | None = None) -> CheckpointInfo:
@@ -590,7 +587,7 @@ def load_checkpoint(
         _wait_for_background(model, directory)
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
-        disk.check_number(step, "step", 0, is_optional=True)
+        disk.check_step(step)
         if directory.exists() and not directory.is_dir():
             raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
         if together.rank == 0:

@@ -272,8 +272,21 @@ def _incomplete(found: Metadata) -> Iterator[str]:
             bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
             if not all(0 <= start <= start + length <= size for start, length, size in bounds):
                 yield f"{what} is outside of shape {tuple(entry.size)}"
-        if sum(math.prod(chunk.sizes) for chunk in chunks.values()) != math.prod(entry.size):
+        if sum(math.prod(chunk.sizes) for chunk in chunks.values()) != math.prod(entry.size) or _overlap(chunks):
             yield f"the parts of {fqn!r} are not all of shape {tuple(entry.size)}"
+
+
+def _overlap(chunks: Mapping[torch.Size, ChunkStorageMetadata]) -> bool:
+    """Return whether any two parts of one tensor have an element in common."""
+    ordered = sorted(chunks.values(), key=lambda chunk: tuple(chunk.offsets))
+    for at, chunk in enumerate(ordered if ordered and ordered[0].offsets else ()):
+        for other in ordered[at + 1 :]:
+            if other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
+                break
+            each = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(start < begin + length and begin < start + size for start, size, begin, length in each):
+                return True
+    return False
 
 
 def load_files(

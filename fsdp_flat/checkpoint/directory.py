@@ -157,8 +157,18 @@ def check_number(value: Any, name: str, least: int, *, is_optional: bool = False
         raise OptionTypeError(wanted)
     if value < least:
         raise OptionError(wanted)
-    if value > _MOST:
-        raise OptionError(f"{name} must be an int of at most 18 digits; got {value!r}.")
+
+
+def check_step(value: Any) -> None:
+    """Raise unless an argument is the number of a checkpoint, or None."""
+    check_number(value, "step", 0, is_optional=True)
+    if value is not None and value > _MOST:
+        raise OptionError(f"step must be an int of at most 18 digits; got {value!r}.")
+
+
+def next_step(directory: Path) -> int:
+    """Return one more than the highest number; the last of all numbers, which a folder may have, does not count."""
+    return 1 + max((step for step in list_steps(directory) if step < _MOST), default=-1)
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup:

@@ -392,9 +392,12 @@ def _config_of(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, A
     unit = unit_of(model)
     module = model if unit is None else unit.module
     to_json = getattr(getattr(module, "config", None), "to_json_string", None)
-    if to_json is None:
+    try:
+        config = json.loads(to_json()) if to_json is not None else None
+    except Exception:
+        return None  # a method of another kind that has the name
+    if not isinstance(config, dict):
         return None
-    config: dict[str, Any] = json.loads(to_json())
     # fully_shard puts this before the name of the module's class.
     config["architectures"] = [type(module).__name__.removeprefix("FSDP")]
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.is_floating_point()]
@@ -435,7 +438,8 @@ def load_full(
         model: a wrapped model, or a module that holds wrappers.
         path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as on model hubs, or a
             file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and ``weights_only``).
-        strict: missing and unexpected names in the files are an error.
+        strict: missing and unexpected names in the files are an error, and integers where the model has floating-point
+            numbers, or the other way.
         keep: returns whether to load the entry of a name of the model.
         prefix: load only names in the files that begin with it, without it: ``"model."`` loads the part of that name.
         rename: returns the model's name for a name in the files, after ``prefix``; None leaves the entry out.
@@ -472,9 +476,12 @@ def load_full(
             if there.shape != here.shape:
                 shapes = f"{tuple(there.shape)} in the file, {tuple(here.shape)} in the model"
                 problems.append(f"{entry.name!r} has shape {shapes}")
-            # A load converts what is of one kind alone.
-            elif (there.is_floating_point(), there.is_complex()) != (here.is_floating_point(), here.is_complex()):
-                problems.append(f"{entry.name!r} is of {there.dtype} in the file, of {here.dtype} in the model")
+            elif strict and (there.is_floating_point(), there.is_complex()) != (
+                here.is_floating_point(),
+                here.is_complex(),
+            ):
+                kinds = f"{there.dtype} in the file, of {here.dtype} in the model"
+                problems.append(f"{entry.name!r} is of {kinds} (strict=False converts)")
         if strict:
             problems += _misfits(missing, unexpected)
         if problems:

@@ -357,9 +357,9 @@ def _refusal_of(param: IndexedParam, settings: StateDictSettings) -> UsageError 
     if settings is TEMPLATE:
         return None
     return UsageError(
-        f"A state-dict hook or method of a module computes with {param}, of which a {settings.state_dict_type.name} "
-        "has a part on each rank. It may rename, copy and delete the value. Take a FULL_STATE_DICT, in which hooks "
-        "find full parameters."
+        f"A state-dict hook or method of a module computes with {param}, of which each rank has a part in a "
+        f"{settings.state_dict_type.name}, as in save_checkpoint and save_full. It may rename, copy and delete the "
+        "value. In model.state_dict() of FULL_STATE_DICT hooks find full parameters."
     )
 
 

@@ -157,7 +157,7 @@ def _encoded(
         full = [shard.local.view(shard.shape) for shard in others]
         values += [value.to("cpu", copy=True) if config.offload_to_cpu else value for value in full]
     else:
-        values += FULL.encode(others, config)
+        values += (codec if isinstance(codec, FullCodec) else FULL).encode(others, config)
     return {(shard.param, shard.state or ""): value for shard, value in zip([*alike, *others], values, strict=True)}
 
 

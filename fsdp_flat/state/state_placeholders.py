@@ -61,7 +61,8 @@ class StatePlaceholder(torch.Tensor):
     def module_load(self, other: Any, assign: bool = False) -> Any:
         """Return the tensor that torch swaps with this one (``set_swap_module_params_on_conversion``)."""
         made = StatePlaceholder.of(self.shape, self.dtype, self.device, refusal=self.refusal, trains=self.trains)
-        made.accept(other.detach())
+        if other is not self:
+            made.accept(other.detach())
         return made
 
     def __format__(self, format_spec: str) -> str:
@@ -112,7 +113,7 @@ class StatePlaceholder(torch.Tensor):
             if name == "copy_" or (name == "__set__" and attribute == "data"):
                 own.accept(args[1])
             # A save or a load does not change which parameters train.
-            if name in _SAME or name == "__set__" or attribute == "data" or own._is_converted(name, args):
+            if name in _SAME or name == "__set__" or attribute == "data" or own._is_same(name, args, kwargs or {}):
                 return own
             if name == "__get__" or name in _OF_SHAPES:
                 with unguarded():
@@ -126,15 +127,22 @@ class StatePlaceholder(torch.Tensor):
         # For operations that do not come by __torch_function__.
         return _computed(func, args, kwargs or {})
 
-    def _is_converted(self, name: str, args: Any) -> bool:
-        """Return whether an operation returns the values of a sharded one, in the same shape; or copies none."""
-        if name == "clone" and self.value is None:
-            return self.refusal is not None
-        if not _is_opaque(self.value):
+    def _is_same(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Return whether an operation returns the values of the parameter, of which this rank has a part.
+
+        A load converts what it copies, so those of a sharded value may be given another dtype.
+        """
+        if not (_is_opaque(self.value) or (self.value is None and self.refusal is not None)):
             return False
-        if name in ("view", "reshape"):
-            return torch.Size(args[1] if isinstance(args[1], (tuple, list)) else args[1:]) == self.shape
-        return name in _CONVERSIONS or (name == "view_as" and args[1].shape == self.shape)
+        given = [*args[1:], *kwargs.values()]
+        if name in ("view", "reshape", "view_as"):
+            sizes = given[0] if isinstance(given[0], (tuple, list)) else given
+            return (given[0].shape if name == "view_as" else torch.Size(sizes)) == self.shape
+        dtypes = [each.dtype if isinstance(each, torch.Tensor) else each for each in given]
+        dtypes = [_DTYPES[name]] if name in _DTYPES else [each for each in dtypes if isinstance(each, torch.dtype)]
+        if self.value is None and (name == "type" or any(dtype is not self.dtype for dtype in dtypes)):
+            return False
+        return name in _COPIES or name in _CONVERSIONS
 
 
 _SAME = frozenset({"detach", "requires_grad_", "copy_"})
@@ -142,10 +150,10 @@ _OF_SHAPES = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
     | {"__len__", "__hash__", "is_contiguous"}
 )
-# Operations that return the values of their tensor in another dtype, or on another device; a load converts both.
-_CONVERSIONS = frozenset(
-    {"contiguous", "clone", "cpu", "cuda", "to", "type", "float", "double", "half", "bfloat16", "type_as"}
-)
+# Operations that copy their tensor, and that return it in another dtype unless it has that, or on another device.
+_COPIES = frozenset({"clone", "contiguous", "cpu", "cuda", "__deepcopy__"})
+_DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+_CONVERSIONS = frozenset({"to", "type", "type_as", *_DTYPES})
 
 
 def _is_opaque(value: Any) -> bool:

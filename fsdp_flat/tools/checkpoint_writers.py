@@ -36,7 +36,7 @@ from fsdp_flat.tools.stored_checkpoint import (
     nested,
 )
 from fsdp_flat.tools.torch_archives import Described, StoredSubclass, TensorToSave, write_archive
-from fsdp_flat.tools.torch_tools import StorageInfo
+from fsdp_flat.tools.torch_tools import storage_info
 
 Update = Callable[[int], object]
 
@@ -204,7 +204,7 @@ def _write_dcp_files(source: StoredCheckpoint, path: Path, num_ranks: int, updat
     entries: dict[str, Any] = {}
     names: dict[str, Keys] = {}
     results: list[WriteResult] = []
-    written: dict[Any, tuple[StorageInfo, int]] = {}
+    written: dict[Any, tuple[Any, int]] = {}
     for rank in range(num_ranks):
         with open(path / f"__{rank}_0.distcp", "wb") as file:
             for keys, tensor in source.tensors.items():
@@ -245,10 +245,10 @@ def _rows_of_rank(tensor: TensorInFiles, rank: int, num_ranks: int) -> tuple[int
     return min(rank * num_rows, tensor.num_rows), min((rank + 1) * num_rows, tensor.num_rows)
 
 
-def _append(value: Any, file: Any, path: Path) -> StorageInfo:
+def _append(value: Any, file: Any, path: Path) -> Any:
     start = file.tell()
     torch.save(value, file)
-    return StorageInfo(Path(file.name).relative_to(path).as_posix(), start, file.tell() - start)
+    return storage_info(Path(file.name).relative_to(path).as_posix(), start, file.tell() - start)
 
 
 # -- this library's ----------------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ def test_checkpoints_are_listed_newest_first_with_what_is_wrong_with_them(tmp_pa
         (tmp_path / "step-00000003" / "commit.json").write_text("{")
     dist.barrier()
     found = list_checkpoints(tmp_path)
-    assert [each.step for each in found] == [3, 7, 20]
-    assert "commit.json cannot be read" in found[0].problem
+    assert [each.step for each in found] == [7, 3, 20]
+    assert "commit.json cannot be read" in found[1].problem
     assert found[2].problem.endswith("__1_0.distcp does not exist.")
     with pytest.raises(OptionTypeError, match="directory must be a path"):
         list_checkpoints(None)

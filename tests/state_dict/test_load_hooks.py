@@ -204,6 +204,20 @@ def test_modules_that_swap_parameters_when_they_load_get_the_values(kind: Any, u
     assert [id(param) for param in model.parameters()] == [id(param) for param in params]
 
 
+@on_ranks(2)
+def test_modules_that_swap_parameters_keep_a_value_that_a_file_lacks() -> None:
+    model, other = model_of(Plain, True), model_of(Plain, True, seed=1)
+    expected = dict(whole_state(other)) | {"1.bias": dict(whole_state(model))["1.bias"]}
+    # torch.distributed.checkpoint leaves the model's own parameter where a file has no value.
+    state = dict(whole_state(other)) | {"1.bias": model.module[1].bias}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_equal(dict(whole_state(model)), expected)
+
+
 class TrainableOnly(nn.Linear):
     """Saves and loads its trainable parameters alone, as adapters do."""
 

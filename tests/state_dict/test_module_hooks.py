@@ -3,6 +3,7 @@ models; in state dicts and files of parts they may rename, copy and delete value
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ class Casting(Scaling):
     @staticmethod
     def on_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         state[prefix + "lin.weight"] = state[prefix + "lin.weight"].half()
+
+
+class CastingByName(Scaling):
+    @staticmethod
+    def on_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        state[prefix + "lin.weight"] = state[prefix + "lin.weight"].to("cpu", dtype=torch.float64)
 
 
 class Renaming(Scaling):
@@ -127,7 +134,7 @@ class Halving(Scaling):
         state.update({f"{prefix}{index}": half for index, half in enumerate(halves)})
 
 
-COMPUTING = [Halving, Concatenating, Scaling, ScalingInPlace, Casting, Merging]
+COMPUTING = [Halving, Concatenating, Scaling, ScalingInPlace, Casting, CastingByName, Merging]
 MOVING = [Renaming, Dropping]
 SAVING = [*COMPUTING, *MOVING]
 
@@ -350,7 +357,8 @@ class Cloning(Scaling):
     def on_save(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         weight = state[prefix + "lin.weight"]
         state[prefix + "lin.weight"] = weight.clone().requires_grad_(requires_grad=False)
-        state[prefix + "twice"] = weight.detach()
+        state[prefix + "twice"] = weight.detach().cpu().to("cpu").to(torch.float32).float().contiguous().view(3, 5)
+        state[prefix + "again"] = copy.deepcopy(weight).view_as(weight).to(device="cpu", dtype=torch.float32)
         assert f"{weight} {weight!r}".count("StatePlaceholder(shape=(3, 5)") == 2
 
 
@@ -362,7 +370,7 @@ def test_copies_of_a_sharded_value_are_sharded(use_orig_params: bool) -> None:
     model = model_of(Cloning, use_orig_params)
     with FSDP.state_dict_type(model, SHARDED):
         state = model.state_dict()
-    for name in ("0.lin.weight", "0.twice"):
+    for name in ("0.lin.weight", "0.twice", "0.again"):
         assert isinstance(state[name], ShardedTensor)
         assert_equal(full(state[name]), expected["0.lin.weight"])
 

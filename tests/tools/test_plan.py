@@ -135,7 +135,7 @@ def counted(
 ) -> tuple[list[int], float]:
     """Return the peak bytes of forward, backward and optimizer in the third step, and the bytes sent in it."""
     gc.collect()
-    others = PeakCounter(1).alive() - case.batch.nbytes
+    others = PeakCounter().alive() - case.batch.nbytes
     model = made(case, front, strategy, checkpointing=checkpointing, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -144,7 +144,7 @@ def counted(
         optimizer.zero_grad()
     gc.collect()
     peaks = []
-    with recorded() as sent, PeakCounter(1) as counter:
+    with recorded() as sent, PeakCounter() as counter:
         loss = case.loss(model, case.batch)
         peaks.append(counter.peak - others)
         counter.peak = 0

@@ -55,6 +55,7 @@ PUBLIC = {
     "install",
     "installed",
     "iter_full_state_dict",
+    "list_checkpoints",
     "load_checkpoint",
     "load_full",
     "matrix_params",
@@ -70,6 +71,7 @@ PUBLIC = {
     "uninstall",
     "unshard_for",
     "unwrap",
+    "verify_checkpoint",
     "whole_shape",
 }
 # In the order of fsdp1_surface.json (torch 2.13), which is the order by position.

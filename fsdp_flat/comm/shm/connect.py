@@ -224,6 +224,17 @@ def _connected(address: bytes, stop: float) -> socket.socket:
             time.sleep(0.001)
 
 
+def _ready(sockets: list[socket.socket], stop: float) -> list[socket.socket]:
+    """Wait for sockets that can be read; raise a TimeoutError after ``stop``."""
+    poll = select.poll()
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    ready = {number for number, _ in poll.poll(1000 * max(0.0, stop - time.monotonic()))}
+    if time.monotonic() > stop:
+        raise TimeoutError
+    return [each for each in sockets if each.fileno() in ready]
+
+
 def _accepted(listener: socket.socket) -> list[socket.socket]:
     """Accept a connection; return it unless it is of another user."""
     made, _ = listener.accept()
@@ -253,19 +264,17 @@ def _connect_peers(
     unknown: list[socket.socket] = []
     try:
         while len(peers) < len(local) - 1:
-            ready, _, _ = select.select([listener, *unknown], [], [], max(0.0, stop - time.monotonic()))
-            if time.monotonic() > stop:
-                raise TimeoutError
-            for each in ready:
+            for each in _ready([listener, *unknown], stop):
                 if each is listener:
                     unknown += _accepted(listener)
                     continue
                 unknown.remove(each)
-                rank = int(each.recv(16) or -1)
-                if rank in peers or rank not in local:
-                    each.close()
-                else:
+                said = each.recv(16)
+                rank = int(said) if said.isdigit() else -1
+                if rank in local and rank > rank_group.rank and rank not in peers:
                     peers[rank] = each
+                else:
+                    each.close()
     finally:
         for each in unknown:
             each.close()
