@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -93,7 +92,7 @@ def _routes(numel: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 def main(argv: list[str] | None = None) -> None:
     """Measure in fresh processes; print and write a table."""
     from benchmarks.runner import run_processes, where
-    from benchmarks.tables import markdown
+    from benchmarks.tables import markdown, save_results
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -110,10 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             )
     header = ["microseconds", *next(iter(columns.values()))]
     table = markdown(header, [[route, *(f"{1e6 * v:.0f}" for v in row.values())] for route, row in columns.items()])
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "micro.json").write_text(json.dumps({"routes": columns, "where": where()}, indent=1))
-    (args.out / "micro.md").write_text(table)
-    print(table)
+    save_results(args.out, "micro", {"routes": columns, "where": where()}, table)
 
 
 def _human(nbytes: int) -> str:

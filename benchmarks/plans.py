@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.runner import where
-from benchmarks.tables import machine, markdown
+from benchmarks.tables import machine, markdown, save_results
 from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 from fsdp_flat.layout import Interval, boxes
 from fsdp_flat.state import BoxedTensor
@@ -135,10 +135,7 @@ def main(argv: list[str] | None = None) -> None:
         rows += measure_dcp(args.ranks, args.params, Path(folder, "cached"), is_cached=True)
         rows += measure_texts(args.ranks, args.params, Path(folder, "texts"))
     results = {"ranks": args.ranks, "params": args.params, "rows": rows, "where": where()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "plans.json").write_text(json.dumps(results, indent=1))
-    (args.out / "plans.md").write_text(plans_table(results))
-    print(plans_table(results))
+    save_results(args.out, "plans", results, plans_table(results))
 
 
 if __name__ == "__main__":

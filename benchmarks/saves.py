@@ -26,7 +26,7 @@ from benchmarks.implementations import quiet
 from benchmarks.model import GPT, batch_of, loss_of
 from benchmarks.runner import ROOT, where
 from benchmarks.spec import PRESETS
-from benchmarks.tables import machine, markdown
+from benchmarks.tables import machine, markdown, save_results
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, save_checkpoint
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -132,10 +132,7 @@ def main(argv: list[str] | None = None) -> None:
             output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
         line = next(line for line in output.splitlines() if line.startswith("RESULT "))
         results["ranks"][ranks] = json.loads(line.removeprefix("RESULT "))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "saves.json").write_text(json.dumps(results, indent=1))
-    (args.out / "saves.md").write_text(saves_table(results))
-    print(saves_table(results))
+    save_results(args.out, "saves", results, saves_table(results))
 
 
 if __name__ == "__main__":

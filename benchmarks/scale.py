@@ -23,7 +23,7 @@ from benchmarks.implementations import library_of, quiet, wrap
 from benchmarks.model import GPT, batch_of, loss_of
 from benchmarks.runner import ROOT, where
 from benchmarks.spec import IMPLEMENTATIONS, Setting
-from benchmarks.tables import machine, markdown
+from benchmarks.tables import machine, markdown, save_results
 
 NOTE = """\
 Tiny models; one process is rank 0 of a fake process group that does not communicate. Times are the minimum CPU time
@@ -179,11 +179,7 @@ def main(argv: list[str] | None = None) -> None:
     flags |= {} if args.gc else {"no-gc": []}
     command = " ".join(["python -m benchmarks.scale", *(" ".join([f"--{k}", *map(str, v)]) for k, v in flags.items())])
     results = {"rows": rows, "command": command, "where": where()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = "scale" if args.gc else "scale-no-gc"
-    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))
-    (args.out / f"{name}.md").write_text(scale_table(results))
-    print(scale_table(results))
+    save_results(args.out, "scale" if args.gc else "scale-no-gc", results, scale_table(results))
 
 
 if __name__ == "__main__":

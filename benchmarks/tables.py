@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,3 +156,11 @@ def write_table(results: Mapping[str, Any], path: Path) -> str:
 def write_picture(results: Mapping[str, Any], path: Path) -> None:
     """Draw the step table of ``results`` into a PNG."""
     draw(step_table(results), path, title="One training step", note=describe(results))
+
+
+def save_results(folder: Path, name: str, results: Mapping[str, Any], table: str) -> None:
+    """Write what was measured as JSON, and its table, which is printed too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
+    (folder / f"{name}.md").write_text(table)
+    print(table)

@@ -25,7 +25,7 @@ from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressB
 from fsdp_flat.comm import digest_of, outliving_group
 from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import RankZeroTensors, differing_settings, group_settings, units_of
+from fsdp_flat.runtime import RankZeroTensors, Settings, differing_settings, group_settings, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
@@ -218,7 +218,7 @@ class CheckpointValues:
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         self._refusal: Exception | None = None
         self._same: list[str] = []
-        self._settings: dict[str, str] = {}
+        self._settings: Settings = {}
         self._is_alike = self._has_equal_rank_zeros = True
         self._is_compared = False
 

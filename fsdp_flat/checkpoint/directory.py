@@ -390,8 +390,14 @@ def list_steps(directory: Path) -> list[int]:
     return sorted(_numbers(directory), key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
 
 
+def step_of(name: str) -> int | None:
+    """Return the number of a checkpoint by the name of its directory; None for another name."""
+    match = _NAME.match(name)
+    return None if match is None else int(match[1])
+
+
 def _numbers(directory: Path) -> list[int]:
-    return sorted(int(match[1]) for name in _listed(directory) if (match := _NAME.match(name)))
+    return sorted(step for name in _listed(directory) if (step := step_of(name)) is not None)
 
 
 def unfinished(directory: Path) -> list[str]:
@@ -449,7 +455,7 @@ def _visible(directory: Path) -> list[str]:
 
 def _order(directory: Path, step: int) -> int:
     try:
-        return _read_commit(path_of(directory, step)).order
+        return read_commit(path_of(directory, step)).order
     except (LoadError, OSError):
         return 0
 
@@ -459,7 +465,8 @@ def _crc_of(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps([body["step"], body["order"], body["files"]], sort_keys=True).encode())
 
 
-def _read_commit(path: Path) -> Commit:
+def read_commit(path: Path) -> Commit:
+    """Return the record of a checkpoint; raise a LoadError if it cannot be read, or was altered."""
     file = path / COMMIT_NAME
     if not os.path.lexists(file):
         if path.exists():
@@ -490,13 +497,18 @@ def _read_commit(path: Path) -> Commit:
 
 def sized_commit(path: Path) -> Commit:
     """Return the record of a checkpoint; raise unless its files are there, with the sizes in it."""
-    found = _read_commit(path)
+    found = read_commit(path)
     for name, record in found.files.items():
-        check_file(path / name)
-        size = (path / name).stat().st_size
-        if size != record["size"]:
-            raise LoadError(f"{path / name} has {size} bytes, {record['size']} were written")
+        check_size(path / name, record)
     return found
+
+
+def check_size(path: Path, record: Record) -> None:
+    """Raise unless a file is there, with the size in its record."""
+    check_file(path)
+    size = path.stat().st_size
+    if size != record["size"]:
+        raise LoadError(f"{path} has {size} bytes, {record['size']} were written")
 
 
 def check_sums(path: Path, records: Records, show: ProgressBar) -> None:

@@ -27,7 +27,16 @@ from fsdp_flat.checkpoint.directory import (
     path_of_user,
     progress_bar,
 )
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, PartialFile, read_safetensors
+from fsdp_flat.checkpoint.safetensors_files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FileWriter,
+    PartialFile,
+    divided,
+    files_in_index,
+    index_of,
+    read_safetensors,
+)
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.flat import FlatParamHandle
@@ -46,8 +55,6 @@ from fsdp_flat.state import (
     state_dict_settings,
 )
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 CHECKSUMS_NAME = "model.checksums.json"
 CONFIG_NAME = "config.json"
 
@@ -314,22 +321,13 @@ def save_full(
 
 def _planned(entries: list[_Entry], directory: Path, max_file_bytes: int) -> list[FileWriter]:
     """Divide the tensors among files."""
-    groups: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for entry in entries:
-        if entry.same_as is not None:
-            continue
-        if groups[-1] and size + entry.template.nbytes > max_file_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][entry.name] = entry.template
-        size += entry.template.nbytes
-    total = len(groups)
-    names = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    templates = {entry.name: entry.template for entry in entries if entry.same_as is None}
+    sizes = {name: template.nbytes for name, template in templates.items()}
     files = []
-    for name, group in zip(names, groups, strict=True):
-        aliases = {entry.name: entry.same_as for entry in entries if entry.same_as in group}
-        files.append(FileWriter(directory / name, group, {"format": "pt", **aliases}))
+    for file, names in divided(sizes, max_file_bytes).items():
+        aliases = {entry.name: entry.same_as for entry in entries if entry.same_as in names}
+        group = {name: templates[name] for name in names}
+        files.append(FileWriter(directory / file, group, {"format": "pt", **aliases}))
     return files
 
 
@@ -377,8 +375,9 @@ def _write_texts(
     if (config := _config_of(model, tensors.values())) is not None:
         bodies[CONFIG_NAME] = config
     if len(files) > 1:
-        places = {name: file.path.name for file in files for name in file.tensors}
-        bodies[INDEX_NAME] = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": places}
+        bodies[INDEX_NAME] = index_of(
+            {file.path.name: file.tensors for file in files}, sum(file.nbytes for file in files)
+        )
     # Not yet complete where it is written, the last.
     bodies[CHECKSUMS_NAME] = records = {name: record for each in each_records for name, record in each.items()}
     for name, body in bodies.items():
@@ -470,20 +469,8 @@ def load_full(
         missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]
         known = {names[entry.name] for entry in entries if entry.name in names}
         unexpected = [name for name in tensors if name not in known]
-        problems = []
-        for entry in (entry for entry in entries if entry.name in found):
-            there, here = tensors[found[entry.name]], entry.template
-            if there.shape != here.shape:
-                shapes = f"{tuple(there.shape)} in the file, {tuple(here.shape)} in the model"
-                problems.append(f"{entry.name!r} has shape {shapes}")
-            elif strict and (there.is_floating_point(), there.is_complex()) != (
-                here.is_floating_point(),
-                here.is_complex(),
-            ):
-                kinds = f"{there.dtype} in the file, of {here.dtype} in the model"
-                problems.append(f"{entry.name!r} is of {kinds} (strict=False converts)")
-        if strict:
-            problems += _misfits(missing, unexpected)
+        pairs = [(entry, tensors[found[entry.name]]) for entry in entries if entry.name in found]
+        problems = _unlike(pairs, strict=strict) + (_misfits(missing, unexpected) if strict else [])
         if problems:
             raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
     given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
@@ -520,6 +507,23 @@ def _renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str 
         if new is not None and found.setdefault(new, stored) != stored:
             raise OptionError(f"rename gives the name {new!r} to {found[new]!r} and to {stored!r} of the file.")
     return found
+
+
+def _unlike(pairs: Sequence[tuple[_Entry, torch.Tensor]], *, strict: bool) -> list[str]:
+    """Tell which tensors of files have another shape than the entries, or if ``strict`` another kind of numbers."""
+
+    def kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+        return tensor.is_floating_point(), tensor.is_complex()
+
+    told = []
+    for entry, there in pairs:
+        here = entry.template
+        if there.shape != here.shape:
+            told.append(f"{entry.name!r} has shape {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
+        elif strict and kind(there) != kind(here):
+            kinds = f"{there.dtype} in the file, of {here.dtype} in the model"
+            told.append(f"{entry.name!r} is of {kinds} (strict=False converts)")
+    return told
 
 
 def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
@@ -586,18 +590,7 @@ def _files_of(path: Path) -> list[Path]:
         if not os.path.lexists(path / SINGLE_NAME):
             raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
         return [path / SINGLE_NAME]
-    check_file(index)
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
-    if outside:
-        raise LoadError(f"{index} names {some_of(list(map(repr, outside)), 3)}, outside of its directory.")
-    for name in names:
-        if not (path / name).exists():
-            raise LoadError(f"{path / name} does not exist, although the index names it.")
-    return [index, *(path / name for name in names)]
+    return [index, *files_in_index(index)]
 
 
 def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> None:

@@ -13,16 +13,19 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from fsdp_flat.checkpoint.directory import Record, check_file, naming
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 # Every dtype of the format that torch has.
 _CODES = {
     torch.float64: "F64",
@@ -46,8 +49,6 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -143,8 +144,56 @@ class FileWriter(PartialFile):
             )
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a file, which map it: elements are read when they are used; and the header's strings.
+def divided(nbytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+    """Divide tensors, whose sizes are given by name, among files of model hubs; return their names by file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, own in nbytes.items():
+        if groups[-1] and size + own > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += own
+    total = len(groups)
+    files = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    return dict(zip(files, groups, strict=True))
+
+
+def index_of(files: Mapping[str, Iterable[str]], nbytes: int) -> dict[str, Any]:
+    """Return the index of several files, as model hubs have it, by the names of their tensors and the size of all."""
+    places = {name: file for file, names in files.items() for name in names}
+    return {"metadata": {"total_size": nbytes}, "weight_map": places}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """Describes a tensor in a file: its bytes are those from ``start`` to ``stop`` of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def files_in_index(index: Path) -> list[Path]:
+    """Return the files that an index of a model's files names, all beside it; raise a LoadError if one is not there."""
+    check_file(index)
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
+    if outside:
+        raise LoadError(f"{index} names {some_of(list(map(repr, outside)), 3)}, outside of its directory.")
+    files = [index.parent / name for name in names]
+    for file in files:
+        if not file.exists():
+            raise LoadError(f"{file} does not exist, although the index names it.")
+    return files
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredEntry], dict[str, str]]:
+    """Return the entries of a file in the order of their data, and the header's strings.
 
     Raises a LoadError unless the header describes all of the file, and nothing else.
     """
@@ -159,39 +208,56 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("its __metadata__ are not all strings")
-        data = torch.from_file(str(path), size=size, dtype=torch.uint8)[8 + length :]
-        found, end = {}, 0
+        found: dict[str, StoredEntry] = {}
+        begin = end = 8 + length
         for name, entry in sorted(header.items(), key=lambda item: list(map(int, item[1]["data_offsets"]))):
-            found[name] = _entry(name, entry, data, end)
-            end = entry["data_offsets"][1]
-        if end != len(data):
-            raise ValueError(f"its entries are of {end} bytes, and {len(data)} follow the header")
+            found[name] = _entry(name, entry, begin=begin, previous=end, size=size)
+            end = found[name].stop
+        if end != size:
+            raise ValueError(f"its entries are of {end - begin} bytes, and {size - begin} follow the header")
         return found, metadata
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         told = error if isinstance(error, ValueError) else repr(error)
         raise LoadError(f"{path} is no safetensors file, is truncated or was altered: {told}.") from error
 
 
-def _entry(name: str, entry: Mapping[str, Any], data: torch.Tensor, end: int) -> torch.Tensor:
-    """Return one tensor; raise a ValueError unless it fits its place, which begins where the entry before it ends."""
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a file, which map it: elements are read when they are used; and the header's strings.
+
+    Raises a LoadError as :func:`read_header` does.
+    """
+    entries, metadata = read_header(path)
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    found = {}
+    for name, entry in entries.items():
+        part = data[entry.start : entry.stop]
+        # A view of another dtype needs a multiple of its size.
+        part = part.clone() if entry.start % entry.dtype.itemsize else part
+        found[name] = part.view(entry.dtype).view(entry.shape)
+    return found, metadata
+
+
+def _entry(name: str, entry: Mapping[str, Any], *, begin: int, previous: int, size: int) -> StoredEntry:
+    """Describe one entry, of which the offsets count from ``begin``.
+
+    Raises a ValueError unless it fits its place, which begins where the ``previous`` one ends.
+    """
     start, stop = entry["data_offsets"]
     shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{name!r} is of {entry['dtype']!r}, which torch {torch.__version__} does not have")
     if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
         raise ValueError(f"{name!r} has shape {shape} and data_offsets {[start, stop]}")
-    if start != end:
-        raise ValueError(f"{name!r} begins at {start}, and the entry before it ends at {end}")
+    if begin + start != previous:
+        raise ValueError(f"{name!r} begins at {start}, and the entry before it ends at {previous - begin}")
     # Two elements of F4 are one of torch's.
     num_halves = 2 if dtype is torch.float4_e2m1fn_x2 else 1
-    if math.prod(shape) * dtype.itemsize != (stop - start) * num_halves or stop > len(data):
+    is_fitting = math.prod(shape) * dtype.itemsize == (stop - start) * num_halves and begin + stop <= size
+    if not is_fitting or (shape and shape[-1] % num_halves):
         raise ValueError(f"{name!r} of {entry['dtype']} and shape {shape} does not fit data_offsets {[start, stop]}")
     if shape:
         shape = [*shape[:-1], shape[-1] // num_halves]
-    part = data[start:stop]
-    # A view of another dtype needs a multiple of its size.
-    part = part.clone() if part.storage_offset() % dtype.itemsize else part
-    return part.view(dtype).view(shape)
+    return StoredEntry(dtype, tuple(shape), begin + start, begin + stop)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

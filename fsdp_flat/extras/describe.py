@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,11 @@ from fsdp_flat.runtime import UnitOptions, units_of
 _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
 
-def aligned(rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
-    """Return the lines of a table: the first ``num_left`` columns are aligned left, the others right."""
+def aligned(rows: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:
+    """Return the lines of a table: the columns whose positions are in ``left`` are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [*map(str.ljust, row[:num_left], widths), *map(str.rjust, row[num_left:], widths[num_left:])]
-        ).rstrip()
-        for row in rows
-    ]
+    put = [str.ljust if position in left else str.rjust for position in range(len(widths))]
+    return ["  ".join(each(cell, width) for each, cell, width in zip(put, row, widths)).rstrip() for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,7 @@ class ModelDescription:
             rows.append((name, unit.strategy, ", ".join(unit.dtypes), *numbers))
         sums = [sum(getattr(unit, column) for unit in self.units) for column in _SUMMED]
         rows.append(("all", "", "", *[f"{number:,}" for number in sums]))
-        lines = aligned(rows, num_left=3)
+        lines = aligned(rows, left=range(3))
         shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
         lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
         return "\n".join(lines)

@@ -36,7 +36,7 @@ from fsdp_flat.flat.params import (
     to_local_param,
     unsharded_shape,
 )
-from fsdp_flat.flat.placeholders import SHARDED_HINTS, ShardedPlaceholder, first_of
+from fsdp_flat.flat.placeholders import SHARDED_HINTS, ShardedPlaceholder
 from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import (
     VERSION_OF,

@@ -13,7 +13,7 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     """Tell which names of a model are missing and which are not in it: each name once, the nearest matches first."""
     near: dict[str, str] = {}
     rest = list(unexpected)
-    # Comparing takes about a tenth of a millisecond a pair, so names beyond these are listed as they are.
+    # Every pair is compared, so names beyond these numbers are listed as they are.
     for name in missing[:20]:
         for other in get_close_matches(name, rest[:500], 1):
             near[name] = other

@@ -4,7 +4,7 @@ from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
-from fsdp_flat.runtime.group_settings import differing_settings, group_settings
+from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import (
     IN_PLACE,

@@ -218,7 +218,9 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
     options = units[0].options
     found = RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
     settings = {} if optim is None else group_settings(model, optim)
-    prints = {name: digest_of(text.encode()) for name, text in settings.items()}
+    prints = {
+        f"{key!r} of {fqn!r}": digest_of(text.encode()) for fqn, row in settings.items() for key, text in row.items()
+    }
     return sorted([*found, *_differing(prints, options.groups.rank_groups, options.device)])
 
 

@@ -64,7 +64,7 @@ class ModelLoad:
         self.units: list[Unit] = []
         self.has_chunks = self.has_own = False
         # The codec is None where the kind of the value decides.
-        self._deferred: list[tuple[StateShard, StatePlaceholder, StateDictCodec | None]] = []
+        self._placeholders: list[tuple[StateShard, StatePlaceholder, StateDictCodec | None]] = []
         self._strict = strict
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
@@ -106,7 +106,7 @@ class ModelLoad:
 
     def undo(self) -> None:
         """Restore the tensors that have changed, unless the values were written."""
-        self._hide_deferred()
+        self._hide_placeholders()
         with torch.no_grad():
             for tensors, name, tensor, copied in self._held:
                 tensors[name] = tensor
@@ -130,14 +130,14 @@ class ModelLoad:
         self._is_put_off = self._strict and bool(keys.missing_keys or keys.unexpected_keys)
         if not self._is_put_off:
             self.release()
-        self._plan_deferred()
+        self._plan_placeholders()
         if not self._is_put_off or self.exchanging_units:
             self._commit()
 
-    def defer(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[str, StatePlaceholder]:
-        """Show a unit's modules a deferred tensor for each parameter, until the end of the load.
+    def show_placeholders(self, unit: Unit, codec: StateDictCodec, prefix: str) -> dict[str, StatePlaceholder]:
+        """Show a unit's modules a placeholder for each parameter, until the end of the load.
 
-        They copy to it whatever they and their hooks make of the state dict. Returns the deferred tensors by name.
+        They copy to it whatever they and their hooks make of the state dict. Returns the placeholders by name.
         """
         decoder = codec if isinstance(codec, FullCodec) else None
         if decoder is None and unit.handles:
@@ -145,26 +145,26 @@ class ModelLoad:
         found: dict[str, StatePlaceholder] = {}
         own = []
         for param in params_of(unit, clean_fqn(prefix)):
-            deferred = placeholder_of(param, _refusal_of(param))
-            self._deferred.append((StateShard(param, param.local, param.shape), deferred, decoder))
-            own.append(deferred)
+            placeholder = placeholder_of(param, _refusal_of(param))
+            self._placeholders.append((StateShard(param, param.local, param.shape), placeholder, decoder))
+            own.append(placeholder)
             for fqn in param.fqns:
-                found[fqn] = deferred
+                found[fqn] = placeholder
         unit.show_names(own)
         return found
 
-    def _plan_deferred(self) -> None:
-        """Show the sharded parameters again, and plan the load of what was copied to the deferred ones."""
+    def _plan_placeholders(self) -> None:
+        """Show the sharded parameters again, and plan the load of what was copied to the placeholders."""
         values = []
-        for target, deferred, _ in self._deferred:
+        for target, placeholder, _ in self._placeholders:
             entry = target.param.handle.params[target.param.index]
             # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
             there = [site.module._parameters.get(site.name) for site in entry.sites]
             others = [each for each in there if each is not entry.param and not isinstance(each, StatePlaceholder)]
             own = next((each for each in others if each is not None), None)
-            values.append(deferred.value if own is None else own)
-        self._hide_deferred()
-        for (target, _, codec), value in zip(self._deferred, values, strict=True):
+            values.append(placeholder.value if own is None else own)
+        self._hide_placeholders()
+        for (target, _, codec), value in zip(self._placeholders, values, strict=True):
             if value is not None:
                 decoder = codec or decoder_of(value)
                 self.has_chunks = self.has_chunks or decoder.exchanges
@@ -172,7 +172,7 @@ class ModelLoad:
                 if not decoder.exchanges:
                     self.plan.describe(target, f"{shape_of(value)} without chunks")
                 self.decode(decoder, value, target)
-        self._deferred.clear()
+        self._placeholders.clear()
 
     def decode(self, codec: StateDictCodec, value: Any, target: StateShard) -> None:
         """Plan the load of a value, or list its error."""
@@ -189,8 +189,8 @@ class ModelLoad:
         except Exception as error:
             self.errors.append(f"{target.label}: a value of type {type(value).__name__} cannot be loaded: {error}")
 
-    def _hide_deferred(self) -> None:
-        for unit in dict.fromkeys(target.param.unit for target, _, _ in self._deferred):
+    def _hide_placeholders(self) -> None:
+        for unit in dict.fromkeys(target.param.unit for target, _, _ in self._placeholders):
             unit.hide_names()
 
     def write_late(self) -> None:
@@ -321,7 +321,7 @@ def load_unit(
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
     own = {param for handle in unit.handles for param in handle.visible_params()}
-    deferred = load.defer(unit, codec, prefix)
+    shown = load.show_placeholders(unit, codec, prefix)
     for key, value in state_dict.items():
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
         if not is_tensor and decoder_of(value) is not FULL:
@@ -329,7 +329,7 @@ def load_unit(
             state_dict[key] = StatePlaceholder.of(shape_of(value), dtype_of(value), unit.options.device, value=value)
         elif isinstance(value, nn.Parameter) and value in own:
             # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
-            state_dict[key] = deferred.get(clean_fqn(key), value)
+            state_dict[key] = shown.get(clean_fqn(key), value)
 
 
 def _refusal_of(param: IndexedParam) -> LoadError:

@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
+from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
 from fsdp_flat.layout import (
     EvenPartition,
@@ -31,7 +31,7 @@ from fsdp_flat.layout import (
     clean_fqn,
     plan_transfer,
 )
-from fsdp_flat.runtime import Unit, unit_of
+from fsdp_flat.runtime import Unit, param_groups_of, unit_of
 
 Config = StateDictConfig | OptimStateDictConfig
 
@@ -290,14 +290,13 @@ class OptimContents:
 
 def held_by(optim: Any) -> OptimContents:
     """Return the parameters and groups of an optimizer, with its present states if it shows them."""
-    if not isinstance(getattr(optim, "param_groups", None), (list, tuple)):
-        raise OptionTypeError(f"optim must be an optimizer, which has param_groups; got {type(optim).__name__}.")
-    params = tuple(param for group in optim.param_groups for param in group["params"])
+    groups = param_groups_of(optim)
+    params = tuple(param for group in groups for param in group["params"])
     state = getattr(optim, "state", None)
     state = state if isinstance(state, Mapping) else {}
     inner = getattr(optim, "optimizer", None)
-    kind = type(inner if getattr(inner, "param_groups", None) is optim.param_groups else optim)
-    return OptimContents(params, state, tuple(optim.param_groups), getattr(optim, "state_owners", {}), kind)
+    kind = type(inner if getattr(inner, "param_groups", None) is groups else optim)
+    return OptimContents(params, state, tuple(groups), getattr(optim, "state_owners", {}), kind)
 
 
 def check_states(given: Any) -> Mapping[str, Any]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint import list_checkpoints
 from fsdp_flat.checkpoint.dcp_files import SafeReader
+from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_header
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.tools.sharded_values import parts_of
 from fsdp_flat.tools.stored_checkpoint import (
@@ -34,32 +35,9 @@ from fsdp_flat.tools.torch_archives import (
     read_archive,
 )
 from fsdp_flat.tools.zero_files import open_zero3, zero_files
+from fsdp_flat.user_warnings import warn_user
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_STEP = re.compile(r"step-(\d+)$")
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
-_CHUNK = 1 << 22
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -102,25 +80,18 @@ def is_checkpoint(path: Path) -> bool:
 
 def has_steps(path: Path) -> bool:
     """Return whether a path is a folder of this library's checkpoints."""
-    return path.is_dir() and any(_STEP.match(each.name) for each in path.iterdir())
+    return bool(disk.list_steps(path))
 
 
 def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
-    found = [each for each in path.iterdir() if _STEP.match(each.name) and (each / "commit.json").exists()]
-    if not found:
-        raise LoadError(f"{path} has no complete checkpoint: no step-* in it has a commit.json.")
-    newest = max(found, key=lambda each: _commit_of(each).get("order", 0))
-    return _open_dcp(newest, allow_pickle)
-
-
-def _commit_of(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((path / "commit.json").read_text())
-        if isinstance(found["files"], dict):
-            return dict(found)
-        raise TypeError("its files are no object")
-    except (ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{path / 'commit.json'} is damaged: {error!r}.") from error
+    found = list_checkpoints(path)
+    for each in found:
+        if each.problem:
+            warn_user(f"{each.problem}; passed over.")
+    complete = [each.path for each in found if not each.problem]
+    if not complete:
+        raise LoadError(f"{path} has no complete checkpoint.")
+    return _open_dcp(complete[0], allow_pickle)
 
 
 def _metadata_of(path: Path, allow_pickle: bool) -> Metadata:
@@ -137,7 +108,7 @@ def _metadata_of(path: Path, allow_pickle: bool) -> Metadata:
 
 def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     metadata = _metadata_of(path, allow_pickle)
-    is_ours = (path / "commit.json").exists()
+    is_ours = (path / disk.COMMIT_NAME).exists()
     places = metadata.storage_data or {}
     mappings = metadata.planner_data or {}
     parts: dict[str, list[Part]] = {}
@@ -172,7 +143,6 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
             keys = _keys_of(fqn, mappings)
             found = tuple(parts.get(fqn, ()))
             tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, found)
-    match = _STEP.match(path.name)
     files = {path / place.relative_path for place in places.values()} | {path / ".metadata"}
     return StoredCheckpoint(
         path=path,
@@ -183,7 +153,7 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         values=values,
         files=tuple(sorted(files)),
         problems=partial(_problems_of_dcp, path, places.values(), is_ours),
-        step=int(match[1]) if match else None,
+        step=disk.step_of(path.name),
     )
 
 
@@ -201,8 +171,12 @@ def _archived(file: Path, start: int, length: int, allow_pickle: bool) -> Any:
 
 def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterator[str]:
     if is_ours:
-        for name, record in _commit_of(path)["files"].items():
-            yield from _problem_of_record(path / name, record)
+        for name, record in disk.read_commit(path).files.items():
+            try:
+                disk.check_size(path / name, record)
+                disk.check_sums(path, {name: record}, disk.progress_bar("", asked=False, here=False))
+            except LoadError as error:
+                yield str(error)
         return
     for place in places:
         file = path / place.relative_path
@@ -212,33 +186,15 @@ def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterat
             yield f"{file.name}, bytes {place.offset} to {place.offset + place.length}: {bad} is damaged"
 
 
-def _problem_of_record(file: Path, record: Mapping[str, int]) -> Iterator[str]:
-    if not file.exists():
-        yield f"{file.name}: missing"
-        return
-    crc = 0
-    with open(file, "rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-        if opened.tell() != record["size"]:
-            yield f"{file.name}: {opened.tell():,} bytes, of which {record['size']:,} were written"
-        elif crc != record["crc32"]:
-            yield f"{file.name}: its bytes are not those that were written (CRC-32)"
-
-
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
 
 def _safetensors_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    index = path / SAFETENSORS_INDEX
+    index = path / INDEX_NAME
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [path / name for name in names]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
+        return files_in_index(index)
     return sorted(path.glob("*.safetensors"))
 
 
@@ -251,8 +207,10 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     files = _safetensors_of(path)
     metadata: dict[str, Any] = {}
     for file in files:
-        found, strings = _safetensors_header(file)
-        for name, stored in found.items():
+        found, strings = read_header(file)
+        for name, entry in found.items():
+            stride, key = contiguous_stride(entry.shape), (file, entry.start)
+            stored = StoredTensor(file, entry.start, entry.dtype, entry.shape, stride, key)
             tensors[(name,)] = _whole((name,), stored)
         metadata |= strings
     for name, same in metadata.items():
@@ -270,36 +228,12 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     )
 
 
-def _safetensors_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    if not file.exists():
-        raise LoadError(f"{file} does not exist, although the index names it.")
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > size - 8:
-                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-            header = json.loads(opened.read(length))
-        strings = header.pop("__metadata__", {})
-        found = {}
-        for name, entry in header.items():
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-            start, stop = entry["data_offsets"]
-            stored = StoredTensor(file, 8 + length + start, dtype, shape, contiguous_stride(shape), (file, start))
-            if stored.nbytes != stop - start or 8 + length + stop > size:
-                raise ValueError(f"{name!r} has bytes {start} to {stop} of {size - 8 - length} for {dtype} {shape}")
-            found[name] = stored
-        return found, strings
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{file} is no safetensors file, or is damaged: {error!r}.") from error
-
-
 def _problems_of_safetensors(path: Path, files: Iterable[Path]) -> Iterator[str]:
     """Yield what the index says otherwise than the files; their headers have been checked."""
-    index = path / SAFETENSORS_INDEX
+    index = path / INDEX_NAME
     if path.is_dir() and index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
-        there = {name: file.name for file in files for name in _safetensors_header(file)[0]}
+        there = {name: file.name for file in files for name in read_header(file)[0]}
         for name in sorted({*weight_map, *there}):
             if weight_map.get(name) != there.get(name):
                 yield f"{name}: in {there.get(name)}, but the index says {weight_map.get(name)}"

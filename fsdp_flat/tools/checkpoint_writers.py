@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.checkpoint.safetensors_files import FileWriter
+from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, some_of
-from fsdp_flat.tools.checkpoint_readers import SAFETENSORS_INDEX
 from fsdp_flat.tools.stored_checkpoint import (
     OPTIM_NAMES,
     Keys,
@@ -138,34 +137,27 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
         bad = some_of(list(map(dotted_name, model.values)), 3)
         raise UnsupportedError(f"{bad}: no tensors, which safetensors files cannot hold. Use --to full.")
     first: dict[Any, str] = {}
-    groups: list[dict[str, TensorInFiles]] = [{}]
-    size, aliases = 0, {}
+    tensors: dict[str, TensorInFiles] = {}
+    aliases = {}
     for tensor in model.tensors.values():
         same = first.setdefault(tensor.keys if tensor.same_as is None else tensor.same_as, tensor.name)
         if same != tensor.name:
             aliases[tensor.name] = same
-            continue
-        if groups[-1] and size + tensor.nbytes > options.max_file_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][tensor.name] = tensor
-        size += tensor.nbytes
+        else:
+            tensors[tensor.name] = tensor
+    files = divided({name: tensor.nbytes for name, tensor in tensors.items()}, options.max_file_bytes)
     if path.name.endswith(".safetensors.partial"):
-        if len(groups) > 1:
+        if len(files) > 1:
             raise OptionError(f"The model is larger than one file of {options.max_file_bytes:,} bytes; name a folder.")
-        _write_safetensors_file(path, groups[0], aliases, update)
+        _write_safetensors_file(path, tensors, aliases, update)
         return
     path.mkdir()
-    total = len(groups)
-    names = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
-    if total == 1:
-        names = ["model.safetensors"]
-    for name, group in zip(names, groups, strict=True):
-        _write_safetensors_file(path / name, group, {a: same for a, same in aliases.items() if same in group}, update)
-    if total > 1:
-        weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        sizes = {"total_size": sum(tensor.nbytes for group in groups for tensor in group.values())}
-        (path / SAFETENSORS_INDEX).write_text(json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2))
+    for file, names in files.items():
+        group = {name: tensors[name] for name in names}
+        _write_safetensors_file(path / file, group, {a: same for a, same in aliases.items() if same in group}, update)
+    if len(files) > 1:
+        index = index_of(files, sum(tensor.nbytes for tensor in tensors.values()))
+        (path / INDEX_NAME).write_text(json.dumps(index, indent=2))
 
 
 def _write_safetensors_file(

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fsdp_flat.extras.describe import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
@@ -43,10 +45,8 @@ def show(data: Mapping[str, Any] | Sequence[Any], *blocks: str | TextTable, as_j
 def plain_lines(table: TextTable) -> list[str]:
     """Return a table as aligned lines, in full width."""
     heads = [column.removesuffix(">") for column in table.columns]
-    rows = [heads, *table.rows]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(heads))]
-    align = [str.rjust if column.endswith(">") else str.ljust for column in table.columns]
-    return ["  ".join(put(cell, width) for put, cell, width in zip(align, row, widths)).rstrip() for row in rows]
+    left = {at for at, column in enumerate(table.columns) if not column.endswith(">")}
+    return aligned([heads, *table.rows], left=left)
 
 
 def _rich_table(table: TextTable) -> Table:

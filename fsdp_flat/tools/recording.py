@@ -103,7 +103,7 @@ class Recording:
             times = [trace.seconds_of(work, unit=unit) for work in _COLUMNS]
             rows.append((unit, *[f"{1e3 * time:.2f}" for time in (*times, trace.seconds_of(*Work, unit=unit))]))
         left = len(names) - _MOST_LISTED
-        return [*aligned(rows, num_left=1), *([f"and {left} faster units"] if left > 0 else [])]
+        return [*aligned(rows, left=range(1)), *([f"and {left} faster units"] if left > 0 else [])]
 
     def _advice(self) -> list[str]:
         """Return what to change, with the numbers that say so."""

@@ -134,7 +134,7 @@ class StepPlan(ModelDescription):
         for moment in self.phases:
             numbers = [*[getattr(moment.nbytes, kind) for kind in kinds], moment.nbytes.total]
             rows.append((moment.phase.value, *map(size_text, numbers)))
-        lines = aligned(rows, num_left=1)
+        lines = aligned(rows, left=range(1))
         lines.append(f"peak of a rank: {size_text(peak.nbytes.total)}, in {peak.phase.value}, at {peak.unit}")
         lines.append(f"a step of a rank: sends {size_text(self.sent_nbytes)}, computes {self.flops:.3g} FLOP")
         if self.host_nbytes:
@@ -167,7 +167,7 @@ class StepPlan(ModelDescription):
             rows.append((*choice.words(), fits, *sizes, f"{choice.flops:.3g}", *times))
         num_more = len(self.choices) - len(rows) + 1
         more = [f"and {num_more} more"] if num_more else []
-        return ["", *aligned(rows, num_left=5), *more, why]
+        return ["", *aligned(rows, left=range(5)), *more, why]
 
     def save(self, path: str | Path) -> None:
         """Draw the memory of a step into a picture, of the format that the suffix of ``path`` names.

@@ -135,6 +135,23 @@ def test_values_of_another_kind_are_refused(
     assert_equal(whole_state(model)[name], before[name] if text else value.to(before[name].dtype))
 
 
+@contextlib.contextmanager
+def one_change(folder: Path, names: list[str], draw: random.Random, rank: int) -> Iterator[str]:
+    """Change a bit of a file, or cut it off, inside the block; yields what was changed."""
+    file = folder / draw.choice(names)
+    data = file.read_bytes()
+    at, bit, cut = draw.randrange(len(data)), 1 << draw.randrange(8), draw.random() < 0.2
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(data[:at] if cut else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+    dist.barrier()
+    yield f"byte {at} of {file.name}"
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(data)
+    dist.barrier()
+
+
 @on_ranks(2)
 def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path, rank: int) -> None:
     """A change is found, or the values are those that were saved."""
@@ -149,26 +166,16 @@ def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path,
     loaded = shard(seeded())
     before = whole_state(loaded)
     for _ in range(24):
-        path = tmp_path / draw.choice(names)
-        data = path.read_bytes()
-        at, bit, cut = draw.randrange(len(data)), 1 << draw.randrange(8), draw.random() < 0.2
-        dist.barrier()
-        if rank == 0:
-            path.write_bytes(data[:at] if cut else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
-        dist.barrier()
-        try:
-            load_full(loaded, tmp_path)
-        except FAILED:
-            num_found += 1
-            assert_equal(whole_state(loaded), before)
-        else:
-            assert path.name == "model.checksums.json", f"byte {at} of {path.name}"
-            assert_equal(whole_state(loaded), expected)
-            before = expected
-        dist.barrier()
-        if rank == 0:
-            path.write_bytes(data)
-        dist.barrier()
+        with one_change(tmp_path, names, draw, rank) as change:
+            try:
+                load_full(loaded, tmp_path)
+            except FAILED:
+                num_found += 1
+                assert_equal(whole_state(loaded), before)
+            else:
+                assert change.endswith(" model.checksums.json"), change
+                assert_equal(whole_state(loaded), expected)
+                before = expected
     assert num_found > 15
 
 
@@ -393,25 +400,15 @@ def test_no_change_of_a_byte_goes_unseen_in_a_checkpoint(tmp_path: Path, rank: i
     names = sorted(os.listdir(path))
     draw, num_passed_over = random.Random(1), 0
     for _ in range(16):
-        file = path / draw.choice(names)
-        data = file.read_bytes()
-        at, bit, cut = draw.randrange(len(data)), 1 << draw.randrange(8), draw.random() < 0.2
-        dist.barrier()
-        if rank == 0:
-            file.write_bytes(data[:at] if cut else data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
-        dist.barrier()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Loading step-00000000; passed over")
-            found = load_checkpoint(tmp_path, loaded)
-        assert_equal(whole_state(loaded), expected[found.extra])
-        assert found.step == {"old": 0, "new": 1}[found.extra]
-        assert bool(found.skipped) == (found.extra == "old")
-        assert found.extra == "old" or file.name == "commit.json", f"byte {at} of {file.name}"
-        num_passed_over += found.extra == "old"
-        dist.barrier()
-        if rank == 0:
-            file.write_bytes(data)
-        dist.barrier()
+        with one_change(path, names, draw, rank) as change:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Loading step-00000000; passed over")
+                found = load_checkpoint(tmp_path, loaded)
+            assert_equal(whole_state(loaded), expected[found.extra])
+            assert found.step == {"old": 0, "new": 1}[found.extra]
+            assert bool(found.skipped) == (found.extra == "old")
+            assert found.extra == "old" or change.endswith(" commit.json"), change
+            num_passed_over += found.extra == "old"
     assert num_passed_over > 10
 
 

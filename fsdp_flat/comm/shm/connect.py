@@ -57,12 +57,20 @@ class Hosts:
 
     def local(self, rank: int) -> list[int]:
         """Return the ranks of a rank's host."""
-        return next(ranks for ranks in self.ranks if rank in ranks)
+        return _local_of(self.ranks, rank)
 
     def rail(self, rank: int) -> list[int]:
         """Return the ranks of a rank's rail."""
-        position = self.local(rank).index(rank)
-        return sorted(ranks[position] for ranks in self.ranks)
+        return _rail_of(self.ranks, rank)
+
+
+def _local_of(hosts: list[list[int]], rank: int) -> list[int]:
+    return next(ranks for ranks in hosts if rank in ranks)
+
+
+def _rail_of(hosts: list[list[int]], rank: int) -> list[int]:
+    position = _local_of(hosts, rank).index(rank)
+    return sorted(ranks[position] for ranks in hosts)
 
 
 # Process-wide like torch's groups, so that all units of a group share one transport.
@@ -138,9 +146,7 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
     if relayed is None:
         direct.leave()
         return None
-    position = next(ranks.index(rank_group.rank) for ranks in hosts if rank_group.rank in ranks)
-    rail = sorted(ranks[position] for ranks in hosts)
-    up, down, reduce_up, reduce_down = new_groups_of(rank_group, rail, 4)
+    up, down, reduce_up, reduce_down = new_groups_of(rank_group, _rail_of(hosts, rank_group.rank), 4)
     return Hosts(hosts, direct, relayed, (up, down), (reduce_up, reduce_down))
 
 
@@ -164,7 +170,7 @@ def _connect_hosts(
         num_local = {len(ranks) for ranks in hosts}
         if not all(addresses) or len(num_local) > 1 or not 1 < max(num_local) <= _MOST_RANKS:
             return hosts, None
-        (local,) = (ranks for ranks in hosts if rank_group.rank in ranks)
+        local = _local_of(hosts, rank_group.rank)
         assert listener is not None
         with suppress(OSError, ValueError):
             _connect_peers(rank_group, local, listener, addresses, peers)
