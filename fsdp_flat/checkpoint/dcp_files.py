@@ -3,9 +3,9 @@
 torch's planners, storage writer, storage reader and ``dcp.load`` do the work. Two things are done here instead.
 
 Coordination: ``dcp.save`` gathers a pickled plan from each rank, scatters the merged plans, gathers the results and
-broadcasts the metadata; with cached plans, the last two. Here each rank writes its files at once, and rank 0 merges
-JSON rows from each, which is less to receive and to send. docs/performance.md has the figures of all three
-(``python -m benchmarks.plans``) and of whole saves (``python -m benchmarks.saves``).
+broadcasts the metadata; with cached plans, the last two, for which rank 0 takes less time than here. Here each rank
+writes its files at once, rank 0 merges JSON rows from each, and nothing is sent back. docs/performance.md has the
+figures of all three (``python -m benchmarks.plans``) and of whole saves (``python -m benchmarks.saves``).
 
 Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``DefaultLoadPlanner.load_bytes`` loads with
 ``weights_only=False``, so both run code that a file names. Here both read tensors and plain values only.
