@@ -165,7 +165,7 @@ def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path,
     draw, num_found = random.Random(0), 0
     loaded = shard(seeded())
     before = whole_state(loaded)
-    for _ in range(24):
+    for _ in range(100):
         with one_change(tmp_path, names, draw, rank) as change:
             try:
                 load_full(loaded, tmp_path)
@@ -176,7 +176,7 @@ def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path,
                 assert change.endswith(" model.checksums.json"), change
                 assert_equal(whole_state(loaded), expected)
                 before = expected
-    assert num_found > 15
+    assert num_found > 75
 
 
 @on_ranks(2)
@@ -399,7 +399,7 @@ def test_no_change_of_a_byte_goes_unseen_in_a_checkpoint(tmp_path: Path, rank: i
     dist.barrier()
     names = sorted(os.listdir(path))
     draw, num_passed_over = random.Random(1), 0
-    for _ in range(16):
+    for _ in range(100):
         with one_change(path, names, draw, rank) as change:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Loading step-00000000; passed over")
@@ -409,7 +409,7 @@ def test_no_change_of_a_byte_goes_unseen_in_a_checkpoint(tmp_path: Path, rank: i
             assert bool(found.skipped) == (found.extra == "old")
             assert found.extra == "old" or change.endswith(" commit.json"), change
             num_passed_over += found.extra == "old"
-    assert num_passed_over > 10
+    assert num_passed_over > 75
 
 
 @on_ranks(2)

@@ -168,6 +168,7 @@ class Saved:
         strategy: name of the sharding strategy.
         has_mesh: the wrapper is given a device mesh.
         tensor_parallel: the model's layers are split over two ranks first.
+        on_meta: the model is made on the meta device, and gets memory and values while it is sharded.
         config, optim_config: those of ``state_dict_type``.
         takes_files: checkpoints and files are saved too, which three ranks load.
     """
@@ -179,6 +180,7 @@ class Saved:
     strategy: str = "FULL_SHARD"
     has_mesh: bool = False
     tensor_parallel: bool = False
+    on_meta: bool = False
     config: Any = None
     optim_config: Any = None
     takes_files: bool = False
@@ -186,8 +188,10 @@ class Saved:
     def built(self, seed: int) -> Any:
         """Return the sharded model. Every rank must call this."""
         torch.manual_seed(seed)
-        model, is_hybrid, ranks = self.make(), "HYBRID" in self.strategy, dist.get_world_size()
-        options: dict[str, Any] = {}
+        with torch.device("meta" if self.on_meta else "cpu"):
+            model = self.make()
+        is_hybrid, ranks = "HYBRID" in self.strategy, dist.get_world_size()
+        options: dict[str, Any] = {"param_init_fn": materialize} if self.on_meta else {}
         if self.tensor_parallel:
             whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
             for block in model.blocks:
@@ -198,7 +202,11 @@ class Saved:
         if self.front == "rows":
             for block in model.blocks:
                 fully_shard(block, mesh=options["device_mesh"])
-            return fully_shard(model, mesh=options["device_mesh"])
+            fully_shard(model, mesh=options["device_mesh"])
+            if self.on_meta:
+                for module in model.modules():
+                    materialize(module)
+            return model
         return FullyShardedDataParallel(
             model,
             sharding_strategy=ShardingStrategy[self.strategy],
@@ -206,6 +214,16 @@ class Saved:
             use_orig_params=self.front == "originals",
             **options,
         )
+
+
+def materialize(module: nn.Module) -> None:
+    """Give the parameters and buffers of one module memory and values."""
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for param in module.parameters(recurse=False):
+            param.normal_(std=0.3)
+        for buffer in module.buffers(recurse=False):
+            buffer.fill_(1)
 
 
 def trained(case: Saved, seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -336,6 +354,7 @@ def _all() -> dict[str, Saved]:
         add("offloaded", Saved(front, kind, config=config, optim_config=optim_config))
         if front == "originals":
             add("frozen", Saved(front, kind, frozen))
+        add("from meta", Saved(front, kind, on_meta=True))
         add("extra", Saved(front, kind, of(Extra)))
         if (front, kind) != ("flat", local):  # whose state dicts have no entries by name
             add("renamed", Saved(front, kind, of(Renaming)))
@@ -354,6 +373,7 @@ def _all() -> dict[str, Saved]:
         add("files", Saved(front, sharded, num_ranks=ranks, has_mesh=True, takes_files=True))
     for ranks in (2, 4):
         add("files", Saved("rows", sharded, num_ranks=ranks, takes_files=True))
+        add("from meta, files", Saved("rows", sharded, num_ranks=ranks, takes_files=True, on_meta=True))
     return found
 
 
