@@ -67,7 +67,7 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
         # Explicit, since torch derives the ranks of a host from the number of accelerators.
         mesh = init_device_mesh(device.type, (setting.hosts, setting.ranks // setting.hosts))
     with quiet():
-        return library.FullyShardedDataParallel(
+        wrapped: nn.Module = library.FullyShardedDataParallel(
             model,
             auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
             device_mesh=mesh,
@@ -76,6 +76,12 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
             use_orig_params=not name.endswith("flat"),
             device_id=device,
         )
+    between = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(name.rpartition("-")[2])
+    if between is not None:
+        library.collectives.use_collectives(
+            wrapped, param_dtype_between_hosts=between, reduce_dtype_between_hosts=between
+        )
+    return wrapped
 
 
 def _fully_shard(library: Any, model: GPT, setting: Setting, *, reshard: bool) -> nn.Module:

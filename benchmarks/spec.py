@@ -72,6 +72,8 @@ OVER_HOSTS = {
     "fsdp1-hybrid": "torch FSDP1, HYBRID_SHARD, use_orig_params=True",
     **{name: IMPLEMENTATIONS[name] for name in ("flat-full-flat", "flat-full-orig", "flat-fully-shard")},
     "flat-hybrid": "fsdp_flat, HYBRID_SHARD, use_orig_params=True",
+    "flat-full-bfloat16": "fsdp_flat, FULL_SHARD, bfloat16 between hosts",
+    "flat-full-int8": "fsdp_flat, FULL_SHARD, int8 between hosts",
 }
 
 

@@ -16,6 +16,7 @@ PEERS = {
     "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-hybrid": ("fsdp1-hybrid",),
+    **dict.fromkeys(("flat-full-bfloat16", "flat-full-int8"), ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
     "flat-fully-shard": ("fsdp2",),
     "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CollectiveChoice, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
+from fsdp_flat.comm import (
+    PACKINGS,
+    AllGather,
+    CollectiveChoice,
+    QuantizedAllGather,
+    QuantizedReduceScatter,
+    ReduceScatter,
+)
+from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime import replace_collectives, units_of
 
 __all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceScatter", "use_collectives"]
 
 
 def use_collectives(
-    module: nn.Module, *, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None
+    module: nn.Module,
+    *,
+    all_gather: AllGather | None = None,
+    reduce_scatter: ReduceScatter | None = None,
+    param_dtype_between_hosts: torch.dtype | None = None,
+    reduce_dtype_between_hosts: torch.dtype | None = None,
 ) -> None:
     """Set the all-gather and reduce-scatter of later training steps, for the units at and below ``module``.
 
@@ -31,11 +45,35 @@ def use_collectives(
         module: a wrapper, or any module that holds wrappers.
         all_gather: see :class:`AllGather`; None is the library's own.
         reduce_scatter: see :class:`ReduceScatter`; None is the library's own.
+        param_dtype_between_hosts: ``torch.bfloat16`` or ``torch.int8``, to which parameters are rounded before they are
+            sent from one host to another. All ranks compute with the rounded values; shards, state dicts and
+            optimizers keep the exact ones. None sends parameters as they are.
+        reduce_dtype_between_hosts: likewise for each host's sum of gradients, of which other hosts add rounded values.
+
+    ``torch.int8`` rounds as :class:`QuantizedAllGather` does. Both need CPU ranks over gloo on several hosts, equally
+    many on each (docs/communication.md); elsewhere nothing is rounded, so one program runs on one host and on several.
+    Floats of no more bytes than the dtype, and integers, are sent as they are.
 
     Raises:
+        OptionError: a dtype between hosts is neither of these, or goes with a collective that replaces the library's.
         PhaseError: a step is under way.
     """
-    own = CollectiveChoice(all_gather, reduce_scatter)
+    for name, dtype, replaced in (
+        ("param_dtype_between_hosts", param_dtype_between_hosts, all_gather),
+        ("reduce_dtype_between_hosts", reduce_dtype_between_hosts, reduce_scatter),
+    ):
+        if dtype is not None and dtype not in PACKINGS:
+            raise OptionError(f"{name} is {', '.join(map(str, PACKINGS))} or None; got {dtype!r}.")
+        if dtype is not None and replaced is not None:
+            raise OptionError(
+                f"{name} is for the library's own collectives; it goes with no {replaced!r} in their place."
+            )
+    own = CollectiveChoice(
+        all_gather,
+        reduce_scatter,
+        gathered_between_hosts=param_dtype_between_hosts,
+        reduced_between_hosts=reduce_dtype_between_hosts,
+    )
     units = units_of(module)
     meshes = [mesh for unit in units for mesh in unit.meshes]
     kept = {mesh: replace(own, reduce_group=mesh.choice.reduce_group, backend=mesh.choice.backend) for mesh in meshes}

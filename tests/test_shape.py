@@ -30,9 +30,9 @@ from tests.support.kit import Block, wrapped
 PACKAGE = Path(fsdp_flat.__file__).parent
 # Tokens without comments and docstrings. The folder `tools` and the migration are no part of the library at run time.
 MOST_TOKENS = {
-    "": 5707,
+    "": 5808,
     "checkpoint": 16654,
-    "comm": 18459,
+    "comm": 19015,
     "compat": 9701,
     "composable": 3668,
     "extras": 9455,

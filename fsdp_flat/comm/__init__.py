@@ -11,7 +11,14 @@ from fsdp_flat.comm.agreement import (
     fingerprint,
     fingerprints,
 )
-from fsdp_flat.comm.custom import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter, memory_of_group
+from fsdp_flat.comm.custom import (
+    PACKINGS,
+    AllGather,
+    QuantizedAllGather,
+    QuantizedReduceScatter,
+    ReduceScatter,
+    memory_of_group,
+)
 from fsdp_flat.comm.exchanges import (
     begin_all_reduce,
     decoded,

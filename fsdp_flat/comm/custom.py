@@ -1,6 +1,7 @@
 """Describes the collectives that a caller may supply in place of the library's, and implements two of them.
 
-These are in 8-bit integers, a quarter of fp32's bytes, for slow networks. A tensor is split into blocks; each is sent
+These are in 8-bit integers, a quarter of fp32's bytes, for slow networks; the library's own may use such rows between
+hosts (``PACKINGS``). A tensor is split into blocks; each is sent
 as the integers ``round(x * 127 / largest)`` and one fp32 scale, the largest magnitude of the block. Rounding changes an
 element by at most ``largest / 254``: once in an all-gather, once per rank in a reduce-scatter, which sums in fp32.
 (Blockwise quantization of all-gathered weights and of an all-to-all of gradients: ZeRO++, arXiv 2306.10209.)
@@ -9,7 +10,8 @@ element by at most ``largest / 254``: once in an all-gather, once per rank in a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +90,24 @@ def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
     return lambda size, **kwargs: allocate_tensor(math.prod(size), **kwargs)
 
 
+class Packing(Protocol):
+    """Describes a way to send rows of floats in fewer bytes."""
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Pack (rows, numel) of any float dtype into (rows, nbytes) of uint8."""
+
+    def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the fp32 values (rows, numel) of packed rows."""
+
+
+class _Bfloat16:
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.bfloat16().view(torch.uint8)
+
+    def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
+        return packed.view(torch.bfloat16).float()
+
+
 class _Quantized:
     """Packs rows of floats into rows of bytes: the integers of all blocks, then their scales."""
 
@@ -96,8 +116,7 @@ class _Quantized:
             raise OptionError(f"block is a number of elements of at least 1, got {block}")
         self._block = block
 
-    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Pack (rows, numel) of any float dtype into (rows, nbytes) of uint8."""
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
         padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % self._block))
         cut = padded.view(len(rows), -1, self._block)
         largest = cut.abs().amax(dim=2)
@@ -105,8 +124,7 @@ class _Quantized:
         integers = torch.nan_to_num(cut.mul_(127 / largest.clamp(min=_SMALLEST).unsqueeze(2))).round_()
         return torch.cat([integers.to(torch.int8).flatten(1).view(torch.uint8), largest.view(torch.uint8)], 1)
 
-    def _unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the fp32 values (rows, numel) of packed rows."""
+    def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
         integers, largest = packed.tensor_split([numel + -numel % self._block], 1)
         values = integers.view(torch.int8).view(len(packed), -1, self._block).float()
         values.mul_(largest.contiguous().view(torch.float32).unsqueeze(2) / 127)
@@ -131,6 +149,10 @@ class _Quantized:
         return None
 
 
+# By the dtype that a caller names, how rows are sent between hosts.
+PACKINGS: Mapping[torch.dtype, Packing] = MappingProxyType({torch.bfloat16: _Bfloat16(), torch.int8: _Quantized()})
+
+
 class QuantizedAllGather(_Quantized):
     """Implements :class:`AllGather` in 8-bit integers. All ranks use the same rounded values, also for their own slice.
 
@@ -146,10 +168,10 @@ class QuantizedAllGather(_Quantized):
     ) -> Pending | None:
         """Implement :class:`AllGather`."""
         size, numel = dist.get_world_size(group), input_tensor.numel()
-        own = self._pack(input_tensor.view(1, -1))
+        own = self.pack(input_tensor.view(1, -1))
         packed = own.new_empty(size, own.shape[1])
         work = torch_comm.all_gather_single(packed.view(-1), own.view(-1), group=group, async_op=True)
-        return self._started(work, output_tensor, lambda: self._unpack(packed, numel), async_op=async_op)
+        return self._started(work, output_tensor, lambda: self.unpack(packed, numel), async_op=async_op)
 
 
 class QuantizedReduceScatter(_Quantized):
@@ -174,7 +196,7 @@ class QuantizedReduceScatter(_Quantized):
         if op != dist.ReduceOp.SUM:
             raise OptionError(f"QuantizedReduceScatter sums; got op={op}. Divide afterwards.")
         size, numel = dist.get_world_size(group), output_tensor.numel()
-        sent = self._pack(input_tensor.view(size, numel))
+        sent = self.pack(input_tensor.view(size, numel))
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        return self._started(work, output_tensor, lambda: self._unpack(received, numel).sum(0), async_op=async_op)
+        return self._started(work, output_tensor, lambda: self.unpack(received, numel).sum(0), async_op=async_op)

@@ -160,6 +160,8 @@ class CollectiveChoice:
         reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
         reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
         backend: the library's are the backend's all_gather and reduce_scatter, also where others are cheaper.
+        gathered_between_hosts, reduced_between_hosts: dtype, a key of ``PACKINGS``, of the rows that all-gathers and
+            reduce-scatters send from one host to another; None sends them as they are.
     """
 
     all_gather: AllGather | None = None
@@ -168,6 +170,17 @@ class CollectiveChoice:
     reduce_memory: Allocate | None = None
     reduce_group: RankGroup | None = None
     backend: bool = False
+    gathered_between_hosts: torch.dtype | None = None
+    reduced_between_hosts: torch.dtype | None = None
+
+    @property
+    def of_library(self) -> CollectiveChoice:
+        """The parts that the library's own collectives follow."""
+        return CollectiveChoice(
+            backend=self.backend,
+            gathered_between_hosts=self.gathered_between_hosts,
+            reduced_between_hosts=self.reduced_between_hosts,
+        )
 
 
 class CustomCollectives(Collectives):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -35,13 +34,14 @@ def collectives_for(
         assert rank_group.group is not None
         if choice.backend or not moves_by_gloo(rank_group.group, device):
             return Collectives(rank_group)
-        of_gloo = SharedMemoryCollectives if device.type == "cpu" else GlooAcceleratorCollectives
-        return of_gloo(rank_group, unit, name)
+        if device.type == "cpu":
+            return SharedMemoryCollectives(rank_group, unit, name, choice=choice)
+        return GlooAcceleratorCollectives(rank_group, unit, name)
 
     if rank_group.group is None or rank_group.size == 1:
         return None
     own = of_library(rank_group)
-    if replace(choice, backend=False) == _OWN:
+    if choice == choice.of_library:
         return own
     return CustomCollectives(own, own if choice.reduce_group is None else of_library(choice.reduce_group), choice)
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm import RankGroup, failures
+from fsdp_flat.comm import CollectiveChoice, RankGroup, failures
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.comm.shm.connect import hosts_of
-from fsdp_flat.errors import PeerFailureError
+from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.comm.test_collectives import DTYPES, contribution
 from tests.runtime.kit import MESSAGES, Twin, recorded, sgd
 from tests.support import assert_close, assert_equal, on_ranks
@@ -282,3 +282,108 @@ def test_collectives_in_8_bits_train_over_hosts_as_on_one(rank: int) -> None:
             return full_params(model)
 
     assert_close(weights("aabb"), weights("aaaa"), atol=1e-6, rtol=1e-5)
+
+
+def trained_between(places: str, rank: int, **dtypes: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Take one step with dtypes between hosts; return the model, and the full gradients."""
+    torch.manual_seed(0)
+    model = wrapped(Stack(), auto_wrap_policy=BLOCKS, process_group=dist.new_group())
+    use_collectives(model, **dtypes)
+    square_loss(model, batch(rank)).backward()
+    return model, full_grads(model)
+
+
+# Of the largest magnitude in a block, the largest error of an element.
+ERRORS = {torch.bfloat16: 1 / 256, torch.int8: 1 / 254}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dtype", list(ERRORS))
+def test_gradients_are_rounded_between_hosts_alone(dtype: torch.dtype, rank: int) -> None:
+    with on_hosts("aabb"):
+        _, exact = trained_between("aabb", rank)
+        _, rounded = trained_between("aabb", rank, reduce_dtype_between_hosts=dtype)
+        # Each host's sum of one slice is rounded once; it is at most as large as both together here.
+        largest = 2 * max(float(value.abs().max()) for value in exact.values())
+        assert_close(rounded, exact, atol=largest * ERRORS[dtype], rtol=0)
+        assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
+    with on_hosts("aaaa"):
+        _, on_one = trained_between("aaaa", rank, reduce_dtype_between_hosts=dtype)
+        _, exact = trained_between("aaaa", rank)
+        assert_equal(on_one, exact, what="on one host")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("dtype", list(ERRORS))
+def test_all_ranks_compute_with_the_same_rounded_parameters_and_keep_exact_ones(
+    dtype: torch.dtype, use_orig_params: bool, rank: int
+) -> None:
+    with on_hosts("abba"):
+        torch.manual_seed(0)
+        module = Stack()
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        seen: dict[str, torch.Tensor] = {}
+        names = [name for name, _ in module.blocks[0].named_parameters()]
+
+        def note(block: nn.Module, *_: Any) -> None:
+            found = [getattr(block.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names)]
+            seen["whole"] = torch.cat([value.detach().flatten() for value in found])
+
+        module.blocks[0].register_forward_hook(note)
+        model = wrapped(
+            module, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, process_group=dist.new_group()
+        )
+        use_collectives(model, param_dtype_between_hosts=dtype)
+        square_loss(model, batch(rank)).backward()
+        everywhere = [torch.empty_like(seen["whole"]) for _ in range(4)]
+        dist.all_gather(everywhere, seen["whole"])
+        for other in everywhere:
+            assert_equal(other, everywhere[0], what="the parameters of a forward on another rank")
+        exact = torch.cat([value.flatten() for name, value in before.items() if name.startswith("blocks.0.")])
+        assert_close(seen["whole"], exact, atol=float(exact.abs().max()) * ERRORS[dtype], rtol=0)
+        assert not torch.equal(seen["whole"], exact)
+        assert_equal(full_params(model), before, what="summon_full_params")
+
+
+@on_ranks(4)
+def test_values_that_are_not_finite_stay_so_between_hosts_and_integers_and_empty_slices_stay_as_they_are(
+    rank: int,
+) -> None:
+    with on_hosts("aabb"):
+        rank_group = RankGroup.of(dist.new_group())
+        for dtype in ERRORS:
+            choice = CollectiveChoice(gathered_between_hosts=dtype, reduced_between_hosts=dtype)
+            ours = SharedMemoryCollectives(rank_group, choice=choice)
+            full = torch.ones(20)
+            full[3] = float("inf") if rank == 3 else 1.0
+            result = ours.begin_reduce_scatter(full).wait()
+            assert bool(result.isfinite().all()) == (rank != 0)
+            ours.begin_reduce_scatter(torch.ones(0)).wait()
+            for kept in (torch.arange(4), torch.zeros(0), torch.ones(4, dtype=torch.bool)):
+                slices = kept.clone()
+                assert_equal(ours.begin_all_gather(slices).wait(), kept)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.bfloat16, 2000), (torch.int8, 1024 + 16)])
+def test_fewer_bytes_cross_between_hosts(dtype: torch.dtype, nbytes: int, rank: int) -> None:
+    with on_hosts("aabb"):
+        choice = CollectiveChoice(gathered_between_hosts=dtype, reduced_between_hosts=dtype)
+        unit = SharedMemoryCollectives(RankGroup.of(dist.new_group()), choice=choice)
+        unit.begin_all_gather(torch.zeros(4 * 1000)).wait()
+        with recorded() as record:
+            unit.begin_all_gather(torch.zeros(4 * 1000)).wait()
+            unit.begin_reduce_scatter(torch.zeros(4 * 1000)).wait()
+        crossing = [call.nbytes for call in record.calls if call.name not in MESSAGES]
+        assert sorted(crossing) == [0, 0, nbytes, nbytes]
+
+
+@pytest.mark.parametrize("name", ["param_dtype_between_hosts", "reduce_dtype_between_hosts"])
+def test_a_dtype_between_hosts_is_one_of_two_and_of_the_librarys_collectives(name: str) -> None:
+    with pytest.raises(OptionError, match=rf"{name} is torch.bfloat16, torch.int8 or None; got torch.float16"):
+        use_collectives(nn.Linear(2, 2), **{name: torch.float16})
+    own = {"param_dtype_between_hosts": "all_gather", "reduce_dtype_between_hosts": "reduce_scatter"}[name]
+    replaced = QuantizedAllGather() if own == "all_gather" else QuantizedReduceScatter()
+    with pytest.raises(OptionError, match=f"{name} is for the library's own collectives"):
+        use_collectives(nn.Linear(2, 2), **{name: torch.int8, own: replaced})

@@ -9,6 +9,10 @@ one position of each host, such as the first of each, form a rail.
   with its rail, and adds those of its own slice, in the order of ranks too. Sums of 16-bit floats are computed in fp32,
   and rounded once for each host and at the end.
 
+A caller may choose that rows of wider floats are rounded to another dtype between hosts (``CollectiveChoice``). In an
+all-gather every rank gets the rounded values, this one too, so all compute with the same parameters; in a
+reduce-scatter each rank adds its own host's sum as it is.
+
 No thread is used. The second part of a collective, a relay or the exchange of sums, begins at the next call of this
 rank after the first part is complete, and at the latest when it waits for the result. On each rank the second parts of
 all all-gathers of a group begin in the order of the all-gathers, and those of reduce-scatters likewise, so they need no
@@ -25,7 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.flat_collectives import GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.custom import PACKINGS
+from fsdp_flat.comm.flat_collectives import (
+    CollectiveChoice,
+    GlooCollectives,
+    PlacesRows,
+    ReusesMemory,
+    sum_in_order,
+)
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts
 from fsdp_flat.comm.streams import Pending, unrecorded
@@ -82,9 +93,12 @@ def begin_second_parts(queue: deque[_TwoParts]) -> None:
 class HostCollectives(GlooCollectives):
     """Uses shared memory within the ``hosts`` of a group and gloo between them, for CPU tensors."""
 
-    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "", *, hosts: Hosts) -> None:
+    def __init__(
+        self, rank_group: RankGroup, unit: int = 0, name: str = "", *, hosts: Hosts, choice: CollectiveChoice
+    ) -> None:
         super().__init__(rank_group, unit, name)
         self._hosts = hosts
+        self._choice = choice
         self._local = hosts.local(self.rank)
         self._peers = [rank for rank in self._local if rank != self.rank]
         self._rails = {rank: hosts.rail(rank) for rank in self._local}
@@ -97,7 +111,14 @@ class HostCollectives(GlooCollectives):
         self._begin_second_parts()
         slices = tensor.chunk(self.size) if target is None else ()
         own = slices[self.rank] if target is None else tensor
-        direct, relayed, rail = self._hosts.direct, self._hosts.relayed, self._rails[self.rank]
+        # A copy, since a caller may write to its own memory while it is sent.
+        sent, unpacked = _packed(own.clone(), self._choice.gathered_between_hosts)
+        if sent.dtype is not own.dtype:
+            own = unpacked(sent)
+            if target is None:
+                slices[self.rank].copy_(own)
+        direct, relayed = self._hosts.direct, self._hosts.relayed
+        others = [rank for rank in self._rails[self.rank] if rank != self.rank]
 
         def place(rank: int, row: torch.Tensor) -> None:
             if target is None:
@@ -114,12 +135,11 @@ class HostCollectives(GlooCollectives):
         direct.send("gather", dict.fromkeys(self._peers, own), unit=self._unit)
         if target is not None:
             target.place(self.rank, own.view(1, -1))
-        # A copy, since a caller may write to its own memory while it is sent.
-        rows, crossing = self._cross(dict.fromkeys(rail, own.clone()), self._hosts.gather_groups, "all-gather")
-        del rows[self.rank]
+        rows, crossing = self._cross(dict.fromkeys(others, sent), self._hosts.gather_groups, "all-gather")
 
         def relay() -> None:
-            for row in rows.values():
+            for rank, row in rows.items():
+                rows[rank] = row = unpacked(row)
                 relayed.send("gather", dict.fromkeys(self._peers, row), unit=self._unit)
 
         def finish() -> torch.Tensor:
@@ -138,6 +158,7 @@ class HostCollectives(GlooCollectives):
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
         self._begin_second_parts()
         slices, rail, direct = full.chunk(self.size), self._rails[self.rank], self._hosts.direct
+        dtype = self._choice.reduced_between_hosts
         for peer in self._peers:
             for rank in self._rails[peer]:
                 direct.send("reduction", {peer: slices[rank]}, unit=self._unit)
@@ -147,9 +168,16 @@ class HostCollectives(GlooCollectives):
             return slices[rank].copy_(sum_in_order(parts))
 
         def exchange() -> Pending:
-            sums = {rank: slices[rank] for rank in rail}
+            packed = {rank: _packed(slices[rank], dtype) for rank in rail if rank != self.rank}
+            sums = {rank: row for rank, (row, _) in packed.items()}
             received, works = self._cross(sums, self._hosts.reduce_groups, "reduce-scatter")
-            return Pending(works, full, lambda: sum_in_order([received[rank] for rank in rail]))
+
+            def total() -> torch.Tensor:
+                parts = {self.rank: slices[self.rank]}
+                parts.update((rank, unpacked(received[rank])) for rank, (_, unpacked) in packed.items())
+                return sum_in_order([parts[rank] for rank in rail])
+
+            return Pending(works, full, total)
 
         first = [
             direct.expect("reduction", self._peers, slices[rank], partial(add, rank), unit=self._unit) for rank in rail
@@ -160,21 +188,32 @@ class HostCollectives(GlooCollectives):
     def _cross(
         self, rows: dict[int, torch.Tensor], groups: tuple[RankGroup, RankGroup], operation: str
     ) -> tuple[dict[int, torch.Tensor], list[Any]]:
-        """Begin to exchange ``rows``, one for each rank of the rail; return those received, by rank, and the works.
+        """Begin to send ``rows`` to the other ranks of the rail; return those received, by rank, and the works.
 
         Each direction has connections of its own. Else a rank that is ready to receive could not say so before the
         bytes that it sends itself have passed, and the two directions would take turns.
         """
-        rail, own = self._rails[self.rank], rows[self.rank]
+        rail, row = self._rails[self.rank], next(iter(rows.values()))
         lower, higher = ([rank for rank in rail if rank < self.rank], [rank for rank in rail if rank > self.rank])
-        received, works = dict.fromkeys(rail, own), []
+        received: dict[int, torch.Tensor] = {}
+        works = []
         for group, targets, sources in zip(groups, (higher, lower), (lower, higher)):
-            sent = rows[targets[0]] if len(targets) == 1 else torch.cat([own[:0], *(rows[rank] for rank in targets)])
-            into = own.new_empty(len(sources), own.numel())
+            sent = rows[targets[0]] if len(targets) == 1 else torch.cat([row[:0], *(rows[rank] for rank in targets)])
+            into = row.new_empty(len(sources), row.numel())
             received.update(zip(sources, into))
-            of_source, to_target = ([own.nbytes * (rank in ranks) for rank in rail] for ranks in (sources, targets))
+            of_source, to_target = ([row.nbytes * (rank in ranks) for rank in rail] for ranks in (sources, targets))
             # As bytes, for gloo does not send every dtype.
             out, sent = into.view(-1).view(torch.uint8), sent.view(torch.uint8)
             work = dist.all_to_all_single(out, sent, of_source, to_target, group=group.group, async_op=True)
             works.append(self._watched(work, operation, sources or targets))
         return received, works
+
+
+def _packed(
+    row: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return a row in the bytes of ``dtype`` if these are fewer, else as it is, and the function that reads it."""
+    if dtype is None or not row.numel() or not row.is_floating_point() or row.itemsize <= dtype.itemsize:
+        return row, lambda received: received
+    packing, numel, own = PACKINGS[dtype], row.numel(), row.dtype
+    return packing.pack(row.view(1, -1)).view(-1), lambda each: packing.unpack(each.view(1, -1), numel).view(-1).to(own)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 
 from fsdp_flat.comm.failures import unit_names
-from fsdp_flat.comm.flat_collectives import GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.flat_collectives import (
+    CollectiveChoice,
+    GlooCollectives,
+    PlacesRows,
+    ReusesMemory,
+    sum_in_order,
+)
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import hosts_of, transport_of
 from fsdp_flat.comm.shm.host_collectives import HostCollectives
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.comm.streams import Pending, unrecorded
+
+_OWN = CollectiveChoice()
 
 
 class SharedMemoryCollectives(GlooCollectives):
@@ -19,8 +27,11 @@ class SharedMemoryCollectives(GlooCollectives):
     The first call determines which, by a collective. A group that spans hosts uses both (``HostCollectives``).
     """
 
-    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
+    def __init__(
+        self, rank_group: RankGroup, unit: int = 0, name: str = "", *, choice: CollectiveChoice = _OWN
+    ) -> None:
         super().__init__(rank_group, unit, name)
+        self._choice = choice
         self._transport: SharedMemoryTransport | None = None
         self._elsewhere = GlooCollectives(rank_group, unit, name)
         self._is_connected = False
@@ -30,7 +41,7 @@ class SharedMemoryCollectives(GlooCollectives):
         self._transport = transport_of(self.rank_group)
         hosts = hosts_of(self.rank_group)
         if hosts is not None:
-            self._elsewhere = HostCollectives(self.rank_group, self._unit, self._name, hosts=hosts)
+            self._elsewhere = HostCollectives(self.rank_group, self._unit, self._name, hosts=hosts, choice=self._choice)
         self._is_connected = True
         return self._transport
 
