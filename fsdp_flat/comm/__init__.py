@@ -28,7 +28,7 @@ from fsdp_flat.comm.exchanges import (
     exchange_ints,
     true_on_any_rank,
 )
-from fsdp_flat.comm.failures import report_failure, unit_names
+from fsdp_flat.comm.failures import report_failure, reported_failure, unit_names
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
 from fsdp_flat.comm.rank_groups import (
     ALONE,

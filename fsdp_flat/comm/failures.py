@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -85,6 +85,18 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
         reported.add(group)
         report = f"{number} {text[:_TEXT_LENGTH]}"
         _ask(group, lambda store: store.set(_KEY % rank_group.rank, report))
+
+
+@contextmanager
+def reported_failure(rank_groups: Iterable[RankGroup]) -> Iterator[None]:
+    """Have the next collective of other ranks raise with the text of an exception in the block."""
+    try:
+        yield
+    except Exception as error:
+        follows = isinstance(error, PeerFailureError)
+        for rank_group in rank_groups:
+            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
+        raise
 
 
 def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:

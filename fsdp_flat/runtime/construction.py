@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,18 +12,17 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member_of
 from fsdp_flat.comm import (
-    RankGroup,
     ShardingGroups,
     Strategy,
     agree,
     digest_of,
     encoded,
-    report_failure,
+    reported_failure,
     resolve_groups,
     strategy_from,
     true_on_any_rank,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, TiedParameterError
+from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.flat import adapter_of, check_adapter, is_managed, modules_of, named_sites, owner_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.build import (
@@ -145,7 +144,8 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
     options = _options_from(arguments)
     plan, ignored, compared = _agreed_plan(module, arguments, options)
-    with _reported_failure(options.groups.rank_groups):
+    # Ranks have agreed on the plan, and do so again where callers' code runs; another error may be of this rank alone.
+    with reported_failure(options.groups.rank_groups):
         call = _prepare(module, plan, options, ignored)
         names = {unit.module: unit.fqn for unit in plan.units}
         # Most units have the same arguments: those of one call are validated once.
@@ -173,22 +173,6 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         unit_id = digest_of(f"{call.number}/".encode())
         name, nested = type(module).__name__, units_of(module)
         return build_unit(module, name, options, ignored=ignored, nested=nested, call=call, unit_id=unit_id)
-
-
-@contextmanager
-def _reported_failure(rank_groups: Sequence[RankGroup]) -> Iterator[None]:
-    """Have the next collective of other ranks raise with the text of an exception in the block.
-
-    Ranks have agreed on the plan, and do so again where callers' code runs, but any other error while units are built
-    may be of this rank alone. The others have built theirs.
-    """
-    try:
-        yield
-    except Exception as error:
-        follows = isinstance(error, PeerFailureError)
-        for rank_group in rank_groups:
-            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
-        raise
 
 
 def _agreed_plan(

@@ -20,7 +20,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import barrier, true_on_any_rank
+from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
@@ -159,6 +159,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     units = [each for each in units_of(wrapper) if each.options.front.has_wrapper] if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
     unmanaged: RankZeroTensors | None = None
+    rank_groups: list[RankGroup] = []
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
         if outermost and codec.communicates:
@@ -179,7 +180,9 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
         inner = partial(wrapped.state_dict, **kwargs)
-        state = _save_unit(unit, codec, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
+        # A hook may raise on one rank alone, while others wait in an all-gather.
+        with reported_failure(rank_groups):
+            state = _save_unit(unit, codec, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
     finally:
         _saves.reset(token)
     if outermost:

@@ -28,7 +28,7 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import RankGroup, agreement
 from fsdp_flat.comm.shm import transport_of
-from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.errors import PeerFailureError, PhaseError, UsageError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
 from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
@@ -365,6 +365,26 @@ def test_a_save_on_rank_zero_alone_is_found_and_the_group_goes_on(kind: Any, ran
     assert_equal(
         train(other, other_optimizer, TASKS["uneven"], range(1)), train(model, optimizer, TASKS["uneven"], range(1))
     )
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_other_ranks_are_told_of_a_hook_that_raises_on_one(kind: Any, rank: int) -> None:
+    """A module's pre-hook may change parameters, so the all-gather comes after it."""
+    model = shard(seeded(), process_group=dist.new_group())
+    square_loss(model, batch(rank)).backward()
+    inner = next(module for module in model.modules() if isinstance(module, Block))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no disk")
+
+    inner.register_state_dict_pre_hook(fail if rank == 1 else lambda *_: None)
+    begun = time.monotonic()
+    with FSDP.state_dict_type(model, kind):
+        with pytest.raises(ValueError if rank == 1 else PeerFailureError, match="no disk"):
+            model.state_dict()
+    assert time.monotonic() - begun < 30
+    dist.barrier()
 
 
 @on_ranks(2)
