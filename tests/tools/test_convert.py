@@ -170,6 +170,11 @@ resource.setrlimit(resource.RLIMIT_DATA, (used + {BUDGET}, used + {BUDGET}))
 for source, kind in (("in.pt", "dcp"), ("dcp", "safetensors"), ("safetensors", "full"), ("full", "sharded")):
     assert main(["convert", source, kind, "--to", kind, "--ranks", "3"]) == 0
     assert main(["diff", "in.pt", kind, "--key", "model"]) == 0
+for source, file in (("dcp", "one.safetensors"), ("sharded", "one.pt")):
+    assert main(["consolidate", source, file]) == 0
+    assert main(["diff", "in.pt", file, "--key", "model"]) == 0
+assert main(["reshard", "sharded", "of_two", "--ranks", "2"]) == 0
+assert main(["verify", "of_two"]) == 0
 try:
     torch.load("in.pt", weights_only=True)
 except RuntimeError as error:
