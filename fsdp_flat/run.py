@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import io
+import json
 import os
 import runpy
 import sys
@@ -25,7 +26,10 @@ options, before the script:
   -m module          run a module or a package, as python -m does
   -f, --fully-shard  take over FSDP2's names too (fully_shard, FSDPModule, ...)
   -v, --verbose      say on stderr which names fsdp_flat takes over
+  --json             the same, as JSON
   -h, --help         show this text
+
+Example: torchrun --nproc-per-node 2 -m fsdp_flat.run train.py --lr 1e-3
 """
 
 
@@ -38,25 +42,24 @@ def main(arguments: list[str]) -> None:
     Raises:
         SystemExit: with the exit status of the script; 2 if the command line is wrong or there is no such script.
     """
-    rest = list(arguments)
-    verbose = fully_shard = False
+    rest, given = list(arguments), set()
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         option = rest.pop(0)
-        if option in ("-h", "--help"):
-            print(_USAGE, end="")
-            raise SystemExit(0)
-        if option not in ("-v", "--verbose", "-f", "--fully-shard"):
+        if option not in ("-f", "--fully-shard", "-h", "--help", "--json", "-v", "--verbose"):
             _fail(f"unknown option {option}; options of the script come after it")
-        verbose = verbose or option in ("-v", "--verbose")
-        fully_shard = fully_shard or option in ("-f", "--fully-shard")
+        given.add(option.strip("-")[0])
+    if "h" in given:
+        print(_USAGE, end="")
+        raise SystemExit(0)
+    fully_shard = "f" in given
     is_module = rest[:1] == ["-m"]
-    rest = rest[1:] if is_module else rest
+    rest = rest[is_module:]
     if not rest:
         _fail("no module named after -m" if is_module else "no script given")
     client_gates.start_processes_with(("-m", "fsdp_flat.run", *(["--fully-shard"] if fully_shard else [])))
     done = install(fully_shard)
-    if verbose:
-        print(f"fsdp_flat: {done}", file=sys.stderr, flush=True)
+    if given - {"f"}:
+        print(json.dumps(done.replaced) if "j" in given else f"fsdp_flat: {done}", file=sys.stderr)
     sys.argv = rest
     sys.modules["__main__"] = ModuleType("__main__")
     sys.excepthook = _without_our_frames(sys.excepthook)
@@ -68,12 +71,12 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_script(path: str) -> None:
+    absolute = os.path.abspath(path)
     try:
-        with io.open_code(os.path.abspath(path)) as file:
+        with io.open_code(absolute) as file:
             source = file.read()
     except OSError as error:
         _fail(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
-    absolute = os.path.abspath(path)
     if not getattr(sys.flags, "safe_path", False):
         # Under -m this is the working directory; a script expects its own directory there.
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -98,7 +101,7 @@ def _without_our_frames(show: Any) -> Any:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"fsdp_flat.run: {message}\n\n{_USAGE}", end="", file=sys.stderr)
+    print(f"fsdp_flat.run: {message}; see python -m fsdp_flat.run --help", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the command that ``fsdp-flat`` runs; only ``run``, ``migrate`` and ``--version`` work without an extra."""
+"""Chooses the command that ``fsdp-flat`` runs; those that run and rewrite code work without the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_flat import migrate, run
+from fsdp_flat.tools import to_fully_shard_command
 from fsdp_flat.version import __version__
 
 _WITHOUT_EXTRA = """\
 usage: fsdp-flat run script.py [arguments ...]      run an unmodified FSDP1 script (fsdp-flat run --help)
        fsdp-flat migrate [--write] PATH [PATH ...]  rewrite the imports of a codebase (fsdp-flat migrate --help)
+       fsdp-flat to-fully-shard [--write] PATH [PATH ...]  move wrapper code to fully_shard (the same, --help)
        fsdp-flat --version
 All other commands need typer and rich: pip install 'fsdp-flat[cli]'
 """
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.main(rest)
         return 0
     if command == "migrate":
-        return migrate.main(rest)
+        return migrate.main(rest, "fsdp-flat migrate")
+    if command == "to-fully-shard":
+        return to_fully_shard_command.main(rest)
     if given in (["-V"], ["--version"]):
         print(f"fsdp-flat {__version__}")
         return 0

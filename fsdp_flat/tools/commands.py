@@ -81,7 +81,7 @@ def _options(
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
-# Both are run by ``command.py``, which needs no extra; here they are for the list of commands.
+# These are run by ``command.py``, which needs no extra; here they are for the list of commands.
 @app.command("run", context_settings=_PASSED_ON, epilog="Example: fsdp-flat run train.py --lr 1e-3")
 def _run() -> None:
     """Run an FSDP1 script on fsdp_flat, unchanged."""
@@ -90,6 +90,11 @@ def _run() -> None:
 @app.command("migrate", context_settings=_PASSED_ON, epilog="Example: fsdp-flat migrate src/")
 def _migrate() -> None:
     """Rewrite a codebase's imports of FSDP1."""
+
+
+@app.command("to-fully-shard", context_settings=_PASSED_ON, epilog="Example: fsdp-flat to-fully-shard src/")
+def _to_fully_shard() -> None:
+    """Move wrapper code to fully_shard, where that is sure."""
 
 
 @app.command("ls", epilog="Example: fsdp-flat ls run")

@@ -47,14 +47,9 @@ def migrate_source(data: bytes) -> Migrated:
     """
     if not _is_of_interest(data):
         return Migrated(data, [])
-    try:
-        module = cst.parse_module(data)
-    except cst.ParserSyntaxError as error:
-        return Migrated(data, [Finding(error.raw_line, "error", "libcst cannot parse it; it is left as it is")])
-    except (UnicodeDecodeError, LookupError, SyntaxError) as error:
-        return Migrated(data, [Finding(1, "error", f"cannot be decoded ({error}); it is left as it is")])
-    if module.bytes != data:
-        return Migrated(data, [Finding(1, "error", "its layout would not survive; it is left as it is")])
+    module = parsed(data)
+    if isinstance(module, Finding):
+        return Migrated(data, [module])
     wrapper = meta.MetadataWrapper(module, unsafe_skip_copy=True)
     reached, notes = Reached(), Notes()
     wrapper.visit(reached)
@@ -64,6 +59,19 @@ def migrate_source(data: bytes) -> Migrated:
     if not plan.targets and not plan.rewritten:
         return Migrated(data, findings)
     return Migrated(wrapper.module.visit(Rewriter(plan)).bytes, findings)
+
+
+def parsed(data: bytes) -> cst.Module | Finding:
+    """Parse a module whose text will survive, or return why it cannot be."""
+    try:
+        module = cst.parse_module(data)
+    except cst.ParserSyntaxError as error:
+        return Finding(error.raw_line, "error", "libcst cannot parse it; it is left as it is")
+    except (UnicodeDecodeError, LookupError, SyntaxError) as error:
+        return Finding(1, "error", f"cannot be decoded ({error}); it is left as it is")
+    if module.bytes != data:
+        return Finding(1, "error", "its layout would not survive; it is left as it is")
+    return module
 
 
 def _is_of_interest(data: bytes) -> bool:

@@ -141,7 +141,9 @@ def test_a_wrong_command_line_says_so_and_exits_with_2(
     with pytest.raises(SystemExit) as caught:
         run(*arguments)
     assert caught.value.code == 2
-    assert told in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert told in errors
+    assert errors.count("\n") == 1
 
 
 def test_help_shows_the_three_ways_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +159,13 @@ def test_verbose_lists_the_names_on_stderr_only(tmp_path: Path, capsys: pytest.C
     output = capsys.readouterr()
     assert output.out == "done\n"
     assert "torch.distributed.fsdp: " in output.err
+
+
+def test_json_lists_them_as_pairs_of_module_and_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--json", written(tmp_path, "print('done')"))
+    output = capsys.readouterr()
+    assert output.out == "done\n"
+    assert ["torch.distributed.fsdp", "FullyShardedDataParallel"] in json.loads(output.err)
 
 
 def test_fsdp2s_names_are_the_librarys_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

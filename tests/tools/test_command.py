@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -229,28 +230,47 @@ def test_metadata_of_a_checkpoint_that_names_other_classes_is_refused_with_the_o
         (["ls", "text.pt"], "fsdp-flat ls: text.pt is no folder; show one checkpoint by: fsdp-flat show text.pt\n"),
         (["show", "empty"], "fsdp-flat show: empty is no checkpoint: it holds nothing."),
         (["show", "text.pt"], "fsdp-flat show: text.pt is no file of torch.save"),
+        (["migrate"], "fsdp-flat migrate: the following arguments are required: PATH; see fsdp-flat migrate --help\n"),
+        (["migrate", "--bad", "a"], "fsdp-flat migrate: unrecognized arguments: --bad; "),
+        (["to-fully-shard"], "fsdp-flat to-fully-shard: the following arguments are required: PATH; "),
+        (["run"], "fsdp_flat.run: no script given; see "),
         (["lst"], "fsdp-flat lst: No such command 'lst'."),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.pt").write_text("no archive")
     Path("empty").mkdir()
-    status, text, errors = run(*arguments)
+    try:
+        status, text, errors = run(*arguments)
+    except SystemExit as ended:
+        status, (text, errors) = ended.code, capsys.readouterr()
     assert (status, text, errors.count("\n")) == (2, "", 1)
     assert errors.startswith(told)
 
 
-def test_every_command_has_help_with_an_example_and_an_option_for_json(run: Run) -> None:
+def test_every_command_has_help_with_an_example_and_an_option_for_json(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     listed = run("--help")[1].partition("Commands:")[2].partition("\n\n")[0]
     commands = [line.split()[0] for line in listed.strip().splitlines()]
     assert {"run", "migrate", "ls", "show", "verify", "diff"} <= set(commands)
-    for command in sorted(set(commands) - {"run", "migrate"}):
-        status, text, _ = run(command, "--help")
+    assert "to-fully-shard" in commands
+    for command in commands:
+        try:
+            status, text, _ = run(command, "--help")
+        except SystemExit as ended:
+            status, text = ended.code, capsys.readouterr().out
         assert status == 0
-        assert f"Example: fsdp-flat {command} " in " ".join(text.split())
+        program = r"torchrun .* -m fsdp_flat\.run" if command == "run" else f"fsdp-flat {command}"
+        assert re.search(f"Example: {program} ", " ".join(text.split()))
         assert "--json" in text
 
 

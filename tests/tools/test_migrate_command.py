@@ -120,8 +120,11 @@ def test_python_m_ends_with_the_exit_status(folder: Path) -> None:
     assert done.stdout.startswith("--- a/package/train.py")
 
 
-def test_without_a_path_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_line_that_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: python -m fsdp_flat.migrate")
+    assert capsys.readouterr().err == (
+        "python -m fsdp_flat.migrate: the following arguments are required: PATH; "
+        "see python -m fsdp_flat.migrate --help\n"
+    )

@@ -1,0 +1,184 @@
+"""Runs a rewriter over files: prints a patch and a report, or changes the files; ``migrate`` and ``to-fully-shard``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from fsdp_flat.tools.migrate_source import Migrated
+
+_SKIPPED = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
+_UNSURE = ("check", "left", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """Describes a command that rewrites files.
+
+    Attributes:
+        name: what it is called by, for its errors.
+        description: what it does, for its help.
+        example: a call of it.
+        suffixes: endings of the files that it looks for in folders.
+        load: returns the function that rewrites files, which needs libcst.
+        what_next: returns what to do once files have changed, given their paths.
+    """
+
+    name: str
+    description: str
+    example: str
+    suffixes: tuple[str, ...]
+    load: Callable[[], Callable[[Mapping[Path, bytes]], Mapping[Path, Migrated]]]
+    what_next: Callable[[Sequence[Path]], str] = lambda paths: ""
+
+
+def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
+    """Run the command line of a tool.
+
+    Args:
+        tool: the tool.
+        arguments: the arguments without the program's name; by default those of the process.
+
+    Returns:
+        0 if nothing is left to do, 1 if changes are pending, 2 for findings to check and for errors.
+    """
+    options = _parser(tool).parse_args(arguments)
+    try:
+        rewrite = tool.load()
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] != "libcst":
+            raise
+        print(f"{tool.name} needs libcst, which is not installed: pip install 'fsdp-flat[migrate]'", file=sys.stderr)
+        return 2
+    files, findings = _files(options.paths, tool.suffixes)
+    sources: dict[Path, bytes] = {}
+    for path in files:
+        try:
+            sources[path] = path.read_bytes()
+        except OSError as error:
+            findings.append(_Finding(path, 0, "error", f"cannot be read: {error.strerror}"))
+    notebooks = {path: sources.pop(path) for path in list(sources) if path.suffix == ".ipynb"}
+    for path, data in notebooks.items():
+        if b"torch.distributed.fsdp" in data:
+            text = "notebooks are not rewritten; this one names torch.distributed.fsdp"
+            findings.append(_Finding(path, 1, "check", text))
+    done = rewrite(sources)
+    changed = {path: done[path].data for path in sources if done[path].data != sources[path]}
+    findings += [_Finding(path, each.line, each.kind, each.text) for path in sources for each in done[path].findings]
+    patch = b"".join(_patch(path, sources[path], data) for path, data in changed.items())
+    if options.write:
+        for path, data in changed.items():
+            path.write_bytes(data)
+    num_unsure = sum(found.kind in _UNSURE for found in findings)
+    after = tool.what_next([*changed]) if changed else ""
+    if options.json:
+        _show_json(files, changed, findings, patch, after, written=options.write)
+    else:
+        if not options.write:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(patch)
+            sys.stdout.buffer.flush()
+        for found in findings:
+            print(found, file=sys.stderr)
+        is_done = "changed" if options.write else "to change"
+        print(f"{len(changed)} of {len(files)} files {is_done}, {num_unsure} findings to check", file=sys.stderr)
+        print(after, end="", file=sys.stderr)
+    if num_unsure:
+        return 2
+    return 1 if changed and not options.write else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    path: Path
+    line: int  # 0: of the whole file
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}:{self.line}: {self.kind}: {self.text}"
+            if self.line
+            else f"{self.path}: {self.kind}: {self.text}"
+        )
+
+
+def _show_json(
+    files: Collection[Path],
+    changed: Collection[Path],
+    findings: Sequence[_Finding],
+    patch: bytes,
+    after: str,
+    *,
+    written: bool,
+) -> None:
+    result = {
+        "num_files": len(files),
+        "changed": [str(path) for path in changed],
+        "written": written,
+        "findings": [{**asdict(found), "path": str(found.path)} for found in findings],
+        "patch": patch.decode(errors="replace"),
+        "next": after,
+    }
+    print(json.dumps(result, indent=2))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser(tool: Tool) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=tool.name,
+        description=tool.description,
+        epilog=f"Example: {tool.example}. Exit status: 0, nothing is left to do; 1, changes are pending; "
+        "2, something to check, or an error.",
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder to look through")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--diff", action="store_true", help="print a patch and change nothing (the default)")
+    mode.add_argument("--write", action="store_true", help="change the files")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _files(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[list[Path], list[Any]]:
+    """Find files at and below ``paths``; return them and an error for each missing path."""
+    files: dict[Path, None] = {}
+    errors = []
+    for path in paths:
+        if path.is_dir():
+            files.update(dict.fromkeys(_below(path, suffixes)))
+        elif path.exists():
+            files[path] = None
+        else:
+            errors.append(_Finding(path, 0, "error", "there is no such file or folder"))
+    return list(files), errors
+
+
+def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
+        for name in sorted(names):
+            if name.endswith(suffixes):
+                yield Path(parent, name)
+
+
+def _patch(path: Path, before: bytes, after: bytes) -> bytes:
+    name = os.path.relpath(path).encode()
+    lines = difflib.diff_bytes(difflib.unified_diff, _lines(before), _lines(after), b"a/" + name, b"b/" + name)
+    return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
+
+
+def _lines(data: bytes) -> list[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+", data)
