@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
+SOURCES := fsdp_flat tests $(wildcard examples benchmarks docs setup.py)
 
-.PHONY: demo test test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix bench
-.PHONY: bench-scale clean
+.PHONY: demo test test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix docs
+.PHONY: bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -70,6 +70,10 @@ fix: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
+# The documentation site, in site/; a warning is an error. It is read by opening site/index.html.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # To select sizes, ranks and implementations: make bench BENCH="--preset communication --rounds 3".
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(BENCH)
@@ -83,6 +87,10 @@ $(INSTALLED): setup.py constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
 	touch $@
 
+.venv/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 .venv-clients/.installed: setup.py constraints.txt constraints-clients.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install -q -c constraints.txt torch numpy
@@ -93,5 +101,5 @@ $(INSTALLED): setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients .venv-versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-versions build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fsdp_flat tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

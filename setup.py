@@ -13,6 +13,8 @@ DEMO = ["tqdm", *PICTURES]
 CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
 MIGRATE = ["libcst"]
 CLI = ["typer>=0.29", "rich", "tqdm"]
+# What `make docs` builds the site with.
+DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 
 setup(
     name="fsdp-flat",
@@ -38,6 +40,7 @@ setup(
         "migrate": MIGRATE,
         "cli": CLI,
         "clients": CLIENTS,
+        "docs": DOCS,
         "dev": ["ruff", "mypy", *MIGRATE, *CLI, *TEST],
     },
     classifiers=[

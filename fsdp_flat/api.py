@@ -83,15 +83,13 @@ def is_a(value: object, class_name: str) -> bool:
 class ShardingStrategy(_NamedEnum):
     """Selects how parameters are sharded, and when they are freed.
 
-    ======================  ==========================  ==================  ====================  ==================
-    member                  sharded over                replicated over     freed after forward   after backward
-    ======================  ==========================  ==================  ====================  ==================
-    ``FULL_SHARD``          the group                   nothing             yes                   yes
-    ``SHARD_GRAD_OP``       the group                   nothing             no                    not in ``no_sync``
-    ``NO_SHARD``            nothing                     the group           nothing to free       nothing to free
-    ``HYBRID_SHARD``        the inner (shard) group     the outer group     yes                   yes
-    ``_HYBRID_SHARD_ZERO2`` the inner (shard) group     the outer group     no                    not in ``no_sync``
-    ======================  ==========================  ==================  ====================  ==================
+    | member | sharded over | replicated over | freed after forward | after backward |
+    |---|---|---|---|---|
+    | ``FULL_SHARD`` | the group | nothing | yes | yes |
+    | ``SHARD_GRAD_OP`` | the group | nothing | no | not in ``no_sync`` |
+    | ``NO_SHARD`` | nothing | the group | nothing to free | nothing to free |
+    | ``HYBRID_SHARD`` | the inner (shard) group | the outer group | yes | yes |
+    | ``_HYBRID_SHARD_ZERO2`` | the inner (shard) group | the outer group | no | not in ``no_sync`` |
     """
 
     FULL_SHARD = auto()

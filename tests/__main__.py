@@ -31,7 +31,7 @@ SESSIONS = (
         "tests/runtime/test_compile.py",
         "tests/surface/test_finetune_example.py",
     ),
-    ("tests/composable", "tests/parity", "tests/users"),
+    ("tests/composable", "tests/parity", "tests/users", "tests/site"),
 )
 # Run by a command of their own.
 APART = ("tests/hosts",)

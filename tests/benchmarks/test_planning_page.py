@@ -15,6 +15,7 @@ from benchmarks.model import GPT, Block, loss_of
 from benchmarks.spec import Setting
 from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.site.pages import shown_code
 from tests.support import on_ranks
 from tests.support.kit import wrapped
 
@@ -60,7 +61,7 @@ def test_the_blocks_of_code_on_the_page_run(rank: int, tmp_path: Path) -> None:
         loss_of(model, tokens).backward()
 
     names: dict[str, Any] = {"torch": torch, "GPT": GPT, "Block": Block, "config": setting, "loss_of": loss_of}
-    plans, fits, records = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    plans, fits, records = shown_code("planning.md")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for block in (plans, fits):

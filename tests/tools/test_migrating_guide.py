@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_flat
+from tests.site.pages import blocks_in
 from tests.support import on_ranks
 from tests.support.compare import assert_close, assert_equal
 from tests.support.kit import train_on
@@ -89,7 +90,7 @@ def blocks() -> dict[str, list[str]]:
     """The Python blocks, by the heading that they are under."""
     found: dict[str, list[str]] = {}
     for section in re.split(r"^## ", GUIDE.read_text(), flags=re.MULTILINE)[1:]:
-        found[section.partition("\n")[0]] = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+        found[section.partition("\n")[0]] = [block.code for block in blocks_in(section, GUIDE)]
     return found
 
 
@@ -100,7 +101,6 @@ def test_the_guide_has_the_blocks_that_are_run() -> None:
         "Checkpoints of FSDP1": 3,
         "From fairscale": 0,
         "From torch's FSDP2": 1,
-        "Wrapper or fully_shard": 0,
         "From the wrapper to fully_shard": 2,
         "On to FSDP2": 2,
     }

@@ -16,18 +16,15 @@ from torch import nn
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import errors
+from tests.site.pages import blocks_in, shown_code
 from tests.support import on_ranks
 from tests.support.kit import train_on
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DIFFERENCES = (ROOT / "docs" / "differences.md").read_text()
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-
-
-def python_blocks(text: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 def anchors_of(text: str) -> set[str]:
@@ -73,7 +70,7 @@ def with_fully_shard(program: str, block: str) -> str:
 
 @pytest.mark.parametrize("front", ["FSDP", "fully_shard"])
 def test_the_program_trains_on_two_ranks_with_either_front(front: str, tmp_path: Path) -> None:
-    program, block = python_blocks(README)
+    program, block = (found.code for found in blocks_in(README, ROOT / "README.md"))
     (tmp_path / "program.py").write_text(program if front == "FSDP" else with_fully_shard(program, block))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
@@ -124,8 +121,7 @@ def test_the_page_of_checkpoints_runs_from_the_first_run_to_the_next(tmp_path: P
         train_on(model, optimizer, [torch.ones(2, 6)])
 
     # One is of a client's model: tests/clients/test_hugging_face.py.
-    blocks = python_blocks((ROOT / "docs" / "checkpoints.md").read_text())
-    blocks = [block for block in blocks if "LlamaForCausalLM" not in block]
+    blocks = [block for block in shown_code("checkpoints.md") if "LlamaForCausalLM" not in block]
     assert len(blocks) == 4
     model = FSDP(nn.Linear(6, 4), use_orig_params=True)
     names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "train": train}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -302,15 +300,6 @@ def test_a_step_is_one_exchange_to_the_owners_and_one_back_whatever_the_number_o
     with mock.patch.object(P2PChannels, "wait", autospec=True, side_effect=P2PChannels.wait) as exchanges:
         optimizer.step()
     assert exchanges.call_count == 2
-
-
-@needs_muon
-@on_ranks(2)
-def test_the_example_of_the_documentation_runs() -> None:
-    text = (Path(__file__).parents[2] / "docs/matrix_optimizers.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    torch.manual_seed(0)
-    exec(compile(example, "docs/matrix_optimizers.md", "exec"), {})
 
 
 @on_ranks(2)

@@ -1,0 +1,63 @@
+"""The Python blocks of each page of docs/ run on two ranks, in their order, after the first block of Getting started.
+
+The first block of ``docs/getting_started.md`` has the imports and the model that all pages use. A page may have
+comments in its source: ``<!-- run`` and code, which prepares what the page speaks of, and ``<!-- not run: ... -->``
+above a block that cannot run here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.site.pages import PAGES, ROOT, blocks_in, blocks_of
+from tests.support import on_ranks
+
+# Pages whose results a test of their own looks at; it runs all their blocks.
+OTHER_TESTS = {
+    "checkpoints.md": "tests/users/test_4_1_first_page.py",
+    "migrating.md": "tests/tools/test_migrating_guide.py",
+    "planning.md": "tests/benchmarks/test_planning_page.py",
+}
+PAGES_WITH_CODE = [page for page in PAGES if page not in OTHER_TESTS and blocks_of(page)]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE)
+@on_ranks(2)
+def test_the_blocks_of_a_page_run_in_their_order(page: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": page}
+    first, *rest = blocks_of("getting_started.md")
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        for block in (first, *(rest if page == "getting_started.md" else blocks_of(page))):
+            if not block.reason:
+                block.run(names)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("page", OTHER_TESTS)
+def test_a_page_with_a_test_of_its_own_is_run_there(page: str) -> None:
+    assert page.rpartition("/")[2] in (ROOT / OTHER_TESTS[page]).read_text()
+    assert not any(block.hidden or block.reason for block in blocks_of(page))
+
+
+def test_blocks_are_found_with_their_lines_and_reasons() -> None:
+    text = "# A\n<!-- run\nx = 1\n-->\n```python\ny = x\n```\n<!-- not run: no time -->\n\n```python\nz\n```\n"
+    text += "```\nq\n```\n"
+    found = [(block.line, block.code, block.hidden, block.reason) for block in blocks_in(text, Path("a.md"))]
+    assert found == [(3, "x = 1\n", True, ""), (6, "y = x\n", False, ""), (11, "z\n", False, "no time")]
+
+
+def test_an_error_in_a_block_has_the_line_of_the_page() -> None:
+    (block,) = blocks_in("# A\n\n```python\nx = 1\nx / 0\n```\n", Path("a.md"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        block.run({})
+    last = caught.traceback[-1]
+    assert (str(last.path), last.lineno + 1) == ("a.md", 5)
