@@ -32,7 +32,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 MOST_TOKENS = {
     "": 5808,
     "checkpoint": 16654,
-    "comm": 19071,
+    "comm": 19505,
     "compat": 9701,
     "composable": 3668,
     "extras": 9455,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
+from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
@@ -33,8 +34,9 @@ _COLUMNS = 512
 _SMALL_NBYTES = 16384
 _MOST_ENTRIES = 1 << 16
 _CODES = {"all-gather": 1, "reduction": 2}
-# Key, in the store of a group, for the rank that is leaving a barrier.
+# Keys, in the store of a group, for the rank that is leaving a barrier, and for the barrier that another rank has left.
 _LEAVING = "fsdp_flat/leaving"
+_LEFT = "fsdp_flat/left/%d"
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 
@@ -238,17 +240,19 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | Non
 def barrier(what: str, rank_group: RankGroup) -> None:
     """Wait for all ranks of a group through its store, without a collective; errors name the caller's operation.
 
-    Every rank of the group must call this. Each rank sends two requests to the store, and one whenever it looks again.
+    Every rank of the group must call this. Each rank sends two requests to the store, and one or two whenever it looks
+    again.
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
-    rank 0 only. A rank that sends a different collective, or has ended, is detected within a second by the ranks that
-    share memory with it.
+    rank 0 only. A rank that has ended is detected within seconds, and one that sends a different collective within a
+    second by the ranks that share memory with it. The first rank that gives up tells those that wait with it, so that
+    they name the rank that it has named, and not it.
 
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
             if a rank has not arrived within the group's timeout.
-        PeerFailureError: if a rank has ended that has not arrived, and shares memory with this one.
+        PeerFailureError: if a rank has ended that has not arrived.
     """
     if not connected([rank_group]):
         return
@@ -263,31 +267,37 @@ def barrier(what: str, rank_group: RankGroup) -> None:
     waited = 0.0
     while not store_barrier.poll(min(max(waited / 20, _SHORTEST_POLL_S), POLL_INTERVAL_S)):
         waited = time.monotonic() - begun
-        absent = absences(rank_group)
-        for rank in store_barrier.missing() if absent else ():
-            if rank in absent and store_barrier.leave():
-                kind, sign = absent[rank]
-                raise kind(
-                    f"{what} was called on rank {rank_group.rank} of the group, and rank {rank} has not called it but "
-                    f"{sign}. It is a collective: every rank of the group must call it, at the same point. If the "
-                    f"output of rank {rank} has an error, that came first."
+        is_long = waited > POLL_INTERVAL_S
+        kind: type[Exception] = UsageError
+        reason, follows, is_alone = "", False, False
+        if is_long and store_barrier.was_left():
+            kind, reason, follows = PeerFailureError, "another rank has given up to wait for all", True
+        elif absent := absences(rank_group, asks_gloo=is_long):
+            for rank in store_barrier.missing():
+                if rank in absent and (not reason or follows):
+                    kind, sign = absent[rank]
+                    reason = f"rank {rank} has not called it but {sign}"
+                    follows = kind is PeerFailureError and has_failed(rank_group, [rank])
+        if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):
+            missing = store_barrier.missing()
+            is_alone = len(missing) == rank_group.size - 1
+            if waited >= limit or (is_alone and rank_group.rank == 0):
+                reason = f"rank(s) {missing} have not called it within {waited:.0f} seconds"
+            elif not warned and missing:
+                warned = True
+                warn_user(
+                    f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) "
+                    f"{missing}; every rank must call it."
                 )
-        if waited < patience or (warned and rank_group.rank and waited < limit):
-            continue
-        missing = store_barrier.missing()
-        if (len(missing) == rank_group.size - 1 and rank_group.rank == 0) or waited >= limit:
-            if store_barrier.leave():
-                raise UsageError(
-                    f"{what} was called on rank {rank_group.rank} of the group {waited:.0f} seconds ago, and rank(s) "
-                    f"{missing} have not called it. It is a collective: every rank of the group must call it, also "
-                    "those that do not use the result (rank0_only=True leaves theirs empty). If they are only late, "
-                    "call torch.distributed.barrier() before it."
-                )
-        elif not warned and missing:
-            warned = True
-            warn_user(
-                f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
-                "every rank must call it."
+        if reason and store_barrier.leave():
+            if not is_alone:
+                report_failure(rank_group, f"was in {what}, and {reason}")
+            said = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
+            raise kind(
+                f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{said} It is a collective: "
+                "every rank of the group must call it, at the same point, also one that does not use the result "
+                "(rank0_only=True leaves its result empty). If the output of another rank has an error, that came "
+                "first. If ranks are only late, call torch.distributed.barrier() before it."
             )
 
 
@@ -319,11 +329,16 @@ class _StoreBarrier:
         ranks = range(self._rank_group.size)
         return [rank for rank in ranks if self._store.add(f"fsdp_flat/arrived/{rank}", 0) < self._index]
 
+    def was_left(self) -> bool:
+        """Return whether a rank has left this barrier since this rank arrived there."""
+        key = _LEFT % self._rank_group.rank
+        return self._store.check([key]) and int(self._store.get(key)) == self._index
+
     def leave(self) -> bool:
         """Withdraw this rank's arrival, and return True; return False if all ranks have arrived, or another leaves now.
 
-        One rank leaves at a time: of two whose arrivals are both withdrawn for a moment, only one could see from the
-        count that all ranks had arrived.
+        The ranks that have arrived are told. One rank leaves at a time: of two whose arrivals are both withdrawn for a
+        moment, only one could see from the count that all ranks had arrived.
         """
         own = b"%d" % self._rank_group.rank
         if self._store.compare_set(_LEAVING, "", own.decode()) != own:
@@ -331,6 +346,11 @@ class _StoreBarrier:
         has_left = self._store.add(self._num_arrived, -1) < self._rank_group.size - 1
         if has_left:
             self._store.add(self._arrived, -1)
+            missing = self.missing()
+            for rank in self._rank_group.others:
+                if rank not in missing:
+                    self._store.set(_LEFT % rank, str(self._index))
+            self._store.delete_key(_LEFT % self._rank_group.rank)
         else:
             self._store.add(self._num_arrived, 1)
         self._store.delete_key(_LEAVING)

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
-from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo
+from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo, unseen_by_modes
 from fsdp_flat.errors import PeerFailureError
 
+_CPU = torch.device("cpu")
 _logger = logging.getLogger("fsdp_flat")
 # Time after which a rank logs which other ranks it waits for.
 WARN_AFTER_S = 10.0
@@ -33,6 +34,8 @@ _POLL_INTERVAL_S = 0.1
 # Time after which a store that has not answered is given up: its client would wait for a lost connection for minutes.
 _STORE_TIMEOUT_S = 3.0
 _TEXT_LENGTH = 2000
+# Of messages that are never received; a caller's tags are small.
+_TAG = 0x7F5D_F1A7
 # Of a rank's report in the store.
 _KEY = "fsdp_flat/failure/%d"
 _ADVICE = (
@@ -78,7 +81,7 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
     group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if group is None or not moves_by_gloo(group, torch.device("cpu")) or (follows and group in reported):
+        if group is None or not moves_by_gloo(group, _CPU) or (follows and group in reported):
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")
         number = _num_failures[group] = _num_failures.get(group, 0) + 1
@@ -129,20 +132,42 @@ def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
     return any(number > own for number, _ in _read_reports(rank_group, ranks).values())
 
 
-def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailureError:
-    """Report that this rank has failed in a collective, and return the error, with the reports of the others."""
-    own, others = f"was in {collective}", rank_group.others
-    report_failure(rank_group, own)
-    until = time.monotonic() + REPORT_TIMEOUT_S
+def ended_ranks(rank_group: RankGroup) -> list[int]:
+    """Return the other ranks that gloo has lost the connection to: their processes have ended.
+
+    gloo says so when this rank begins to send. It asks nothing of the other rank, and no rank receives what is sent.
+    """
+    group, found = rank_group.group, []
+    if group is not None and moves_by_gloo(group, _CPU):
+        with unseen_by_modes():
+            nothing = [torch.zeros(1, dtype=torch.uint8)]
+            for rank in rank_group.others:
+                try:
+                    group.send(nothing, rank, _TAG)
+                except RuntimeError:
+                    found.append(rank)
+    return found
+
+
+def reports_of_others(rank_group: RankGroup) -> str:
+    """Wait for the reports of the other ranks, and return a text of them and of the ranks without one."""
+    others, until = rank_group.others, time.monotonic() + REPORT_TIMEOUT_S
     while len(reports := _read_reports(rank_group, others)) < len(others) and time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)
     lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
     missing = [rank for rank in others if rank not in reports]
     if missing:
         lines.append(f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective")
+    return "; ".join(lines)
+
+
+def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailureError:
+    """Report that this rank has failed in a collective, and return the error, with the reports of the others."""
+    own = f"was in {collective}"
+    report_failure(rank_group, own)
     return PeerFailureError(
-        f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: {'; '.join(lines)}. "
-        f"{_ADVICE}"
+        f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: "
+        f"{reports_of_others(rank_group)}. {_ADVICE}"
     )
 
 

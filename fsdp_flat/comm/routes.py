@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import irecv, isend
 
+from fsdp_flat.comm.failures import ended_ranks
 from fsdp_flat.comm.flat_collectives import (
     CollectiveChoice,
     Collectives,
@@ -17,6 +18,7 @@ from fsdp_flat.comm.flat_collectives import (
 )
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transport
+from fsdp_flat.errors import PeerFailureError
 
 _OWN = CollectiveChoice()
 
@@ -99,7 +101,10 @@ class GroupChannel:
             work.wait()
 
 
-def absences(rank_group: RankGroup) -> dict[int, tuple[type[Exception], str]]:
+def absences(rank_group: RankGroup, *, asks_gloo: bool) -> dict[int, tuple[type[Exception], str]]:
     """Return ranks that come to no barrier now, each with an error and what the rank does; none if that is unknown."""
     transport = known_transport(rank_group)
-    return {} if transport is None else transport.absences()
+    found = {} if transport is None else transport.absences()
+    for rank in ended_ranks(rank_group) if asks_gloo else ():
+        found.setdefault(rank, (PeerFailureError, "has ended or closed its connections"))
+    return found

@@ -22,13 +22,14 @@ class Fault:
 
     ``strike`` gets the processes, the one to hit and the directory of checkpoints. ``told`` is a pattern that each
     surviving rank must print, with ``{victim}`` for the rank; None if the run must go on. ``leaves_all`` if all ranks
-    survive.
+    survive, ``is_silent`` if the timeout of the group is the only sign.
     """
 
     name: str
     strike: Callable[[list[BaseProcess], int, Path], None]
     told: str | None
     leaves_all: bool = False
+    is_silent: bool = False
 
     def said(self, victim: int) -> re.Pattern[str]:
         assert self.told is not None
@@ -65,7 +66,7 @@ def filler(directory: Path) -> Path:
 _NAMED = r"rank\(?s?\)? \[?([0-9]+, )*{victim}\b[^.]{{0,40}}(has ended|reported nothing|have not called it)"
 FAULTS = (
     Fault("a rank is killed", _kill, _NAMED),
-    Fault("a rank stops", _stop, _NAMED),
+    Fault("a rank stops", _stop, _NAMED, is_silent=True),
     Fault("a rank is slow", _slow, None),
     Fault("the disk is full", _fill, "No space left on device", leaves_all=True),
 )

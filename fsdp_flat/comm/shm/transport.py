@@ -189,7 +189,7 @@ class SharedMemoryTransport:
         """Return the bytes of transfers that are not confirmed as read, by rank, for ranks that have any."""
         return {rank: nbytes for rank, nbytes in self._unread_transfers.items() if nbytes}
 
-    def _check(self, ranks: Collection[int] = ()) -> None:
+    def _check(self, ranks: Collection[int] = (), purpose: str = "transfer", unit: int = 0) -> None:
         """Raise if collectives of ranks differ, if this is a forked child, or if one of ``ranks`` has ended.
 
         Messages that were dropped are confirmed first.
@@ -204,7 +204,7 @@ class SharedMemoryTransport:
                 "spawn, and let each make its own groups."
             )
         for rank in self._ended_ranks.intersection(ranks):
-            raise self._ended_error(rank)
+            raise self._ended_error(rank, purpose, unit)
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class SharedMemoryTransport:
             except ConnectionError as error:
                 # A rank that has ended needs no confirmation that its message was read.
                 if header.kind == _POST:
-                    raise self._ended_error(rank) from error
+                    raise self._ended_error(rank, _PURPOSES[header.purpose], header.unit) from error
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------
@@ -355,11 +355,14 @@ class SharedMemoryTransport:
                 found[rank] = PeerFailureError, "has ended or closed its connections"
         return found
 
-    def _ended_error(self, rank: int) -> PeerFailureError:
+    def _ended_error(self, rank: int, purpose: str, unit: int) -> PeerFailureError:
+        collective = self.describe(purpose, unit)
+        if failures.has_failed(self.rank_group, [rank]):
+            return failures.failure_in(collective, self.rank_group, f"rank {rank}, which has failed, has ended")
         return PeerFailureError(
-            f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} exchanges tensors "
-            f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
-            f"ended well, it made fewer steps than rank {self.rank}."
+            f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} is in "
+            f"{collective}. If the output of rank {rank} has an error, that came first and this one follows from it; "
+            f"if it ended well, it made fewer steps than rank {self.rank}."
         )
 
 
@@ -378,7 +381,7 @@ def wait_for(
     """
     poll = select.poll()
     for transport, ranks in sources.items():
-        transport._check(ranks)
+        transport._check(ranks, purpose, unit)
         for rank in ranks:
             poll.register(transport._peers[rank], select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     timeout_s = min(map(attrgetter("timeout_s"), sources))

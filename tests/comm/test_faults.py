@@ -1,0 +1,120 @@
+"""A rank that has ended, or goes elsewhere, is named by every other rank in seconds, and no other rank is."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import save_checkpoint
+from fsdp_flat.comm import RankGroup, barrier
+from fsdp_flat.comm.shm import transport_of
+from fsdp_flat.errors import UsageError
+from tests.support import on_ranks
+from tests.support.hosts import on_hosts
+from tests.support.kit import BLOCKS, Stack, batch, square_loss, wrapped
+from tests.support.pool import spawn
+
+# Within which a rank that has ended is named, and the timeout of the group, which must not be what tells.
+LIMIT_S, TIMEOUT_S = 10.0, 60.0
+
+
+@on_ranks(3, timeout=50)
+def test_a_rank_that_gave_up_to_wait_and_ended_is_not_named_as_the_one_that_is_absent(rank: int) -> None:
+    group = RankGroup.of(dist.new_group(timeout=timedelta(seconds=3)))
+    transport = transport_of(group)
+    assert transport is not None
+    if rank < 2:
+        time.sleep(rank)  # rank 0 gives up first
+        with pytest.raises(UsageError) as caught:
+            barrier("saving", group)
+        transport.leave()  # as the end of the process does
+        text = str(caught.value)
+        assert re.search(r"rank\(s\) \[2\] (have not called it|reported nothing)", text), text
+        assert not re.search(r"rank [01] has not called it|\[[01], 2\]", text), text
+    dist.barrier()
+
+
+Task = Callable[[FSDP, torch.optim.Optimizer, str], Any]
+
+
+def step(model: FSDP, optimizer: torch.optim.Optimizer, _folder: str) -> None:
+    square_loss(model, batch(dist.get_rank())).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def save(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    save_checkpoint(Path(folder) / "checkpoints", model, optimizer)
+
+
+def state_dict(model: FSDP, _optimizer: torch.optim.Optimizer, _folder: str) -> None:
+    model.state_dict()
+
+
+TASKS: dict[str, Task] = {"a step": step, "save_checkpoint": save, "state_dict": state_dict}
+
+
+@contextmanager
+def joined(rank: int, port: int, places: str) -> Iterator[dist.ProcessGroup]:
+    """Join a group with a rank on each of ``places`` and a store that is no rank's; the process ends with the block."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    limit = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(places), timeout=limit)
+    assert dist.group.WORLD is not None
+    with on_hosts(places):
+        yield dist.group.WORLD
+    # A rank that another one waits for in vain may not wait for it in turn.
+    os._exit(0)
+
+
+def end_before(rank: int, port: int, task: str, places: str, folder: str) -> None:
+    """Rank 2 ends before the task; each other rank writes its error, and after how many seconds."""
+    with joined(rank, port, places):
+        torch.manual_seed(0)
+        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer, folder)
+        dist.barrier()
+        if rank == 2:
+            return
+        write_error(folder, lambda: TASKS[task](model, optimizer, folder))
+
+
+def write_error(folder: str, task: Callable[[], object]) -> None:
+    """Run a task that raises; write after how many seconds, and the error."""
+    begun, error = time.monotonic(), "nothing"
+    try:
+        task()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    Path(folder, f"rank{dist.get_rank()}").write_text(f"{time.monotonic() - begun:.1f} s, {error}")
+
+
+def told(folder: Path, function: Callable[..., None], *arguments: str) -> dict[int, str]:
+    """Run a function on ranks of its own, and return what each wrote, by rank."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    spawn(function, store.port, *arguments, str(folder), num_ranks=4)
+    return {int(path.name[-1]): path.read_text() for path in sorted(folder.glob("rank*"))}
+
+
+@pytest.mark.parametrize("places", ["aaaa", "aabb", "abcd"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_rank_that_ended_is_named_by_all_others_in_seconds(task: str, places: str, tmp_path: Path) -> None:
+    texts = told(tmp_path, end_before, task, places)
+    assert texts.keys() == {0, 1, 3}, texts
+    for text in texts.values():
+        assert float(text.partition(" ")[0]) < LIMIT_S, texts
+        assert re.search(r"rank(\(s\))? \[?2\b\]?[^.]{0,40}(has ended|reported nothing)", text, re.IGNORECASE), texts
+        assert not re.search(r"rank [013] (of the group has|has not called it but has) ended", text), texts
