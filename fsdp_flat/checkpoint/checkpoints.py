@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
-from fsdp_flat.comm import digest_of, outliving_group
+from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
 from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import RankZeroTensors, Settings, differing_settings, group_settings, units_of
@@ -160,7 +160,8 @@ def save_checkpoint(
         return save
     # The script may destroy its process groups while its last checkpoint is written.
     # A gloo group communicates CPU tensors.
-    in_thread = Consensus(outliving_group(together.group), SAVING, torch.device("cpu"))
+    group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
+    in_thread = Consensus(group, SAVING, torch.device("cpu"))
     save._run(partial(_write, values, keep_last, in_thread), model, together.ranks)
     values.rank_zeros.warn()
     return save

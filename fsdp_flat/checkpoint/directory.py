@@ -253,7 +253,7 @@ class Consensus:
         if error is not None and self.size == 1:
             raise error
         own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
-        rows = exchange_ints(own, self.group, self.device)
+        rows = exchange_ints(own, self.group, self.device, self._words.doing)
         differ = len({digest for _, digest, *_ in rows}) > 1
         if differ or not all(ok for ok, *_ in rows):
             # A difference may be the cause of an error.
@@ -262,7 +262,8 @@ class Consensus:
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
-        payloads = exchange_bytes(encoded(text), self.group, self.device, only_on_rank0=only_on_rank0)
+        doing, sent = self._words.doing, encoded(text)
+        payloads = exchange_bytes(sent, self.group, self.device, doing, only_on_rank0=only_on_rank0)
         return list(map(decoded, payloads))
 
 

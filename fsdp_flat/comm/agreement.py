@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
-from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
+from fsdp_flat.comm.failures import first_wait_s, has_failed, report_failure, reports_of_others
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
@@ -129,17 +130,24 @@ class CollectiveLog:
 
 
 def exchange_if_different(
-    payload: bytes, rank_group: RankGroup, device: torch.device, *, compared: bytes | None = None
+    payload: bytes,
+    rank_group: RankGroup,
+    device: torch.device,
+    *,
+    compared: bytes | None = None,
+    doing: str = "",
 ) -> list[bytes] | None:
     """Return the payloads of all ranks, in rank order, or None if they (or ``compared``, if given) are equal.
 
-    Every rank of the group must call this. If payloads are equal, one integer is exchanged.
+    Every rank of the group must call this. If payloads are equal, one integer is exchanged. Errors say what ranks were
+    ``doing``.
     """
     if not connected([rank_group]):
         return None
     assert rank_group.group is not None
-    rows = exchange_ints([digest_of(payload if compared is None else compared)], rank_group.group, device)
-    return exchange_bytes(payload, rank_group.group, device) if len({digest for (digest,) in rows}) > 1 else None
+    digest = digest_of(payload if compared is None else compared)
+    rows = exchange_ints([digest], rank_group.group, device, doing)
+    return None if rows == [[digest]] * len(rows) else exchange_bytes(payload, rank_group.group, device, doing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +212,9 @@ def find_disagreement(
             sent = [type(found).__name__, str(found)]
         payload = "\n".join([str(is_linked), *sent])
         compared = "\n".join(map(_compared, payload.split("\n")))
-        payloads = exchange_if_different(encoded(payload), rank_group, device, compared=encoded(compared))
+        payloads = exchange_if_different(
+            encoded(payload), rank_group, device, compared=encoded(compared), doing=texts.doing
+        )
         by_rank = [decoded(each).split("\n") for each in payloads or [encoded(payload)]]
         if rank_group not in linked and any(flag == str(True) for flag, *_ in by_rank):
             linked.append(rank_group)
@@ -256,10 +266,12 @@ def barrier(what: str, rank_group: RankGroup) -> None:
     """
     if not connected([rank_group]):
         return
+    assert rank_group.group is not None
+    calls, looks = calls_of(rank_group.group), Looks(rank_group)
+    calls.add(f"the barrier of {what}")
     store_barrier = _StoreBarrier(rank_group)
     if store_barrier.is_complete:
         return
-    assert rank_group.group is not None
     limit = timeout_of(rank_group.group).total_seconds()
     patience = min(WARN_AFTER_S, limit)
     begun = time.monotonic()
@@ -278,6 +290,9 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                     kind, sign = absent[rank]
                     reason = f"rank {rank} has not called it but {sign}"
                     follows = kind is PeerFailureError and has_failed(rank_group, [rank])
+        difference = looks.difference() if waited > first_wait_s() and not reason else None
+        if difference is not None:
+            reason = "another rank is in another collective"
         if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):
             missing = store_barrier.missing()
             is_alone = len(missing) == rank_group.size - 1
@@ -290,10 +305,11 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                     f"{missing}; every rank must call it."
                 )
         if reason and store_barrier.leave():
+            calls.withdraw()
             if not is_alone:
                 report_failure(rank_group, f"was in {what}, and {reason}")
             said = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
-            raise kind(
+            raise difference or kind(
                 f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{said} It is a collective: "
                 "every rank of the group must call it, at the same point, also one that does not use the result "
                 "(rank0_only=True leaves its result empty). If the output of another rank has an error, that came "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_flat.comm.calls import calls_of
 from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
@@ -31,6 +32,8 @@ def begin_all_reduce(
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     work: Any
+    if tensor.device.type == "cpu" and rank_group.group is not None:
+        calls_of(rank_group.group).add(collective)
     with unseen_by_modes() if is_flags else nullcontext():
         work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
     if tensor.device.type == "cpu":
@@ -65,13 +68,15 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
+def exchange_ints(
+    values: list[int], group: dist.ProcessGroup, device: torch.device, doing: str = ""
+) -> list[list[int]]:
+    """All-gather a list of 64-bit integers, as many on every rank, by rank; errors say what they were ``doing``."""
     size = group.size()
     if size == 1 or is_fake(group):
         return [values] * size
     own = torch.tensor(values, dtype=torch.int64, device=control_device(group, device))
-    return [row.tolist() for row in _gathered(own, group)]
+    return [row.tolist() for row in _gathered(own, group, doing)]
 
 
 def encoded(text: str) -> bytes:
@@ -85,18 +90,28 @@ def decoded(payload: bytes) -> str:
 
 
 def exchange_bytes(
-    payload: bytes, group: dist.ProcessGroup, device: torch.device, *, only_on_rank0: bool = False
+    payload: bytes,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    doing: str = "",
+    *,
+    only_on_rank0: bool = False,
 ) -> list[bytes]:
-    """All-gather byte strings of any length, in rank order; with ``only_on_rank0`` the result is empty elsewhere."""
-    lengths = [length for (length,) in exchange_ints([len(payload)], group, device)]
+    """All-gather byte strings of any length, in rank order; with ``only_on_rank0`` the result is empty elsewhere.
+
+    Errors say what ranks are ``doing``.
+    """
+    lengths = [length for (length,) in exchange_ints([len(payload)], group, device, doing)]
     if len(lengths) == 1 or is_fake(group):
         return [payload] * len(lengths)
     own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
-    rows = _gathered(own.to(control_device(group, device)), group, only_on_rank0=only_on_rank0)
+    rows = _gathered(own.to(control_device(group, device)), group, doing, only_on_rank0=only_on_rank0)
     return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
 
 
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: bool = False) -> list[torch.Tensor]:
+def _gathered(
+    own: torch.Tensor, group: dist.ProcessGroup, doing: str, *, only_on_rank0: bool = False
+) -> list[torch.Tensor]:
     """Exchange tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
 
     A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
@@ -105,12 +120,14 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
     rank_group = RankGroup(group, group.rank(), group.size())
     rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
+    collective = f"an exchange between ranks{doing and f' while {doing}'}"
+    calls_of(group).add(collective)
     with unseen_by_modes():
         if only_on_rank0:
             work = dist.gather(own, rows or None, group_dst=0, group=group, async_op=True)
         else:
             work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):
-        work = WatchedWork(work, rank_group, "an exchange between ranks", rank_group.others, raises_early=False)
+        work = WatchedWork(work, rank_group, collective, rank_group.others, raises_early=False)
     work.wait()
     return rows

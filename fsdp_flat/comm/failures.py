@@ -3,7 +3,7 @@
 gloo reports only a closed connection or a timeout on every rank but one, and a rank that has raised sends nothing at
 all. A group's store has connections of its own, so ranks exchange reports of their failures through it. If it cannot be
 reached either, ranks go on without reports. A rank that waits for long says for which others, and looks for their
-reports.
+reports and their calls (``calls``).
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
-from fsdp_flat.comm.torch_comm import group_store, leave_time_for_gloo, unseen_by_modes
+from fsdp_flat.comm.torch_comm import ask_store, leave_time_for_gloo, unseen_by_modes
 from fsdp_flat.errors import PeerFailureError
 
+Made = TypeVar("Made")
 _CPU = torch.device("cpu")
 _logger = logging.getLogger("fsdp_flat")
-# Time after which a rank logs which other ranks it waits for.
+# Time after which a rank logs which other ranks it waits for, and that after which it looks for reports and calls.
 WARN_AFTER_S = 10.0
+LOOK_AFTER_S = 5.0
+LOOK_INTERVAL_S = 1.0
 # Ranks notice broken connections one after the other, so reports arrive over some time.
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
-# Time after which a store that has not answered is given up: its client would wait for a lost connection for minutes.
-_STORE_TIMEOUT_S = 3.0
 _TEXT_LENGTH = 2000
 # Of messages that are never received; a caller's tags are small.
 _TAG = 0x7F5D_F1A7
@@ -46,30 +50,6 @@ _ADVICE = (
 # because a group outlives models.
 _num_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
-# The last thread that made a request to a store, which answers one at a time.
-_asking: weakref.WeakKeyDictionary[dist.Store, threading.Thread] = weakref.WeakKeyDictionary()
-
-
-def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
-    """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
-    return _unit_names.setdefault(group, {})
-
-
-def _ask(group: dist.ProcessGroup, request: Callable[[dist.Store], object]) -> None:
-    """Make a request to a group's store; return without an answer if the store is gone or takes too long."""
-    store = group_store(group)
-
-    def run() -> None:
-        with suppress(Exception):
-            request(store)
-
-    earlier = _asking.get(store)
-    if earlier is not None and earlier.is_alive():
-        return
-    thread = _asking[store] = threading.Thread(target=run, name="fsdp_flat_store", daemon=True)
-    thread.start()
-    thread.join(_STORE_TIMEOUT_S)
 
 
 def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
@@ -85,9 +65,10 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")
         number = _num_failures[group] = _num_failures.get(group, 0) + 1
+        calls_of(group).has_failed = True
         reported.add(group)
         report = f"{number} {text[:_TEXT_LENGTH]}"
-        _ask(group, lambda store: store.set(_KEY % rank_group.rank, report))
+        ask_store(group, lambda store: store.set(_KEY % rank_group.rank, report))
 
 
 @contextmanager
@@ -114,7 +95,7 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tupl
 
     with suppress(Exception):  # the group may be gone
         assert rank_group.group is not None
-        _ask(rank_group.group, read)
+        ask_store(rank_group.group, read)
     return dict(reports)
 
 
@@ -123,7 +104,7 @@ def withdraw_report(group: dist.ProcessGroup | None) -> None:
     if group is not None and group in reported:
         reported.remove(group)
         with suppress(Exception):
-            _ask(group, lambda store: store.delete_key(_KEY % group.rank()))
+            ask_store(group, lambda store: store.delete_key(_KEY % group.rank()))
 
 
 def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
@@ -149,6 +130,27 @@ def ended_ranks(rank_group: RankGroup) -> list[int]:
     return found
 
 
+def while_ranks_live(make: Callable[[], Made], rank_group: RankGroup) -> Made:
+    """Return what ``make`` returns, which needs all ranks of a group; raise a PeerFailureError once one has ended."""
+    made: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    # A daemon: it ends by the group's timeout only, if a rank is missing.
+    threading.Thread(target=run, name="fsdp_flat_make", daemon=True).start()
+    while not wait([made], LOOK_INTERVAL_S).done:
+        if ended := ended_ranks(rank_group):
+            raise PeerFailureError(
+                f"Rank(s) {ended} of the group have ended or closed their connections while ranks made another group, "
+                f"as the first save in the background does. {_ADVICE}"
+            )
+    return made.result()
+
+
 def reports_of_others(rank_group: RankGroup) -> str:
     """Wait for the reports of the other ranks, and return a text of them and of the ranks without one."""
     others, until = rank_group.others, time.monotonic() + REPORT_TIMEOUT_S
@@ -171,24 +173,37 @@ def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailu
     )
 
 
+def first_wait_s() -> float:
+    """Return the time for which a rank waits before :func:`keep_waiting`."""
+    return min(LOOK_AFTER_S, WARN_AFTER_S)
+
+
 def keep_waiting(
-    is_over: Callable[[], bool],
+    is_over: Callable[[float], bool],
     rank_group: RankGroup,
     sources: Collection[int],
     collective: str,
     *,
     raises_early: bool = True,
 ) -> None:
-    """Log that this rank waits in a collective for the ranks ``sources``, and go on until ``is_over``, which waits too.
+    """Go on to wait in a collective for the ranks ``sources`` until ``is_over``, which waits for so many seconds.
 
-    Raise a PeerFailureError once one of them has reported a failure, if it ``raises_early``.
+    Log that once. Raise a RankMismatchError once a rank waits in another collective, and a PeerFailureError once one of
+    the ``sources`` has reported a failure, if it ``raises_early``.
     """
-    text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
-    _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
+    begun, is_logged, looks = time.monotonic() - first_wait_s(), False, Looks(rank_group)
     while True:
+        waited = time.monotonic() - begun
+        if waited >= WARN_AFTER_S and not is_logged:
+            is_logged = True
+            text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
+            _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
         if raises_early and has_failed(rank_group, sources):
             raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
-        if is_over():
+        if (error := looks.difference()) is not None:
+            report_failure(rank_group, f"was in {collective}")
+            raise error
+        if is_over(max(LOOK_INTERVAL_S, waited / 10)):
             return
 
 
@@ -217,7 +232,7 @@ class WatchedWork:
     def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""
         try:
-            if not self._is_over():
+            if not self._is_over(first_wait_s()):
                 early = self.raises_early
                 keep_waiting(self._is_over, self.rank_group, self.sources, self.collective, raises_early=early)
         except PeerFailureError:
@@ -227,9 +242,9 @@ class WatchedWork:
             first = str(error).partition("\n")[0].partition(". ")[0]
             raise failure_in(self.collective, self.rank_group, first) from error
 
-    def _is_over(self) -> bool:
+    def _is_over(self, seconds: float) -> bool:
         try:
-            self.work.wait(timedelta(seconds=WARN_AFTER_S))
+            self.work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             # The error of a Work that is still running; the group's timeout has a different text.
             if "Operation timed out" in str(error):

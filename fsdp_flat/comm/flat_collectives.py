@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import torch_comm
+from fsdp_flat.comm.calls import unit_names
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
-from fsdp_flat.comm.failures import WatchedWork, unit_names
+from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.rank_groups import RankGroup, global_ranks
 from fsdp_flat.comm.streams import Pending, unrecorded
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -15,6 +17,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.utils import _python_dispatch
 
+# Time after which a store that has not answered is given up: its client would wait for a lost connection for minutes.
+_STORE_TIMEOUT_S = 3.0
+# The last thread that made a request to a store, which answers one at a time.
+_asking: weakref.WeakKeyDictionary[dist.Store, threading.Thread] = weakref.WeakKeyDictionary()
 # Returns whether a profiler is running; the public ways to ask take much longer.
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
@@ -35,6 +41,22 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store of a group; torch has no public accessor for it."""
     store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
+
+
+def ask_store(group: dist.ProcessGroup, request: Callable[[dist.Store], object]) -> None:
+    """Make a request to a group's store; return without an answer if the store is gone or takes too long."""
+    store = group_store(group)
+
+    def run() -> None:
+        with suppress(Exception):
+            request(store)
+
+    earlier = _asking.get(store)
+    if earlier is not None and earlier.is_alive():
+        return
+    thread = _asking[store] = threading.Thread(target=run, name="fsdp_flat_store", daemon=True)
+    thread.start()
+    thread.join(_STORE_TIMEOUT_S)
 
 
 def new_group(

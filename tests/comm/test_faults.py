@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import save_checkpoint
-from fsdp_flat.comm import RankGroup, barrier
+from fsdp_flat.comm import RankGroup, barrier, failures, torch_comm
+from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
 from tests.support.hosts import on_hosts
-from tests.support.kit import BLOCKS, Stack, batch, square_loss, wrapped
+from tests.support.kit import BLOCKS, Stack, batch, patience, square_loss, wrapped
 from tests.support.pool import spawn
 
 # Within which a rank that has ended is named, and the timeout of the group, which must not be what tells.
@@ -118,3 +120,129 @@ def test_a_rank_that_ended_is_named_by_all_others_in_seconds(task: str, places: 
         assert float(text.partition(" ")[0]) < LIMIT_S, texts
         assert re.search(r"rank(\(s\))? \[?2\b\]?[^.]{0,40}(has ended|reported nothing)", text, re.IGNORECASE), texts
         assert not re.search(r"rank [013] (of the group has|has not called it but has) ended", text), texts
+
+
+def clip_twice(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    model.clip_grad_norm_(1.0)
+    step(model, optimizer, folder)
+
+
+def skip_a_backward(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    square_loss(model, batch(dist.get_rank()))
+    step(model, optimizer, folder)
+
+
+def keep_gradients(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    with model.no_sync():
+        square_loss(model, batch(dist.get_rank())).backward()
+    step(model, optimizer, folder)
+
+
+def two_backwards(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    square_loss(model, batch(dist.get_rank())).backward()
+    step(model, optimizer, folder)
+
+
+TASKS_OF_ONE: dict[str, Task] = {
+    "saves": save,
+    "takes a state dict": state_dict,
+    "clips alone": clip_twice,
+    "skips a backward": skip_a_backward,
+    "sits in no_sync": keep_gradients,
+    "runs two backwards": two_backwards,
+}
+
+
+def go_elsewhere(rank: int, port: int, task: str, places: str, folder: str) -> None:
+    """Rank 1 does something else before it goes on with steps, as the others do."""
+    with joined(rank, port, places):
+        torch.manual_seed(0)
+        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer, folder)
+        dist.barrier()
+
+        def go() -> None:
+            if rank == 1:
+                TASKS_OF_ONE[task](model, optimizer, folder)
+            for _ in range(3):
+                step(model, optimizer, folder)
+
+        write_error(folder, go)
+
+
+@pytest.mark.parametrize("places", ["aaaa", "aabb", "abcd"])
+@pytest.mark.parametrize("task", TASKS_OF_ONE)
+def test_ranks_that_wait_in_different_collectives_end_in_seconds(task: str, places: str, tmp_path: Path) -> None:
+    texts = told(tmp_path, go_elsewhere, task, places)
+    assert texts.keys() == {0, 1, 2, 3}, texts
+    for text in texts.values():
+        assert float(text.partition(" ")[0]) < LIMIT_S, texts
+        assert "came to" in text or "rank 1" in text.lower(), texts
+
+
+@on_ranks(4, timeout=90)
+@pytest.mark.parametrize("places", ["aaaa", "aabb", "abcd"])
+def test_a_rank_that_is_late_ends_no_wait_of_the_others_wherever_they_are(
+    places: str, rank: int, tmp_path: Path
+) -> None:
+    with on_hosts(places), patience(failures, 0.2), mock.patch.object(failures, "LOOK_INTERVAL_S", 0.1):
+        model = wrapped(Stack(), auto_wrap_policy=BLOCKS, process_group=dist.new_group())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for late, task in enumerate([step, save, state_dict, step]):
+            # Others wait in several collectives: of the forward, which some have left, and of what follows.
+            time.sleep(1.5 * (rank == late))
+            task(model, optimizer, str(tmp_path))
+            time.sleep(1.0 * (rank == (late + 1) % 4))
+
+
+@on_ranks(2)
+def test_a_call_that_a_rank_has_withdrawn_does_not_count(rank: int) -> None:
+    group = RankGroup.of(dist.new_group())
+    assert group.group is not None
+    calls, looks = calls_of(group.group), Looks(group)
+    calls.add("a barrier" if rank else "a step")
+    dist.barrier()
+    assert looks.difference() is None  # it may be left from an earlier wait
+    dist.barrier()
+    if rank:
+        calls.withdraw()
+        calls.add("a step")
+        assert looks.difference() is None
+    dist.barrier()
+    assert looks.difference() is None
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_calls_of_one_number_that_differ_are_an_error_on_both_ranks_once_shown_twice(rank: int) -> None:
+    group = RankGroup.of(dist.new_group())
+    assert group.group is not None
+    calls, looks = calls_of(group.group), Looks(group)
+    for operation in ("alike", *(["a step", "the next"] if rank else ["a barrier"])):
+        calls.add(operation)
+    found = []
+    for _ in range(3):
+        dist.barrier()
+        found.append(str(looks.difference()))
+    assert found[0] == "None"
+    assert "a step where" in found[2] or "a barrier where" in found[2]
+
+
+def end_in_a_new_group(rank: int, port: int, folder: str) -> None:
+    """Rank 2 ends while ranks make the group of their first save in the background."""
+    with joined(rank, port, "abcd"):
+        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+        square_loss(model, batch(rank)).backward()
+        if rank == 2:
+            with mock.patch.object(torch_comm, "new_group", side_effect=lambda *_, **__: os._exit(0)):
+                save_checkpoint(Path(folder) / "checkpoints", model, background=True)
+        write_error(folder, lambda: save_checkpoint(Path(folder) / "checkpoints", model, background=True))
+
+
+def test_a_rank_that_ends_while_ranks_make_a_group_is_named_in_seconds(tmp_path: Path) -> None:
+    texts = told(tmp_path, end_in_a_new_group)
+    assert texts.keys() == {0, 1, 3}, texts
+    for text in texts.values():
+        assert float(text.partition(" ")[0]) < LIMIT_S, texts
+        assert "Rank(s) [2] of the group have ended" in text, texts

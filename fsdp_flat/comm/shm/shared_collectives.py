@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_flat.comm.failures import unit_names
+from fsdp_flat.comm.calls import calls_of, unit_names
 from fsdp_flat.comm.flat_collectives import (
     CollectiveChoice,
     GlooCollectives,
@@ -34,6 +34,7 @@ class SharedMemoryCollectives(GlooCollectives):
         self._choice = choice
         self._transport: SharedMemoryTransport | None = None
         self._elsewhere = GlooCollectives(rank_group, unit, name)
+        self._calls = calls_of(self.group)
         self._is_connected = False
 
     def _connect(self) -> SharedMemoryTransport | None:
@@ -47,6 +48,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
+        self._calls.add("the all-gather", self._unit)
         if transport is None:
             return self._elsewhere.begin_all_gather(tensor, target)
         slices = tensor.chunk(self.size) if target is None else ()
@@ -69,6 +71,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
+        self._calls.add("the reduce-scatter", self._unit)
         if transport is None:
             return self._elsewhere.begin_reduce_scatter(full, pool)
         slices = full.chunk(self.size)

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.comm import failures
+from fsdp_flat.comm.calls import mismatch, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
@@ -157,7 +158,7 @@ class SharedMemoryTransport:
         self.rank, self._size = rank_group.rank, rank_group.size
         self._peers = peers
         self.timeout_s = timeout_s
-        self.names = failures.unit_names(rank_group.group)
+        self.names = unit_names(rank_group.group)
         # Read by benchmarks and tests only, as nbytes is; counted once per destination rank.
         self.sent_nbytes = 0
         self._num_sends = 0
@@ -328,13 +329,10 @@ class SharedMemoryTransport:
                 messages.arrived[source] = header._replace(kind=_READ, unit=0)
                 messages.missing.remove(source)
                 continue
-            self._mismatch = RankMismatchError(
-                f"Rank {source} of the group came to {self.describe(purpose, header.unit)} ({header.nbytes} "
-                f"bytes) where rank {self.rank} came to {self.describe(messages.purpose, messages.unit)} "
-                f"({messages.nbytes} bytes): they do not run the same units in the same order. Check that every rank "
-                "builds the same model and takes the same branches, and that an exception on one rank alone was not "
-                "caught."
-            )
+            theirs = f"{self.describe(purpose, header.unit)} ({header.nbytes} bytes)"
+            ours = f"{self.describe(messages.purpose, messages.unit)} ({messages.nbytes} bytes)"
+            self._mismatch = mismatch(source, theirs, self.rank, ours)
+            failures.report_failure(self.rank_group, f"raised {type(self._mismatch).__name__}: {self._mismatch}")
 
     def describe(self, purpose: str, unit: int) -> str:
         """Describe a collective for error texts."""
@@ -385,18 +383,18 @@ def wait_for(
         for rank in ranks:
             poll.register(transport._peers[rank], select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     timeout_s = min(map(attrgetter("timeout_s"), sources))
-    patience_s = min(failures.WARN_AFTER_S, timeout_s)
+    patience_s = min(failures.first_wait_s(), timeout_s)
     if not poll.poll(patience_s * 1000):
         until = time.monotonic() + timeout_s - patience_s
         transport, ranks = next(iter(sources.items()))
         group, collective = transport.rank_group, transport.describe(purpose, unit)
 
-        def is_over() -> bool:
+        def is_over(seconds: float) -> bool:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 silent = f"nothing has come from rank(s) {sorted(ranks)} within the group's {timeout_s:.0f} seconds"
                 raise failures.failure_in(collective, group, silent)
-            return bool(poll.poll(min(left_s, failures.WARN_AFTER_S) * 1000))
+            return bool(poll.poll(min(left_s, seconds) * 1000))
 
         failures.keep_waiting(is_over, group, ranks, collective)
     for transport, ranks in sources.items():
