@@ -37,7 +37,27 @@ from fsdp_flat.tools.wrapper_uses import (
 # Parsing is far slower than reading, so a text search skips most files.
 _OF_INTEREST = re.compile(rb"FullyShardedDataParallel|no_sync|clip_grad_norm_|load_state_dict|state_dict\(|fsdp_config")
 _UNSURE = ("no_sync", "clip_grad_norm_", "state_dict", "load_state_dict")
-_NO_MODELS = re.compile("optim|sched|scaler|sampler|loader|ema|tokenizer|torch|accelerator|fabric|utils|metric")
+# The last name of what is asked for a state dict, or clips, and is no model.
+_NO_MODELS = re.compile(
+    r"(\w*_)?(optim|optimizer|opt|sched|scheduler|scaler|sampler|loader|dataloader|ema|tokenizer|accelerator|fabric|metrics?)"
+    r"|torch|utils"
+)
+# Calls inside a block of state_dict_type that take no state dict of a model out of sight.
+# fmt: off
+_HARMLESS = {
+    "state_dict", "load_state_dict", "print", "len", "dict", "list", "int", "str", "float", "isinstance", "open",
+    "info", "debug", "warning", "items", "keys", "values", "get", "join", "format", "append", "update", "mkdir",
+    "exists", "makedirs", "pop", "barrier", "get_rank", "item", "to", "cpu", "clone",
+}
+# fmt: on
+# What a name may be assigned that is removed once nothing reads it: nothing else happens.
+# fmt: off
+_CONSTRUCTORS = {
+    "partial", "MixedPrecision", "CPUOffload", "ModuleWrapPolicy", "CustomPolicy", "FullStateDictConfig",
+    "ShardedStateDictConfig", "FullOptimStateDictConfig", "ShardedOptimStateDictConfig", "LocalStateDictConfig",
+    "set",
+}
+# fmt: on
 
 
 @dataclass(slots=True)
@@ -156,10 +176,16 @@ class _Uses:
                     self.file.findings.append(Finding(self.source.line(node), "left", text))
             elif isinstance(node, (cst.Name, cst.Attribute)) and self.source.name_of(node) == WRAPPER:
                 self._class_itself(node)
-            elif isinstance(node, cst.Attribute) and node.attr.value in _own_methods():
+            elif isinstance(node, cst.Attribute) and self._is_taken(node):
                 of = self.source.wraps_of(node.value)
                 if of:
                     self._try(node, of, self._inner if node.attr.value == "module" else _no_method)
+
+    def _is_taken(self, node: cst.Attribute) -> bool:
+        """Return whether an attribute is of wrappers alone, or a method with a rule that is not called at once."""
+        parent = self.source.parent(node)
+        is_called = isinstance(parent, cst.Call) and parent.func is node
+        return node.attr.value in _own_methods() or (not is_called and node.attr.value in {*METHODS, *STATE_METHODS})
 
     def _try(self, node: Any, wraps: Wraps, rule: Any) -> None:
         edits = Edits(self.source)
@@ -232,6 +258,8 @@ class _Uses:
     def _set_type(self, call: cst.Call, edits: Edits, *, is_block: bool) -> None:
         state_type(self.source, call)
         if not is_block:
+            if not isinstance(self.source.parent(call), cst.Expr):
+                raise Left("the settings that set_state_dict_type returns get a name")
             edits.statement(alone(self.source, call), None)
             return
         item = self.source.parent(call)
@@ -257,12 +285,28 @@ class _Uses:
 
     def _runs_own_code(self, call: cst.Call, model: str) -> bool:
         """Return whether a call may take a state dict of a model out of sight."""
-        is_ours = self.source.name_of(call.func).startswith(f"{WRAPPER}.")
-        if not is_ours and any(self.source.code(arg.value) == model for arg in call.args):
+        name = self.source.name_of(call.func)
+        if name.startswith(f"{WRAPPER}."):
+            return False
+        nodes = [node for arg in call.args for node in (arg.value, *_below(arg.value))]
+        if any(isinstance(node, (cst.Name, cst.Attribute)) and self._is_passed(node, model) for node in nodes):
             return True
-        if isinstance(call.func, cst.Name):
-            return isinstance(self.source.definition(call.func), cst.FunctionDef)
-        return isinstance(call.func, cst.Attribute) and self.source.code(call.func.value) == "self"
+        if name.startswith("torch."):
+            return False
+        func = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+        is_own = isinstance(call.func, cst.Name) and isinstance(
+            self.source.definition(call.func), (cst.FunctionDef, cst.ImportAlias)
+        )
+        return is_own or not isinstance(func, cst.Name) or func.value not in _HARMLESS
+
+    def _is_passed(self, node: cst.CSTNode, model: str) -> bool:
+        """Return whether a node is a model itself, and not one of whose attributes something is read."""
+        parent = self.source.parent(node)
+        is_read = isinstance(parent, cst.Attribute) and parent.value is node
+        is_ours = isinstance(parent, cst.Arg) and self.source.name_of(
+            getattr(self.source.parent(parent), "func", parent)
+        ).startswith(f"{WRAPPER}.")
+        return self.source.code(node) == model and not is_read and not is_ours
 
     def _method(self, call: cst.Call, func: cst.Attribute, has_models: bool) -> None:
         name, wraps = func.attr.value, self.source.wraps_of(func.value)
@@ -278,7 +322,7 @@ class _Uses:
                 self._try(
                     call, of, lambda node, edits: rule(self.source, node, self._type_at(node, of, func.value), edits)
                 )
-        elif has_models and not _NO_MODELS.search(self.source.code(func.value).lower()):
+        elif has_models and not _NO_MODELS.fullmatch(self.source.code(func.value).lower().rpartition(".")[2]):
             text = f"{_short(self.source.code(call))}: whether this is a wrapped model is not sure"
             self.file.findings.append(Finding(self.source.line(call), "left", text))
 
@@ -299,17 +343,19 @@ class _Uses:
         block = self._type_block(node, model)
         if block is not None:
             return state_type(self.source, block)
-        kinds = {self._type_of(wrap) for wrap in wraps}
+        kinds = {self._type_of(wrap, node) for wrap in wraps}
         if len(kinds) != 1:
             raise Left("models with state dicts of several types")
         return kinds.pop()
 
-    def _type_of(self, wrap: cst.Call) -> StateType:
+    def _type_of(self, wrap: cst.Call, node: cst.CSTNode) -> StateType:
         if wrap not in self.setters:
             return StateType()
         source, calls = self.setters[wrap]
         if len(calls) > 1 or wrap not in source.wraps or source.block(calls[0]) is not source.block(wrap):
             raise Left("set_state_dict_type is called elsewhere than once, beside the wrapping; use state_dict_type")
+        if source is self.source and source.line(node) < source.line(calls[0]):
+            raise Left("a state dict before set_state_dict_type; use state_dict_type")
         return state_type(source, calls[0])
 
     def _inner(self, node: cst.Attribute, edits: Edits) -> None:
@@ -479,7 +525,9 @@ def _without_unused(before: cst.Module, module: cst.Module, elsewhere: str) -> c
     """Remove assignments and imports of names that the edits have left without a reader."""
     read_before = _read(before)
     while True:
-        gone = {name for name in read_before - _read(module) if not re.search(rf"\b{name}\b", elsewhere)}
+        unread = read_before - _read(module)
+        # Names of ``__all__`` are strings.
+        gone = {name for name in unread if not re.search(rf"\b{name}\b", elsewhere) and not _is_quoted(name, module)}
         edits: dict[cst.CSTNode, Any] = {}
         for line in _below(module):
             small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
@@ -490,10 +538,22 @@ def _without_unused(before: cst.Module, module: cst.Module, elsewhere: str) -> c
                 elif len(kept) < len(small.names) and isinstance(small, cst.ImportFrom):
                     edits[small] = lambda updated, kept=kept: split_import_from(updated, {None: kept})[0]
             elif isinstance(small, cst.Assign) and {text_of(each.target) for each in small.targets} <= gone:
+                if not _is_pure(small.value):
+                    continue
                 edits[line] = lambda _: cst.RemoveFromParent()
         if not edits:
             return module
         module = module.visit(_Editor(edits))
+
+
+def _is_quoted(name: str, module: cst.Module) -> bool:
+    return re.search(rf"""['"]{name}['"]""", module.code) is not None
+
+
+def _is_pure(value: cst.BaseExpression) -> bool:
+    """Return whether nothing else happens where an expression is computed."""
+    calls = [node for node in (value, *_below(value)) if isinstance(node, (cst.Call, cst.Await, cst.Yield))]
+    return all(isinstance(each, cst.Call) and text_of(each.func).rpartition(".")[2] in _CONSTRUCTORS for each in calls)
 
 
 def _bound_by(alias: cst.ImportAlias) -> str:

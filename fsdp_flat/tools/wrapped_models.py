@@ -138,6 +138,12 @@ class Source:
             for access in assigned.references
         ]
 
+    def is_bound_once(self, name: str) -> bool:
+        """Return whether a name has the same meaning in all of the file: at most one place binds it."""
+        scopes = {scope for scope in self._scopes.values() if scope is not None}
+        bound = {id(each) for scope in scopes for each in scope[name] if hasattr(each, "node")}
+        return len(bound) < 2
+
     def definition(self, name: cst.Name) -> cst.CSTNode | None:
         """Return what binds a name at a place: a name in an assignment, a parameter, a function; None if unknown."""
         scope = self._scopes.get(name)

@@ -110,11 +110,21 @@ def _refuse(reason: str) -> Rule:
 
 
 def _plain(source: Source, value: cst.BaseExpression) -> str:
-    """Return the text of an expression that may be evaluated again, elsewhere in the same scope."""
+    """Return the text of an expression that may be evaluated again, elsewhere in the file."""
     text = source.code(value)
+    _check_names(source, value)
     if not all(isinstance(part, (cst.Name, cst.Attribute, cst.Dot, cst.SimpleWhitespace)) for part in _parts(value)):
         raise Left(f"`{text}` is computed in the call; give it a name first")
     return text
+
+
+def _check_names(source: Source, value: cst.BaseExpression) -> None:
+    """Leave an expression whose names may mean something else where the model is wrapped."""
+    for part in _parts(value):
+        if isinstance(part, cst.Name) and part.value != "self" and not source.is_bound_once(part.value):
+            raise Left(
+                f"`{part.value}` is bound in several places, and may mean something else where the model is wrapped"
+            )
 
 
 def _parts(value: cst.CSTNode) -> list[cst.CSTNode]:
@@ -249,6 +259,7 @@ def _policy(source: Source, value: cst.BaseExpression, sharding: Sharding) -> No
         numbers = argument_of(policy, "min_num_params", None)
         if numbers is None or len(policy.args) != 2:
             raise Left("size_based_auto_wrap_policy with other arguments than min_num_params")
+        _check_names(source, numbers)
         sharding.by_size = source.code(numbers)
     else:
         raise Left(f"the policy `{source.code(value)}` is not known here")
@@ -257,6 +268,9 @@ def _policy(source: Source, value: cst.BaseExpression, sharding: Sharding) -> No
 def _chosen_by_class(source: Source, classes: cst.BaseExpression | None, sharding: Sharding) -> None:
     if classes is None:
         raise Left("the classes of the policy are not known here")
+    name = source.code(classes)
+    if any(isinstance(node, cst.Attribute) and source.code(node.value) == name for node in source.nodes):
+        raise Left(f"the classes of the policy, `{name}`, may be changed later")
     classes = source.value_of(classes)
     if not isinstance(classes, (cst.Set, cst.List, cst.Tuple)):
         raise Left(f"the classes of the policy, `{source.code(classes)}`, are not written out here")

@@ -390,12 +390,58 @@ WRAP = "from fsdp_flat import FullyShardedDataParallel as FSDP\n"
             "its block calls library.save, whose state dicts it may change too",
         ),
         ("wrap_all(n, FSDP)\n", "2 left FSDP: the wrapper class is used as a value"),
+        (
+            "from fsdp_flat import MixedPrecision\ndtype = torch.bfloat16\np = MixedPrecision(param_dtype=dtype)\n"
+            "def build(dtype):\n    return FSDP(n, mixed_precision=p)\n",
+            "`dtype` is bound in several places",
+        ),
+        (
+            "from fsdp_flat.wrap import ModuleWrapPolicy\nkinds = {Block}\nkinds.add(Other)\n"
+            "m = FSDP(n, auto_wrap_policy=ModuleWrapPolicy(kinds))\n",
+            "the classes of the policy, `kinds`, may be changed later",
+        ),
+        ("m = FSDP(n)\ncontext = m.no_sync if micro else nullcontext\n", "3 left m.no_sync: no_sync of the wrapper"),
+        ("m = FSDP(n)\nget = m.state_dict\n", "3 left m.state_dict: state_dict of the wrapper"),
+        (
+            "from fsdp_flat import StateDictType\nm = FSDP(n)\nwhole = m.state_dict()\n"
+            "FSDP.set_state_dict_type(m, StateDictType.SHARDED_STATE_DICT)\n",
+            "4 left m.state_dict(): a state dict before set_state_dict_type",
+        ),
+        (
+            "from fsdp_flat import StateDictType\nm = FSDP(n)\n"
+            "before = FSDP.set_state_dict_type(m, StateDictType.SHARDED_STATE_DICT)\n",
+            "the settings that set_state_dict_type returns get a name",
+        ),
+        (
+            "from fsdp_flat import StateDictType\nm = FSDP(n)\n"
+            "with FSDP.state_dict_type(m, StateDictType.FULL_STATE_DICT):\n    saver.save()\n",
+            "its block calls saver.save, whose state dicts it may change too",
+        ),
+        (
+            "from fsdp_flat import StateDictType\nm = FSDP(n)\n"
+            "with FSDP.state_dict_type(m, StateDictType.FULL_STATE_DICT):\n    torch.save({'model': m}, 'm.pt')\n",
+            "its block calls torch.save, whose state dicts it may change too",
+        ),
     ],
 )
 def test_what_is_not_sure_stays_with_its_line_and_the_reason(text: str, reason: str) -> None:
     after, findings = rewritten(WRAP + text)
     assert after == WRAP + text
     assert [found for found in of_kind(findings, "left") if reason in found]
+
+
+@pytest.mark.parametrize("name", ["torch_model", "schema_model", "optimized_model", "remaining"])
+def test_a_model_whose_name_has_the_name_of_something_else_in_it_is_reported(name: str) -> None:
+    _, findings = rewritten(WRAP + f"m = FSDP(n)\ndef save({name}):\n    return {name}.state_dict()\n")
+    assert of_kind(findings, "left") == [f"4 left {name}.state_dict(): whether this is a wrapped model is not sure"]
+
+
+def test_what_an_unread_name_is_assigned_goes_only_if_nothing_else_happens_there() -> None:
+    after, _ = rewritten(WRAP + "device = init_distributed()\nm = FSDP(n, device_id=device)\n")
+    assert "device = init_distributed()\n" in after
+    assert "m = fully_shard(n)\n" in after
+    listed = rewritten(WRAP + "m = FSDP(n)\n__all__ = ['FSDP', 'm']\n")[0]
+    assert "FullyShardedDataParallel as FSDP" in listed
 
 
 def test_code_of_one_model_is_rewritten_as_a_whole_or_not_at_all() -> None:
