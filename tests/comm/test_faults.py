@@ -122,6 +122,27 @@ def test_a_rank_that_ended_is_named_by_all_others_in_seconds(task: str, places: 
         assert not re.search(r"rank [013] (of the group has|has not called it but has) ended", text), texts
 
 
+def end_in_a_save(rank: int, port: int, places: str, folder: str) -> None:
+    """Rank 2 ends in a hook of its model while all save; each other rank writes its error."""
+    with joined(rank, port, places):
+        torch.manual_seed(0)
+        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer, folder)
+        if rank == 2:
+            model.blocks[0].register_state_dict_post_hook(lambda *_: os._exit(0))
+        write_error(folder, lambda: save(model, optimizer, folder))
+
+
+@pytest.mark.parametrize("places", ["aaaa", "aabb", "abcd"])
+def test_the_error_of_a_rank_that_ends_in_a_save_speaks_of_the_save(places: str, tmp_path: Path) -> None:
+    texts = told(tmp_path, end_in_a_save, places)
+    assert texts.keys() == {0, 1, 3}, texts
+    for rank, text in texts.items():
+        assert float(text.partition(" s, ")[0]) < LIMIT_S, f"rank {rank}: {text}"
+        assert re.search("PeerFailureError.* while saving", text), f"rank {rank}: {text}"
+
+
 def clip_twice(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:
     model.clip_grad_norm_(1.0)
     step(model, optimizer, folder)
