@@ -32,13 +32,13 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 MOST_TOKENS = {
     "": 5808,
     "checkpoint": 16687,
-    "comm": 20535,
+    "comm": 20558,
     "compat": 9701,
     "composable": 3668,
     "extras": 9455,
     "flat": 21021,
     "layout": 3673,
-    "runtime": 35202,
+    "runtime": 35185,
     "state": 30118,
     "wrap": 3860,
 }

@@ -29,7 +29,7 @@ from fsdp_flat.comm.exchanges import (
     exchange_ints,
     true_on_any_rank,
 )
-from fsdp_flat.comm.failures import report_failure, reported_failure, while_ranks_live
+from fsdp_flat.comm.failures import report_error, reported_failure, while_ranks_live
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
 from fsdp_flat.comm.rank_groups import (
     ALONE,

@@ -77,10 +77,15 @@ def reported_failure(rank_groups: Iterable[RankGroup]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        follows = isinstance(error, PeerFailureError)
-        for rank_group in rank_groups:
-            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
+        report_error(rank_groups, error)
         raise
+
+
+def report_error(rank_groups: Iterable[RankGroup], error: BaseException) -> None:
+    """Report in each group that this rank has raised an error, which may follow from another rank's."""
+    follows = isinstance(error, PeerFailureError)
+    for rank_group in rank_groups:
+        report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
 
 
 def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:

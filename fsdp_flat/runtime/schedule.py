@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import RankGroup, profiled, report_failure
+from fsdp_flat.comm import RankGroup, profiled, report_error
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
@@ -241,9 +241,7 @@ class Schedule(CommContext):
                 smaller, separate = mesh.smaller_group, mesh.choice.reduce_group
                 rank_groups.update(mesh.groups.rank_groups)
                 rank_groups.update([separate] if separate else [], [smaller.rank_group] if smaller else [])
-        for rank_group in rank_groups:
-            follows = isinstance(error, PeerFailureError)
-            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
+        report_error(rank_groups, error)
         self.abort()
 
     def abort(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fsdp_flat.tools.migrate_source import Migrated
 
 _SKIPPED = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
-_UNSURE = ("check", "left", "error")
+_TO_CHECK = ("check", "left", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
     if options.write:
         for path, data in changed.items():
             path.write_bytes(data)
-    num_unsure = sum(found.kind in _UNSURE for found in findings)
+    num_unsure = sum(found.kind in _TO_CHECK for found in findings)
     after = tool.what_next([*changed]) if changed else ""
     if options.json:
         _show_json(files, changed, findings, patch, after, written=options.write)

@@ -19,7 +19,7 @@ from fsdp_flat.tools.client_settings import is_trainer_arguments, rewrite_yaml, 
 from fsdp_flat.tools.migrate_imports import Finding
 from fsdp_flat.tools.migrate_layout import split_import_from
 from fsdp_flat.tools.migrate_source import Migrated, migrate_source, parsed
-from fsdp_flat.tools.wrapped_models import WRAPPER, Source, Wraps
+from fsdp_flat.tools.wrapped_models import WRAPPER, Source, Wraps, nodes_below
 from fsdp_flat.tools.wrapper_arguments import OUTERMOST, Left, Sharding, sharding_of
 from fsdp_flat.tools.wrapper_uses import (
     KEPT,
@@ -36,7 +36,8 @@ from fsdp_flat.tools.wrapper_uses import (
 
 # Parsing is far slower than reading, so a text search skips most files.
 _OF_INTEREST = re.compile(rb"FullyShardedDataParallel|no_sync|clip_grad_norm_|load_state_dict|state_dict\(|fsdp_config")
-_UNSURE = ("no_sync", "clip_grad_norm_", "state_dict", "load_state_dict")
+# Methods that a model may have that is no wrapper, too, or an object of another kind.
+_PLAIN_METHODS = ("no_sync", "clip_grad_norm_", "state_dict", "load_state_dict")
 # The last name of what is asked for a state dict, or clips, and is no model.
 _NO_MODELS = re.compile(
     r"(\w*_)?(optim|optimizer|opt|sched|scheduler|scaler|sampler|loader|dataloader|ema|tokenizer|accelerator|fabric|metrics?)"
@@ -169,7 +170,7 @@ class _Uses:
                     of = self.source.wraps_of(node.args[0].value) if node.args else None
                     # The class's own methods take wrapped models only.
                     self._try(node, of or self.every, self._class_method)
-                elif isinstance(node.func, cst.Attribute) and node.func.attr.value in _UNSURE:
+                elif isinstance(node.func, cst.Attribute) and node.func.attr.value in _PLAIN_METHODS:
                     self._method(node, node.func, has_models)
                 elif name.endswith(("FullyShardedDataParallelPlugin", "FSDPStrategy")):
                     text = f"{_short(self.source.code(node))}: change it by hand, or its settings in a file"
@@ -221,7 +222,7 @@ class _Uses:
         else:
             raise Left("a model with a policy inside a larger expression; give it a name first")
         unit = self._fresh("module", "submodule", "unit")
-        comments = [f"{self.source.code(node)}\n" for node in _below(call) if isinstance(node, cst.Comment)]
+        comments = [f"{self.source.code(node)}\n" for node in nodes_below(call) if isinstance(node, cst.Comment)]
 
         def text(updated: Any) -> str:
             given = updated.body[0].value
@@ -271,7 +272,7 @@ class _Uses:
         if item.asname is not None:  # type: ignore[union-attr]
             raise Left("state_dict_type whose settings get a name")
         model = self.source.code(call.args[0].value)
-        for node in _below(block.body):
+        for node in nodes_below(block.body):
             if isinstance(node, cst.Call) and self._runs_own_code(node, model):
                 raise Left(f"its block calls {self.source.code(node.func)}, whose state dicts it may change too")
 
@@ -288,7 +289,7 @@ class _Uses:
         name = self.source.name_of(call.func)
         if name.startswith(f"{WRAPPER}."):
             return False
-        nodes = [node for arg in call.args for node in (arg.value, *_below(arg.value))]
+        nodes = [node for arg in call.args for node in (arg.value, *nodes_below(arg.value))]
         if any(isinstance(node, (cst.Name, cst.Attribute)) and self._is_passed(node, model) for node in nodes):
             return True
         if name.startswith("torch."):
@@ -360,7 +361,9 @@ class _Uses:
 
     def _inner(self, node: cst.Attribute, edits: Edits) -> None:
         parent = self.source.parent(node)
-        if isinstance(parent, cst.AssignTarget) or (isinstance(parent, cst.Attribute) and parent.attr.value in _UNSURE):
+        if isinstance(parent, cst.AssignTarget) or (
+            isinstance(parent, cst.Attribute) and parent.attr.value in _PLAIN_METHODS
+        ):
             raise Left("the inner module is assigned, or asked for its own state dict")
         edits.by_node[node] = lambda updated: updated.value
 
@@ -464,10 +467,6 @@ def _short(code: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _below(node: cst.CSTNode) -> list[cst.CSTNode]:
-    return [below for child in node.children for below in (child, *_below(child))]
-
-
 # -- the new text -----------------------------------------------------------------------------------------------------
 
 
@@ -529,7 +528,7 @@ def _without_unused(before: cst.Module, module: cst.Module, elsewhere: str) -> c
         # Names of ``__all__`` are strings.
         gone = {name for name in unread if not re.search(rf"\b{name}\b", elsewhere) and not _is_quoted(name, module)}
         edits: dict[cst.CSTNode, Any] = {}
-        for line in _below(module):
+        for line in nodes_below(module):
             small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
             if isinstance(small, (cst.Import, cst.ImportFrom)) and not isinstance(small.names, cst.ImportStar):
                 kept = [at for at, alias in enumerate(small.names) if _bound_by(alias) not in gone]
@@ -537,9 +536,7 @@ def _without_unused(before: cst.Module, module: cst.Module, elsewhere: str) -> c
                     edits[line] = lambda _: cst.RemoveFromParent()
                 elif len(kept) < len(small.names) and isinstance(small, cst.ImportFrom):
                     edits[small] = lambda updated, kept=kept: split_import_from(updated, {None: kept})[0]
-            elif isinstance(small, cst.Assign) and {text_of(each.target) for each in small.targets} <= gone:
-                if not _is_pure(small.value):
-                    continue
+            elif isinstance(small, cst.Assign) and _can_go(small, gone):
                 edits[line] = lambda _: cst.RemoveFromParent()
         if not edits:
             return module
@@ -550,9 +547,13 @@ def _is_quoted(name: str, module: cst.Module) -> bool:
     return re.search(rf"""['"]{name}['"]""", module.code) is not None
 
 
-def _is_pure(value: cst.BaseExpression) -> bool:
-    """Return whether nothing else happens where an expression is computed."""
-    calls = [node for node in (value, *_below(value)) if isinstance(node, (cst.Call, cst.Await, cst.Yield))]
+def _can_go(line: cst.Assign, gone: set[str]) -> bool:
+    """Return whether nothing reads what a line assigns, and nothing else happens where that is computed."""
+    if not gone.issuperset(text_of(each.target) for each in line.targets):
+        return False
+    calls = [
+        node for node in (line.value, *nodes_below(line.value)) if isinstance(node, (cst.Call, cst.Await, cst.Yield))
+    ]
     return all(isinstance(each, cst.Call) and text_of(each.func).rpartition(".")[2] in _CONSTRUCTORS for each in calls)
 
 

@@ -32,7 +32,7 @@ class Source:
         self.module = module
         found: Any = meta.MetadataWrapper(module, unsafe_skip_copy=True).resolve_many(_PROVIDERS)
         self._names, self._scopes, self._parents, self._positions, self._contexts = (found[each] for each in _PROVIDERS)
-        self.nodes = list(_below(module))
+        self.nodes = list(nodes_below(module))
         self.wraps = [node for node in self.nodes if isinstance(node, cst.Call) and self.name_of(node.func) == WRAPPER]
         self._in_progress: set[cst.CSTNode] = set()
 
@@ -212,7 +212,7 @@ class Source:
             function = self.definition(node.func) if isinstance(node.func, cst.Name) else None
             if not isinstance(function, cst.FunctionDef):
                 return None
-            given = [each.value for each in _below(function) if isinstance(each, cst.Return)]
+            given = [each.value for each in nodes_below(function) if isinstance(each, cst.Return)]
             return self._all_of([(value, index) for value in given])
         if index is not None:
             return None
@@ -235,7 +235,9 @@ class Source:
         if owner is None or self.code(node.value) != "self":
             return []
         targets = [
-            each for each in _below(owner) if isinstance(each, cst.Attribute) and each.attr.value == node.attr.value
+            each
+            for each in nodes_below(owner)
+            if isinstance(each, cst.Attribute) and each.attr.value == node.attr.value
         ]
         values: list[cst.BaseExpression | None] = []
         for target in targets:
@@ -272,7 +274,8 @@ def argument_of(call: cst.Call, name: str, position: int | None) -> cst.BaseExpr
     return plain[position] if position is not None and position < len(plain) else None
 
 
-def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+def nodes_below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield all nodes in a node, each before those in it."""
     for child in node.children:
         yield child
-        yield from _below(child)
+        yield from nodes_below(child)

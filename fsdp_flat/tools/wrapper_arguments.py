@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from fsdp_flat.tools.wrapped_models import Source, argument_of
+from fsdp_flat.tools.wrapped_models import Source, argument_of, nodes_below
 
 POSITIONS = (
     *("module", "process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch"),
@@ -113,22 +113,21 @@ def _plain(source: Source, value: cst.BaseExpression) -> str:
     """Return the text of an expression that may be evaluated again, elsewhere in the file."""
     text = source.code(value)
     _check_names(source, value)
-    if not all(isinstance(part, (cst.Name, cst.Attribute, cst.Dot, cst.SimpleWhitespace)) for part in _parts(value)):
+    if not all(
+        isinstance(part, (cst.Name, cst.Attribute, cst.Dot, cst.SimpleWhitespace))
+        for part in (value, *nodes_below(value))
+    ):
         raise Left(f"`{text}` is computed in the call; give it a name first")
     return text
 
 
 def _check_names(source: Source, value: cst.BaseExpression) -> None:
     """Leave an expression whose names may mean something else where the model is wrapped."""
-    for part in _parts(value):
+    for part in (value, *nodes_below(value)):
         if isinstance(part, cst.Name) and part.value != "self" and not source.is_bound_once(part.value):
             raise Left(
                 f"`{part.value}` is bound in several places, and may mean something else where the model is wrapped"
             )
-
-
-def _parts(value: cst.CSTNode) -> list[cst.CSTNode]:
-    return [value, *(part for child in value.children for part in _parts(child))]
 
 
 def _truth(source: Source, value: cst.BaseExpression | None, default: bool, what: str) -> bool:

@@ -81,14 +81,20 @@ def joined(rank: int, port: int, places: str) -> Iterator[dist.ProcessGroup]:
     os._exit(0)
 
 
+def trained(folder: str) -> tuple[FSDP, torch.optim.Optimizer]:
+    """Return a model and its optimizer after one step, which all ranks have ended."""
+    torch.manual_seed(0)
+    model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, folder)
+    dist.barrier()
+    return model, optimizer
+
+
 def end_before(rank: int, port: int, task: str, places: str, folder: str) -> None:
     """Rank 2 ends before the task; each other rank writes its error, and after how many seconds."""
     with joined(rank, port, places):
-        torch.manual_seed(0)
-        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model, optimizer, folder)
-        dist.barrier()
+        model, optimizer = trained(folder)
         if rank == 2:
             return
         write_error(folder, lambda: TASKS[task](model, optimizer, folder))
@@ -125,10 +131,7 @@ def test_a_rank_that_ended_is_named_by_all_others_in_seconds(task: str, places: 
 def end_in_a_save(rank: int, port: int, places: str, folder: str) -> None:
     """Rank 2 ends in a hook of its model while all save; each other rank writes its error."""
     with joined(rank, port, places):
-        torch.manual_seed(0)
-        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model, optimizer, folder)
+        model, optimizer = trained(folder)
         if rank == 2:
             model.blocks[0].register_state_dict_post_hook(lambda *_: os._exit(0))
         write_error(folder, lambda: save(model, optimizer, folder))
@@ -177,11 +180,7 @@ TASKS_OF_ONE: dict[str, Task] = {
 def go_elsewhere(rank: int, port: int, task: str, places: str, folder: str) -> None:
     """Rank 1 does something else before it goes on with steps, as the others do."""
     with joined(rank, port, places):
-        torch.manual_seed(0)
-        model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model, optimizer, folder)
-        dist.barrier()
+        model, optimizer = trained(folder)
 
         def go() -> None:
             if rank == 1:
