@@ -19,9 +19,9 @@ from fsdp_flat.comm import (
     exchange_if_different,
     failures,
     find_disagreement,
-    report_failure,
     true_on_any_rank,
 )
+from fsdp_flat.comm.failures import report_failure
 from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
