@@ -32,7 +32,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 MOST_TOKENS = {
     "": 5808,
     "checkpoint": 16687,
-    "comm": 20558,
+    "comm": 20549,
     "compat": 9701,
     "composable": 3668,
     "extras": 9455,

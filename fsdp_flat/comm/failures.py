@@ -178,11 +178,6 @@ def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailu
     )
 
 
-def first_wait_s() -> float:
-    """Return the time for which a rank waits before :func:`keep_waiting`."""
-    return min(LOOK_AFTER_S, WARN_AFTER_S)
-
-
 def keep_waiting(
     is_over: Callable[[float], bool],
     rank_group: RankGroup,
@@ -196,7 +191,8 @@ def keep_waiting(
     Log that once. Raise a RankMismatchError once a rank waits in another collective, and a PeerFailureError once one of
     the ``sources`` has reported a failure, if it ``raises_early``.
     """
-    begun, is_logged, looks = time.monotonic() - first_wait_s(), False, Looks(rank_group)
+    begun = time.monotonic() - min(LOOK_AFTER_S, WARN_AFTER_S)
+    is_logged, looks = False, Looks(rank_group)
     while True:
         waited = time.monotonic() - begun
         if waited >= WARN_AFTER_S and not is_logged:
@@ -237,7 +233,7 @@ class WatchedWork:
     def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""
         try:
-            if not self._is_over(first_wait_s()):
+            if not self._is_over(min(LOOK_AFTER_S, WARN_AFTER_S)):
                 early = self.raises_early
                 keep_waiting(self._is_over, self.rank_group, self.sources, self.collective, raises_early=early)
         except PeerFailureError:

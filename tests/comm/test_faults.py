@@ -242,11 +242,12 @@ def test_calls_of_one_number_that_differ_are_an_error_on_both_ranks_once_shown_t
     for operation in ("alike", *(["a step", "the next"] if rank else ["a barrier"])):
         calls.add(operation)
     found = []
-    for _ in range(3):
+    # A look may read what the other rank has shown in the one before: two of these four show it twice.
+    for _ in range(4):
         dist.barrier()
         found.append(str(looks.difference()))
     assert found[0] == "None"
-    assert "a step where" in found[2] or "a barrier where" in found[2]
+    assert "a step where" in found[3] or "a barrier where" in found[3]
 
 
 def end_in_a_new_group(rank: int, port: int, folder: str) -> None:

@@ -383,7 +383,7 @@ def wait_for(
         for rank in ranks:
             poll.register(transport._peers[rank], select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     timeout_s = min(map(attrgetter("timeout_s"), sources))
-    patience_s = min(failures.first_wait_s(), timeout_s)
+    patience_s = min(failures.LOOK_AFTER_S, failures.WARN_AFTER_S, timeout_s)
     if not poll.poll(patience_s * 1000):
         until = time.monotonic() + timeout_s - patience_s
         transport, ranks = next(iter(sources.items()))
