@@ -4,9 +4,10 @@ No other file uses streams. On the CPU no ordering is needed.
 
 All units of a tree share one object. It ensures this order, without ``record_stream`` and without blocking the host:
 
-* all-gathers run on a separate stream. An all-gather may write its buffer (memory of the all-gather stream) only after
-  compute has finished with the former content: :meth:`Streams.buffers_freed` records that on the compute stream, and
-  the next all-gather waits for it.
+* all-gathers run on a separate stream. An all-gather may take memory (of the all-gather stream) only after compute has
+  finished with the former content: :meth:`Streams.buffers_freed` notes the last use of freed memory, and the next
+  all-gather waits for it. A unit frees its buffer after the next unit's all-gather has taken memory, so that this
+  all-gather waits for no compute of the unit before.
 * every all-gather waits for the optimizer: :meth:`Streams.optimizer_stepped` and :meth:`Streams.shards_written`.
 * compute waits for an all-gather before it uses the buffer.
 * reduce-scatters run on a separate stream, after the compute that produced the gradients. A buffer that a
@@ -70,7 +71,8 @@ class Streams:
 
     Attributes:
         all_gathers: context in which work runs on the all-gather stream, after the last use of every buffer freed so
-            far and after the shards are written.
+            far and after the shards are written: it may take memory.
+        ends_of_all_gathers: context in which work runs on the all-gather stream and takes no memory.
         reduce_scatters: context in which work runs on the reduce-scatter stream, after the compute issued so far.
     """
 
@@ -81,27 +83,37 @@ class Streams:
         # Created on first use: most units use the streams of their tree, not the ones that they were built with.
         self._all_gather: Any = None
         self._reduce_scatter: Any = None
-        self._buffers_free: Any = None
+        # Events that no all-gather has waited for yet: the last uses of freed buffers, and the last write of shards.
+        self._last_uses: list[Any] = []
         self._shards_ready: Any = None
         self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
         self.all_gathers: AbstractContextManager[Any] = _NOTHING
+        self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
         self.reduce_scatters: AbstractContextManager[Any] = _NOTHING
         if self.is_accelerator:
             self.all_gathers = _StreamContext(self._enter_all_gathers)
+            self.ends_of_all_gathers = _StreamContext(self._all_gather_stream)
             self.reduce_scatters = _StreamContext(self._enter_reduce_scatters)
 
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self._device)
 
-    def _enter_all_gathers(self) -> Any:
+    def _all_gather_stream(self) -> Any:
         if self._all_gather is None:
             self._all_gather = self._new_stream(self._device)
-        for event in (self._buffers_free, self._shards_ready):
-            if event is not None:
-                self._all_gather.wait_event(event)
         return self._all_gather
+
+    def _enter_all_gathers(self) -> Any:
+        stream = self._all_gather_stream()
+        for event in self._last_uses:
+            stream.wait_event(event)
+        self._last_uses.clear()
+        if self._shards_ready is not None:
+            stream.wait_event(self._shards_ready)
+        self._shards_ready = None
+        return stream
 
     def _enter_reduce_scatters(self) -> Any:
         if self._reduce_scatter is None:
@@ -119,10 +131,14 @@ class Streams:
         if self._reduce_scatter is not None:
             self._current().wait_stream(self._reduce_scatter)
 
-    def buffers_freed(self) -> None:
-        """Record that unsharded buffers are freed: compute issued so far was their last use."""
+    def last_use(self) -> Any:
+        """Return an event after the compute issued so far, for :meth:`buffers_freed`; None on the CPU."""
+        return self._current().record_event() if self.is_accelerator else None
+
+    def buffers_freed(self, last_use: Any = None) -> None:
+        """Note that unsharded buffers are freed, of which ``last_use``, or compute issued so far, was the last use."""
         if self.is_accelerator:
-            self._buffers_free = self._current().record_event()
+            self._last_uses.append(last_use or self._current().record_event())
 
     def shards_written(self) -> None:
         """Record that compute issued so far may have written shards, which later all-gathers read."""

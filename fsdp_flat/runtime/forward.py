@@ -120,6 +120,9 @@ class UnitForward:
                 if record.iteration is not None and schedule.rank_checks.in_forward:
                     schedule.rank_checks.before_forward(unit)
                 unit.enter_forward(record.weights.full_precision)
+                if record.iteration is not None:
+                    schedule.make_room(unit)
+                unit.finish_unshard_current()
                 self._calls = []
                 record.weights = unit.gathered_version
                 schedule.prefetch_forward(record)
@@ -250,8 +253,8 @@ class UnitForward:
         * They stay unsharded if a backward may follow, and one of these holds: the forward is a recomputation inside a
           backward; the unit's ``reshard_after_forward`` is off (None is off for the outermost unit); no hooked output
           may unshard the unit in backward; or a reshard would free nothing.
-        * They are parked if the backward of this iteration would all-gather them: the modules show sharded parameters,
-          and the buffers stay until the next unit runs (:meth:`Schedule.end_forward`).
+        * They are parked in an iteration: the modules show sharded parameters, and the buffers stay until the next
+          unit's all-gather has taken memory (:meth:`Schedule.make_room`), or for the backward of the last unit.
         * Else they are freed.
         """
         unit, iteration = self._unit, self._record.iteration
@@ -263,7 +266,7 @@ class UnitForward:
         may_follow = expects_backward or (trains and unit.is_trainable)
         if may_follow and (is_open_ended or iteration is None or not wanted or not unit.frees_buffers):
             return AfterForward.STAY_UNSHARDED
-        if trains and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:
+        if iteration is not None and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:
             return AfterForward.PARK
         return AfterForward.RESHARD
 

@@ -178,7 +178,7 @@ class AfterForward(Enum):
     """Enumerates what becomes of a unit's unsharded parameters at the end of its forward."""
 
     RESHARD = "they are freed"
-    PARK = "the next backward uses them if no other unit has run"
+    PARK = "they stay until the next unit has begun its all-gather, or for the next backward"
     STAY_UNSHARDED = "they stay for backward"
 
 

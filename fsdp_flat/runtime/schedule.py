@@ -81,7 +81,9 @@ class Schedule(CommContext):
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
-        self._parked: Unit | None = None  # the last unit that ran forward, while its buffers stay for backward
+        # The last unit that ran forward, while its buffers stay; and an event after their last use.
+        self._parked: Unit | None = None
+        self._parked_after: Any = None
         self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.has_unfinalized_gradients = False
         # The last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
@@ -163,8 +165,6 @@ class Schedule(CommContext):
         iteration.order.append(unit)
         self._position += 1
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
-        if unit.handles:
-            self._shrink_parked()
         return ForwardRecord(unit, iteration, weights, self._position)
 
     def end_forward(
@@ -188,27 +188,38 @@ class Schedule(CommContext):
             iteration.is_open_ended |= is_open_ended
             iteration.events.append(Event(self._position, unit, is_begin=False, in_grad=in_grad, weights=weights))
         unit.exit_forward(after)
-        if after is AfterForward.PARK:
-            if unit is self.root or not unit.control.keeps_last:
-                unit.shrink_parked()
-            else:
-                # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
-                if self._parked is not unit:
-                    self._shrink_parked()
-                self._parked = unit
+        if after is AfterForward.PARK and unit is self.root:
+            unit.shrink_parked()  # no unit follows it
+        elif after is AfterForward.PARK:
+            if self._parked is not unit:
+                self._shrink_parked()
+            self._parked, self._parked_after = unit, self.streams.last_use()
+
+    def make_room(self, unit: Unit) -> None:
+        """Free the buffers of the unit that ran before ``unit``, whose all-gather has taken memory.
+
+        In this order the all-gather does not wait for the compute of the unit before.
+        """
+        if unit.handles and unit is not self._parked:
+            self._shrink_parked()
 
     def _shrink_parked(self) -> None:
-        """Free the parked buffers of the last unit that ran, because another unit needs memory."""
+        """Free the parked buffers of the last unit that ran."""
         unit, self._parked = self._parked, None
+        last_use, self._parked_after = self._parked_after, None
         if unit is not None:
-            unit.shrink_parked()
+            # A backward may have computed with them since.
+            unit.shrink_parked(last_use if self.backward is None else None)
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
         assert self.iteration is not None
         self._last_order[self.iteration.order[0]] = self.iteration.order
-        if not self.iteration.expects_backward:
+        parked = self._parked
+        # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
+        if not self.iteration.expects_backward or (parked is not None and not parked.control.keeps_last):
             self._shrink_parked()
+        if not self.iteration.expects_backward:
             self._pending.remove([self.iteration])
             # Units of a method under no_grad may have kept buffers, as if in a re-entrant checkpoint.
             ran = () if self.iteration.is_open_ended else self.iteration.order
@@ -389,19 +400,23 @@ class Schedule(CommContext):
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def _post_backward(self, unit: Unit) -> None:
-        """Reshard a unit and reduce its gradient, in this order, so that the reduction can use the freed memory."""
+        """Reshard a unit and reduce its gradient, in this order, so that the reduction can use the freed memory.
+
+        A prefetch by ``BACKWARD_POST`` comes first: then its all-gather waits for no compute of the unit, and is before
+        the reduction in the order of collectives.
+        """
         assert self.backward is not None
         if unit.context is not self:
             return  # the unit is under two roots, and the other root's schedule runs it
         with profiled("post_backward", unit.name):
             unit.log_event("post_backward")
+            self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for handle in unit.handles:
                     if handle.num_trainable:
                         self._take_grads_ready(handle)
                 unit.begin_reductions()
-        self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""

@@ -238,8 +238,10 @@ class Unit:
             return
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.context.streams
+        # A caller's all-gather may take memory at its end; the library's place what they have.
+        takes_memory = [mesh for mesh in self.meshes if mesh.choice.all_gather is not None]
         with profiled("all_gather_wait", self.name):
-            with streams.all_gathers:
+            with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in pendings:
                     pending.wait()
             streams.wait_for_all_gathers()
@@ -251,6 +253,11 @@ class Unit:
 
     def unshard(self) -> None:
         """Unshard the parameters, with their current values, and point the modules at them."""
+        self.begin_unshard_current()
+        self.finish_unshard_current()
+
+    def begin_unshard_current(self) -> None:
+        """Begin the all-gather of the current values, unless the buffers have them or it has begun."""
         if not self.shows_sharded:
             if self.state is MemoryState.READY:
                 for handle in self.handles:
@@ -264,6 +271,9 @@ class Unit:
                 # Shards may have changed after the all-gather began, on this rank or on others.
                 self.reshard()
         self.begin_unshard()
+
+    def finish_unshard_current(self) -> None:
+        """Wait for the all-gather of :meth:`begin_unshard_current`, and point the modules at its parameters."""
         self.finish_unshard()
         if not self.needs_all_gather:
             self.gathered_version = self.current_version()
@@ -335,8 +345,11 @@ class Unit:
                 handle.show_sharded()
             self._move(event)
 
-    def shrink_parked(self) -> None:
-        """Free parked buffers, after each smaller group has copied the shards that it keeps for backward."""
+    def shrink_parked(self, last_use: Any = None) -> None:
+        """Free parked buffers, after each smaller group has copied the shards that it keeps for backward.
+
+        ``last_use`` is the event after their last use by compute, if it is known.
+        """
         if self.state is not MemoryState.PARKED:
             return
         shrinks = False
@@ -348,9 +361,10 @@ class Unit:
             self._move(MemoryEvent.SHRINK)
             self._free_buffers()
         else:
-            self.reshard()
+            self._move(MemoryEvent.FREE)
+            self._free_buffers(last_use)
 
-    def _free_buffers(self) -> None:
+    def _free_buffers(self, last_use: Any = None) -> None:
         self.log_event("reshard")
         if is_autocast_on():
             # autocast caches low-precision copies of parameters, which are large and outdated after a step.
@@ -358,12 +372,12 @@ class Unit:
         if not self.control.keeps_unsharded_storage:
             for handle in self.handles:
                 handle.free()
-        self.context.streams.buffers_freed()
+        self.context.streams.buffers_freed(last_use)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_forward(self, full_precision: bool) -> None:
-        """Begin a forward with unsharded parameters, in the dtype of the shards if ``full_precision``."""
+        """Begin a forward, and its all-gather, in the dtype of the shards if ``full_precision``."""
         if self.phase is Phase.SUMMONED:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
@@ -376,7 +390,7 @@ class Unit:
             self.phase = Phase.FORWARD
         if self._depth == 1 and self.phase is not Phase.BACKWARD and full_precision != self._full_precision:
             self.use_full_precision(full_precision)
-        self.unshard()
+        self.begin_unshard_current()
 
     def exit_forward(self, after: AfterForward) -> None:
         """End a forward, and leave the parameters as ``after`` says.

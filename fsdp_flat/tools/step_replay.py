@@ -282,6 +282,9 @@ class StepReplay:
         self._num_begun += 1
         self._begin_of[call] = len(self._events)
         self._events.append((len(self._events), unit, True))
+        if unit is self._parked:
+            self._free_parked()  # it is all-gathered anew
+        self._begin_unshard(unit)
         if unit.handles:
             self._free_parked()
         self._unshard(unit)

@@ -25,6 +25,8 @@ from tests.rehearsal.streams import Machine, Queue
 aten = torch.ops.aten
 _ROOT = str(Path(__file__).resolve().parents[2])
 _LIBRARY = str(Path(_ROOT, "fsdp_flat"))
+# Files whose functions pass operations on.
+_WATCHERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("overlap.py"))}
 _MOST_LINES = 3
 # These give memory whose content is undefined, and write nothing.
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
@@ -50,6 +52,17 @@ def where_in_library() -> str:
             elsewhere = f"{path[len(_ROOT) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines) or elsewhere
+
+
+def is_issued_by_library() -> bool:
+    """Say whether fsdp_flat issues the present operation, and not a module, autograd or an optimizer."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_ROOT) and path not in _WATCHERS:
+            return bool(path.startswith(_LIBRARY))
+        frame = frame.f_back
+    return False
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

@@ -4,13 +4,15 @@
   the order in which a step first uses them.
 * ``fsdp_flat.runtime.construction.compute_device_from`` returns the accelerator.
 * ``fsdp_flat.comm.torch_comm`` holds aliases of two functions of ``torch.distributed``.
-* :func:`names_of_storages` asks units for their handles, shards, unsharded buffers and flat gradients.
+* :func:`gathering_units` watches the two methods of a unit that begin and end its all-gather.
+* :func:`names_of_storages`, :func:`unsharded_buffers` and :func:`num_unsharded` ask units for their handles, shards,
+  unsharded buffers and flat gradients.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -23,7 +25,7 @@ import fsdp_flat.runtime.construction
 import fsdp_flat.runtime.reduction
 from fsdp_flat.comm import Pending, torch_comm
 from fsdp_flat.comm.streams import Streams
-from fsdp_flat.runtime import units_of
+from fsdp_flat.runtime import Unit, units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine
@@ -69,11 +71,43 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
     return names
 
 
+@contextmanager
+def gathering_units() -> Iterator[list[str]]:
+    """Provide the names of units whose all-gathers begin or end at the moment, the innermost last, inside the block."""
+    names: list[str] = []
+
+    def noting(method: Callable[[Unit], None]) -> Callable[[Unit], None]:
+        def run(unit: Unit) -> None:
+            names.append(unit.name)
+            try:
+                method(unit)
+            finally:
+                names.pop()
+
+        return run
+
+    with (
+        mock.patch.object(Unit, "begin_unshard", noting(Unit.begin_unshard)),
+        mock.patch.object(Unit, "finish_unshard", noting(Unit.finish_unshard)),
+    ):
+        yield names
+
+
+def unsharded_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Return the unsharded buffers of a wrapped model, with or without memory."""
+    return [handle.buffer.tensor for unit in units_of(model) for handle in unit.handles]
+
+
+def num_unsharded(units: Sequence[Unit]) -> int:
+    """Return how many of ``units`` have memory for unsharded parameters, apart from their shards."""
+    return sum(any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in unit.handles) for unit in units)
+
+
 # Findings that mention this are about asking which parameters any rank used, which a rank with unused ones has to.
 USED_PARAMETERS = "fsdp_flat/runtime/backward_exchange.py"
 
 
-def _nothing(_streams: Streams) -> None:
+def _nothing(_streams: Streams, *_args: object) -> None:
     pass
 
 

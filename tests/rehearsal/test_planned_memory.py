@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_flat import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, plan
+from tests.rehearsal import seam
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import NUM_RANKS, rehearsal
 from tests.rehearsal.test_fully_shard import LocalUpdates, sharded
@@ -68,7 +69,7 @@ def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
         optimizer.zero_grad()
     peaks = []
     with DeviceCounter() as counter:
-        counter.note([*model.parameters(), rows])
+        counter.note([*model.parameters(), *seam.unsharded_buffers(model), rows])
         loss = square_loss(model, rows)
         peaks.append(counter.peak)
         counter.peak = 0

@@ -49,13 +49,17 @@ def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(us
 
 
 @on_ranks(2)
-def test_backward_post_begins_the_previous_gather_after_the_current_gradients(rank: int) -> None:
+def test_backward_post_begins_the_previous_gather_after_the_current_gradients_and_before_their_reduction(
+    rank: int,
+) -> None:
+    """As in FSDP1: on one communicator the all-gather would wait for a reduction that comes first."""
     twin = Twin.of(Stack(4), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     trace = step_trace(twin, rank)
     for index in (3, 2, 1):
         own, previous = f"blocks.{index}", f"blocks.{index - 1}"
         begins = at(trace, "unshard", previous, 1)
-        assert at(trace, "reduce_scatter", own) < begins < at(trace, "pre_backward", previous)
+        assert at(trace, "pre_backward", own) < begins < at(trace, "reduce_scatter", own)
+        assert at(trace, "reshard", own, -1) > begins
 
 
 @on_ranks(2)
@@ -125,7 +129,7 @@ def test_full_shard_frees_after_forward_and_shard_grad_op_after_backward(rank: i
 
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_unit_is_freed_when_the_next_one_runs_so_the_last_stays_for_backward(
+def test_a_unit_is_freed_once_the_next_all_gather_has_begun_so_the_last_stays_for_backward(
     use_orig_params: bool, rank: int
 ) -> None:
     twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
@@ -133,7 +137,9 @@ def test_a_unit_is_freed_when_the_next_one_runs_so_the_last_stays_for_backward(
         trace = step_trace(twin, rank, num_before)
         for index in range(2):
             own, following = f"blocks.{index}", f"blocks.{index + 1}"
-            assert at(trace, "post_forward", own) < at(trace, "reshard", own) < at(trace, "pre_forward", following)
+            assert (
+                at(trace, "unshard", following) < at(trace, "reshard", own) < at(trace, "wait_for_unshard", following)
+            )
         assert trace.count(("unshard", "blocks.2")) == 1
         assert at(trace, "reshard", "blocks.2") > at(trace, "pre_backward", "blocks.2")
 
@@ -250,4 +256,5 @@ def test_units_in_units_prefetch_in_the_order_of_their_outputs(prefetch: Backwar
     ]
     begins = at(trace, "unshard", "0.0.blocks.1", 1)
     assert begins < at(trace, "pre_backward", "0.0.blocks.1")
-    assert (begins < at(trace, "reduce_scatter", "1.blocks.0")) == (prefetch is BackwardPrefetch.BACKWARD_PRE)
+    assert begins < at(trace, "reduce_scatter", "1.blocks.0")
+    assert (begins < at(trace, "post_backward", "1.blocks.0")) == (prefetch is BackwardPrefetch.BACKWARD_PRE)

@@ -1,0 +1,187 @@
+"""All-gathers on a fake accelerator run beside compute: none waits for the unit that runs before its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat import BackwardPrefetch, ShardingStrategy
+from fsdp_flat.comm.streams import Streams
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.rehearsal.kit import Rehearsal, batch, rehearsal, train
+from tests.rehearsal.models import BOTH_KINDS, LOW, OFFLOAD, Checkpointed, on_device
+from tests.rehearsal.overlap import Overlap, watched
+from tests.rehearsal.test_fully_shard import LocalUpdates, sharded
+from tests.runtime.kit import WIDTH, mesh_for
+from tests.support.kit import Block, Stack
+
+# Units with unsharded buffers at once besides the root: the one that computes, and the next or the one before.
+MOST_IN_FORWARD, MOST_IN_BACKWARD = 2, 3
+DEEP = functools.partial(Stack, 5)
+
+
+def check(overlap: Overlap, *, num_levels: int = 1) -> None:
+    """Raise if an all-gather is exposed, nothing was recorded, or more buffers were alive than that takes."""
+    assert overlap.runs, "nothing was recorded"
+    assert overlap.gatherings, "no all-gather was recorded"
+    assert overlap.exposed() == []
+    assert overlap.most_alive["forward"] <= MOST_IN_FORWARD + num_levels - 1
+    assert overlap.most_alive["backward"] <= MOST_IN_BACKWARD + num_levels - 1
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "forward_prefetch": {"forward_prefetch": True},
+    "backward_prefetch_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "low precision": {"mixed_precision": LOW},
+    "shards on the host": {"cpu_offload": OFFLOAD},
+    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    "no reshard after forward": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+}
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_all_gather_of_a_step_waits_for_the_unit_before(name: str, use_orig_params: bool) -> None:
+    options = dict(OPTIONS[name])
+    if strategy := options.get("sharding_strategy"):
+        options.update(mesh_for(strategy))
+    with rehearsal() as run:
+        model = run.wrap(
+            DEEP() if "cpu_offload" in options else on_device(DEEP), use_orig_params=use_orig_params, **options
+        )
+        with watched(run, model) as overlap:
+            train(run, model, num_steps=3)
+    if options.get("sharding_strategy") is ShardingStrategy.SHARD_GRAD_OP:
+        assert overlap.exposed() == []  # every buffer of the forward stays alive for backward
+    else:
+        check(overlap)
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_no_all_gather_of_a_forward_without_gradients_waits_for_the_unit_before(
+    no_grad: Callable[[], Any], use_orig_params: bool
+) -> None:
+    with rehearsal() as run:
+        model = run.wrap(on_device(DEEP), use_orig_params=use_orig_params)
+        with watched(run, model) as overlap, no_grad():
+            for _ in range(3):
+                model(batch())
+    run.check()
+    check(overlap)
+    assert overlap.most_alive["forward"] == MOST_IN_FORWARD
+
+
+class Nested(nn.Module):
+    """Units in units, with layers before and after the inner ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList([Group() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for group in self.groups:
+            x = group(x)
+        return x
+
+
+class Group(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@BOTH_KINDS
+def test_no_all_gather_of_units_inside_units_waits_for_the_unit_before(use_orig_params: bool) -> None:
+    with rehearsal() as run:
+        policy = ModuleWrapPolicy({Block, Group})
+        model = run.wrap(on_device(Nested), use_orig_params=use_orig_params, auto_wrap_policy=policy)
+        with watched(run, model) as overlap:
+            train(run, model, num_steps=3)
+    run.check()
+    check(overlap, num_levels=2)
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved_hooks", "reentrant"])
+def test_no_all_gather_of_a_recomputed_step_waits_for_the_unit_before(
+    use_reentrant: bool, use_orig_params: bool
+) -> None:
+    with rehearsal() as run:
+        model = run.wrap(on_device(lambda: Checkpointed(use_reentrant)), use_orig_params=use_orig_params)
+        with watched(run, model) as overlap:
+            train(run, model, num_steps=3)
+    check(overlap)
+
+
+def _prefetch_two(model: nn.Module) -> None:
+    blocks: Any = model.blocks
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch([blocks[at] for at in range(index - 1, max(-1, index - 3), -1)])
+
+
+@pytest.mark.parametrize("reshards", [True, None, 2])
+def test_no_all_gather_of_fully_shard_waits_for_the_unit_before(reshards: Any) -> None:
+    with rehearsal() as run:
+        model = sharded(run, DEEP, reshard_after_forward=reshards)
+        with watched(run, model) as overlap:
+            train(run, model, num_steps=3, optimizer=LocalUpdates)
+    check(overlap)
+
+
+def test_prefetched_units_of_fully_shard_do_not_wait_for_the_unit_before() -> None:
+    with rehearsal() as run:
+        model = sharded(run, DEEP)
+        _prefetch_two(model)
+        with watched(run, model) as overlap:
+            train(run, model, num_steps=3, optimizer=LocalUpdates)
+    assert overlap.exposed() == []
+
+
+def _after_compute(streams: Streams) -> Any:
+    if streams._all_gather is None:
+        streams._all_gather = streams._new_stream(streams._device)
+    streams._all_gather.wait_stream(streams._current())
+    return streams._all_gather
+
+
+def _watched_step(run: Rehearsal, **kwargs: Any) -> Overlap:
+    model = run.wrap(on_device(DEEP), **kwargs)
+    with watched(run, model) as overlap:
+        train(run, model, num_steps=2)
+    return overlap
+
+
+def test_an_all_gather_that_waits_for_all_compute_is_found() -> None:
+    with rehearsal() as run, mock.patch.object(Streams, "_enter_all_gathers", _after_compute):
+        overlap = _watched_step(run)
+    assert any("for the forward of 'blocks.2' waits for that of 'blocks.1'" in text for text in overlap.exposed())
+
+
+def test_an_all_gather_of_a_backward_that_waits_for_all_compute_is_found() -> None:
+    with rehearsal() as run, mock.patch.object(Streams, "_enter_all_gathers", _after_compute):
+        overlap = _watched_step(run, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    assert any("for the backward of 'blocks.2' waits for that of 'blocks.3'" in text for text in overlap.exposed())
+
+
+def test_an_all_gather_that_begins_in_its_own_backward_is_found() -> None:
+    """Without prefetch the reduction of the unit before comes first on the network, and waits for its compute."""
+    with rehearsal() as run:
+        exposed = _watched_step(run, backward_prefetch=None).exposed()
+    assert exposed
+    assert all("for the backward of" in text for text in exposed)
