@@ -23,6 +23,8 @@ from fsdp_flat.layout import FlatLayout
 _DTYPE = attrgetter("dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _PARAM_REQUIRES_GRAD = attrgetter("param.requires_grad")
+# chunk_cat copies tensors that are not contiguous one by one.
+_CONTIGUOUS = torch.Tensor.contiguous
 # Number of gradients between two calls of on_grads_ready, which makes a system call a rank.
 _GRADS_PER_CALL = 8
 
@@ -40,13 +42,21 @@ class FlatGradBuffer:
         kind: dtype and device of the buffer.
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, on_accelerator: bool | None = None
+    ) -> None:
+        on_accelerator = device.type != "cpu" if on_accelerator is None else on_accelerator
         self._buffer = FlatBuffer(torch.empty(layout.numel, dtype=dtype, device=device))
         flat = self._buffer.tensor
         self._layout, self.kind = layout, (dtype, device)
         self._places = grad_places(flat, layout)
         # The flat gradient as (world_size, shard_numel), if one operation can write it; else None.
-        self._by_rank = flat.view(layout.world_size, -1) if can_chunk(layout) else None
+        self._by_rank = flat.view(layout.world_size, -1) if can_chunk(layout, on_accelerator=on_accelerator) else None
+        # Dtypes of gradients that the operation takes. On accelerators its kernel converts this pair; other pairs, and
+        # all on the CPU, it copies one by one.
+        self._chunked = {dtype}
+        if on_accelerator and dtype == torch.float32:
+            self._chunked.add(torch.bfloat16)
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self.waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
@@ -87,8 +97,9 @@ class FlatGradBuffer:
         if self._buffer.alloc(pool):
             if self._by_rank is not None and len(self.waiting) == len(self._places):
                 grads = list(map(self.waiting.__getitem__, range(len(self._places))))
-                if set(map(_DTYPE, grads)) == {self._by_rank.dtype}:  # chunk_cat converts dtypes slowly
-                    chunk_cat(grads, 0, self._layout.world_size, out=self._by_rank)
+                dtypes = set(map(_DTYPE, grads))
+                if len(dtypes) == 1 and dtypes <= self._chunked:
+                    chunk_cat(list(map(_CONTIGUOUS, grads)), 0, self._layout.world_size, out=self._by_rank)
                     self.waiting.clear()
                     return self._buffer.tensor
             for padding in self._paddings:

@@ -124,6 +124,7 @@ class _Staging(NamedTuple):
     """Holds memory for the rows of all ranks, which is freed between all-gathers, and views of the memory."""
 
     full: torch.Tensor
+    rows: torch.Tensor
     storage: torch.UntypedStorage
     nbytes: int
     own: torch.Tensor
@@ -133,10 +134,12 @@ class _Staging(NamedTuple):
 class BufferRows(RowTarget):
     """Places shards of ranks in the unsharded buffer of a row layout.
 
-    Views are made once: each costs as much host time as a copy of a small parameter.
+    Views are made once: each costs as much host time as a copy of a small parameter. On accelerators one operation
+    copies all parameters, if all are sharded along dim 0; ``_foreach_copy_`` launches a slow kernel for each there,
+    since the rows of a parameter are strided.
     """
 
-    def __init__(self, buffer: torch.Tensor, layout: RowLayout) -> None:
+    def __init__(self, buffer: torch.Tensor, layout: RowLayout, *, on_accelerator: bool | None = None) -> None:
         self._buffer = buffer
         self._sizes = [chunk.numel for chunk in layout.chunks]
         # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
@@ -145,6 +148,8 @@ class BufferRows(RowTarget):
             _by_rank(buffer, layout, index) if index in self._shapes else _by_rank(buffer, layout, index).flatten(1)
             for index in range(len(self._sizes))
         ]
+        on_accelerator = buffer.device.type != "cpu" if on_accelerator is None else on_accelerator
+        self._is_fused = on_accelerator and not self._shapes
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._staging: _Staging | None = None
 
@@ -152,7 +157,10 @@ class BufferRows(RowTarget):
         key = first, first + rows.size(0)
         if key not in self._targets:
             self._targets[key] = [each[slice(*key)] for each in self._ranked]
-        torch._foreach_copy_(self._targets[key], self._split(rows))
+        if self._is_fused:
+            torch.split_with_sizes_copy(rows, self._sizes, 1, out=self._targets[key])
+        else:
+            torch._foreach_copy_(self._targets[key], self._split(rows))
 
     def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         sources = list(torch.split_with_sizes(rows, self._sizes, 1))
@@ -169,7 +177,8 @@ class BufferRows(RowTarget):
         if staging is None or staging.storage.nbytes():
             full = torch.empty_like(self._buffer)
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
-            staging = self._staging = _Staging(full, storage, storage.nbytes(), rows[rank], self._split(rows))
+            sources = [] if self._is_fused else self._split(rows)
+            staging = self._staging = _Staging(full, rows, storage, storage.nbytes(), rows[rank], sources)
         else:
             staging.storage.resize_(staging.nbytes)
         staging.own.copy_(own)
@@ -181,7 +190,10 @@ class BufferRows(RowTarget):
 
     def _place_staged(self) -> None:
         assert self._staging is not None
-        torch._foreach_copy_(self._ranked, self._staging.sources)
+        if self._is_fused:
+            torch.split_with_sizes_copy(self._staging.rows, self._sizes, 1, out=self._ranked)
+        else:
+            torch._foreach_copy_(self._ranked, self._staging.sources)
         self._staging.storage.resize_(0)
 
 
@@ -261,16 +273,16 @@ def grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tenso
     return places
 
 
-def can_chunk(layout: FlatLayout) -> bool:
+def can_chunk(layout: FlatLayout, *, on_accelerator: bool) -> bool:
     """Return whether :func:`chunk_cat` lays out gradients as fast as copies to :func:`grad_places`, in one operation.
 
-    ``chunk_cat`` pads a copy of each uneven gradient, so uneven gradients must have few elements.
+    On the CPU ``chunk_cat`` pads a copy of each uneven gradient, so uneven gradients must have few elements there.
     """
     if not isinstance(layout, RowLayout) or any(layout.dims):
         return False
     numels = [param_info.numel for param_info in layout.param_infos]
     uneven = sum(numel for numel, (_, rest) in zip(numels, layout.full_ranks, strict=True) if rest)
-    return 0 not in numels and uneven <= _MOST_PADDED
+    return 0 not in numels and (on_accelerator or uneven <= _MOST_PADDED)
 
 
 def split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:

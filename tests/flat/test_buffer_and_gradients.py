@@ -120,13 +120,14 @@ def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, 0, 1)])
 @pytest.mark.parametrize("num_given", [2, 3])
-@pytest.mark.parametrize("rows", [1, 5, 0])
+@pytest.mark.parametrize("rows", [1, 5, 0, 50000])
+@pytest.mark.parametrize("on_accelerator", [False, True])
 def test_gradients_of_rows_are_laid_out_rank_by_rank(
-    rows: int, num_given: int, dims: tuple[int, ...], dtype: torch.dtype
+    on_accelerator: bool, rows: int, num_given: int, dims: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     shapes = [(rows, 3), (7,), (3, 8)]
     layout = RowLayout.of_rows(list(zip("abc", shapes, strict=True)), dims, world_size=4)
-    grad_buffer = FlatGradBuffer(layout, torch.float32, CPU)
+    grad_buffer = FlatGradBuffer(layout, torch.float32, CPU, on_accelerator=on_accelerator)
     pool = MemoryPool()
     filled(torch.full((layout.numel,), float("nan"))).free(pool)
     grads = [torch.randn(shape[::-1]).t() if len(shape) > 1 else torch.randn(shape) for shape in shapes]
@@ -144,22 +145,23 @@ def test_gradients_of_rows_are_laid_out_rank_by_rank(
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dims", "can"),
+    ("shapes", "dims", "can", "can_there"),
     [
-        ([(8, 3), (4,)], (0, 0), True),
-        ([(8, 3), (5,)], (0, 0), True),
-        ([(8, 3), (50257, 4)], (0, 0), False),  # a padded copy of it takes longer than copies of its parts
-        ([(8, 4), (4,)], (1, 0), False),
-        ([(8, 3), (0, 2)], (0, 0), False),
+        ([(8, 3), (4,)], (0, 0), True, True),
+        ([(8, 3), (5,)], (0, 0), True, True),
+        ([(8, 3), (50257, 4)], (0, 0), False, True),  # on the CPU a padded copy takes longer than copies of its parts
+        ([(8, 4), (4,)], (1, 0), False, False),
+        ([(8, 3), (0, 2)], (0, 0), False, False),
     ],
 )
-def test_one_operation_lays_out_rows_that_need_little_padding(
-    shapes: list[tuple[int, ...]], dims: tuple[int, ...], can: bool
+def test_one_operation_lays_out_rows_that_need_little_padding_and_all_on_accelerators(
+    shapes: list[tuple[int, ...]], dims: tuple[int, ...], can: bool, can_there: bool
 ) -> None:
     names = [f"weight{index}" for index in range(len(shapes))]
     layout = RowLayout.of_rows(list(zip(names, shapes, strict=True)), dims, world_size=4)
-    assert can_chunk(layout) == can
-    assert not can_chunk(LAYOUT)
+    assert can_chunk(layout, on_accelerator=False) == can
+    assert can_chunk(layout, on_accelerator=True) == can_there
+    assert not can_chunk(LAYOUT, on_accelerator=True)
 
 
 def test_a_window_goes_on_after_it_was_closed() -> None:

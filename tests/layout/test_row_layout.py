@@ -60,11 +60,11 @@ def test_local_parts_are_the_chunks_of_torch(layout: RowLayout) -> None:
                 assert part.shape[layout.dims[index]] == 0
 
 
-@given(layouts)
-def test_placed_shards_are_the_parameters(layout: RowLayout) -> None:
+@given(layouts, st.booleans())
+def test_placed_shards_are_the_parameters(layout: RowLayout, on_accelerator: bool) -> None:
     params = params_of(layout)
     buffer = torch.full((layout.numel,), -1)
-    target = BufferRows(buffer, layout)
+    target = BufferRows(buffer, layout, on_accelerator=on_accelerator)
     shards = torch.stack([shard_of(layout, params, rank) for rank in range(layout.world_size)])
     # One row, and then the others together.
     target.place(0, shards[:1])
@@ -77,11 +77,13 @@ def test_placed_shards_are_the_parameters(layout: RowLayout) -> None:
     assert torch.equal(buffer.sort().values, shards.view(-1).sort().values)
 
 
-@given(layouts, st.integers(0, 7))
-def test_staged_shards_are_the_parameters_and_their_memory_is_freed(layout: RowLayout, number: int) -> None:
+@given(layouts, st.integers(0, 7), st.booleans())
+def test_staged_shards_are_the_parameters_and_their_memory_is_freed(
+    layout: RowLayout, number: int, on_accelerator: bool
+) -> None:
     rank, world_size = number % layout.world_size, layout.world_size
     buffer = torch.empty(layout.numel, dtype=torch.int64)
-    target = BufferRows(buffer, layout)
+    target = BufferRows(buffer, layout, on_accelerator=on_accelerator)
     for by in (0, 1000):  # the second time in the same memory
         params = [param + by for param in params_of(layout)]
         shards = torch.stack([shard_of(layout, params, rank) for rank in range(world_size)])

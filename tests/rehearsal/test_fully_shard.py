@@ -10,14 +10,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_flat.composable.fully_sharding
-from fsdp_flat.composable import fully_shard
+from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal
 from tests.rehearsal.kit import train as train_with
-from tests.support.kit import Stack
+from tests.support.kit import Block, Stack
 
 
 class LocalUpdates(torch.optim.Optimizer):
@@ -60,6 +61,25 @@ def test_a_step_is_ordered_and_does_not_stop_the_host(reshards: Any) -> None:
         model = sharded(run, reshard_after_forward=reshards)
         train(run, model, num_steps=3)
     run.check()
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_one_operation_copies_a_unit_from_and_to_the_rows_of_ranks(num_layers: int, low: bool) -> None:
+    """Part 2 of "On a GPU as on a CPU": as many launches for a unit of many parameters as for one of few."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
+    with rehearsal() as run:
+        build = functools.partial(Stack, block=lambda width: nn.Sequential(*[Block(width) for _ in range(num_layers)]))
+        model = sharded(run, build, **({"mp_policy": policy} if low else {}))
+        train(run, model, num_steps=1)
+        run.recorder.log.clear()
+        model(batch()).float().pow(2).mean().backward()
+    num_units, num_gathers = 4, 4 + 2  # the root and the last block stay for backward
+    log = run.recorder.log
+    assert log.count("all_gather_single") == num_gathers
+    assert log.count("aten::split_with_sizes_copy") == num_gathers
+    assert log.count("aten::_chunk_cat") == num_units
+    assert "aten::_foreach_copy_" not in log
 
 
 @pytest.mark.parametrize("reshards", [None, 2])
