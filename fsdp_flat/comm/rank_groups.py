@@ -253,6 +253,14 @@ class ShardingGroups:
         return (self.shard, self.replicate)
 
     @property
+    def as_one(self) -> list[RankGroup]:
+        """The default group if it has just the ranks of both groups, else those of the two that have other ranks."""
+        groups = connected(self.rank_groups)
+        if len(groups) == 2 and dist.group.WORLD is not None and dist.get_world_size() == self.num_ranks:
+            return [RankGroup.of(dist.group.WORLD)]
+        return groups
+
+    @property
     def primary(self) -> RankGroup:
         """Group of FSDP1's ``process_group``: the shard group, or the replicate group if nothing is sharded."""
         return self.shard if self.shard.group is not None else self.replicate

@@ -1,7 +1,6 @@
 """Exchanges gradient flags and collective digests between ranks at the end of each backward.
 
-The exchange is one small all-reduce of bytes over each group, on the host. It answers these questions before
-gradients are set and an optimizer can step:
+The exchange is one small all-reduce of bytes over each group, on the host. It answers these questions:
 
 * which parameters got a gradient on any rank. A parameter that no rank used keeps ``.grad`` None, as in plain torch;
   one that only some ranks used gets the mean with zeros, as under DDP;
@@ -10,6 +9,11 @@ gradients are set and an optimizer can step:
 * whether all ranks issued the same collectives in the same order, train the same parameters, and are to average the
   same gradients that no unit manages;
 * whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
+
+A rank that needs no answer does not wait for the hosts of other ranks: all its trainable parameters have gradients, all
+of these are reduced, and autograd has freed the graph. It reads the answers before the next forward, or before a save;
+a difference is then raised on all ranks. Once a rank has needed an answer, all ranks wait in the next backward, since
+such a rank may hold gradients that all have to reduce. So they do in the first backward.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
 """
@@ -30,7 +34,6 @@ from fsdp_flat.comm import (
     RankGroup,
     ShardingGroups,
     begin_all_reduce,
-    connected,
     host_group,
     true_on_any_rank,
 )
@@ -48,10 +51,14 @@ class Outcome:
     Attributes:
         differing: groups whose ranks issued different collectives, or train or average different parameters; else None.
         retains_graph: autograd keeps the graph of this backward on any rank.
+        is_needed: a rank has needed an answer.
+        went_on: a rank has not waited for the answers.
     """
 
     differing: ShardingGroups | None
     retains_graph: bool
+    is_needed: bool
+    went_on: bool
 
 
 class BackwardExchange:
@@ -88,15 +95,18 @@ class BackwardExchange:
         *,
         same: bytes,
         retains_graph: bool,
+        is_needed: bool,
+        waits: bool,
     ) -> None:
-        """Begin the exchange.
+        """Begin the exchange, which :meth:`finish` ends.
 
         Args:
             used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing
                 handle has no gradients.
             unreduced: handles that hold unreduced gradients.
             same: bytes that must be equal on all ranks.
-            retains_graph: see :class:`Outcome`.
+            retains_graph, is_needed: see :class:`Outcome`, here of this rank.
+            waits: this rank calls :meth:`finish` in this backward.
         """
         for groups, handles in self.handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
@@ -104,7 +114,8 @@ class BackwardExchange:
             trained = bytes([trains for handle in handles for trains in handle.requires_grad()])
             digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes maxima; that of the complement shows the minimum of the digest.
-            message = bytearray(b"".join([*flags, is_unreduced, bytes([retains_graph]), digest, _complement(digest)]))
+            facts = bytes([retains_graph, is_needed, not waits])
+            message = bytearray(b"".join([*flags, is_unreduced, facts, digest, _complement(digest)]))
             pending = Pending((), torch.frombuffer(message, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
@@ -114,24 +125,32 @@ class BackwardExchange:
         if groups not in self._host_groups_of:
             self._host_groups_of[groups] = [
                 RankGroup.of(host_group(rank_group.group))
-                for rank_group in connected(groups.rank_groups)
+                for rank_group in groups.as_one
                 if rank_group.group is not None
             ]
         return self._host_groups_of[groups]
 
+    @property
+    def can_be_read_later(self) -> bool:
+        """True if an exchange needs nothing of this rank once it has begun: it is one all-reduce over each groups.
+
+        Where two follow each other, the second begins when the first has ended.
+        """
+        return all(len(self._host_groups(groups)) < 2 for groups in self.handles)
+
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
-        differing, retains_graph = None, False
+        differing, found = None, bytes(3)
         for groups, pending in self._in_flight.items():
             message = BytesIO(bytes(pending.wait().numpy()))
             handles = self.handles[groups]
             for handle in handles:
                 used[handle] = message.read(len(handle.layout.param_infos))
             unreduced.update(compress(handles, message.read(len(handles))))
-            retains_graph |= message.read(1) == b"\1"
+            found = bytes(map(max, found, message.read(3)))
             if message.read(_DIGEST_NBYTES) != _complement(message.read(_DIGEST_NBYTES)):
                 differing = differing or groups
-        return Outcome(differing, retains_graph)
+        return Outcome(differing, *map(bool, found))
 
 
 def _complement(digest: bytes) -> bytes:

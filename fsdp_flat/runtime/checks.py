@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
-from fsdp_flat.errors import OptionError, UsageError, some_of
+from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
+from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import RankZeroTensors, unreduced_params
@@ -27,16 +29,23 @@ _TRAINED = ErrorTexts(
 )
 _ORDER = ErrorTexts(
     "comparing their collectives",
-    "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
-    "gradients are dropped.",
+    "Ranks ran units in different orders, so weights or gradients of different units were mixed.",
     "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "
-    "was not caught. Weights are as they were before this step.",
+    "was not caught.",
 )
 _AVERAGED = ErrorTexts(
     "averaging gradients that no unit manages",
     "Ranks average different parameters outside of units.",
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
 )
+
+
+# What has become of the gradients of ranks that differ, by whether it was found after they were set.
+_EFFECT = {
+    False: "This backward's gradients are dropped, and weights are as they were before this step.",
+    True: "It was found after the backward had set its gradients: if an optimizer has stepped since, weights are wrong "
+    "from that step on. Nothing was saved meanwhile; go on from the last checkpoint.",
+}
 
 
 # Options that all units of a tree share, with their places in a unit's options.
@@ -196,16 +205,33 @@ def _trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> lis
 
 
 def raise_difference(
-    collectives: Sequence[str], averaged: Sequence[str], units: Sequence[Unit], groups: ShardingGroups
+    collectives: Sequence[str],
+    averaged: Sequence[str],
+    units: Sequence[Unit],
+    groups: ShardingGroups,
+    *,
+    is_late: bool,
 ) -> NoReturn:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
     ``collectives`` has one line for each collective over the groups that this rank has issued, and ``averaged`` one for
-    each parameter outside of units whose gradient this rank is to average.
+    each parameter outside of units whose gradient this rank is to average. It ``is_late`` if gradients are set already.
     """
     for lines, texts in ((collectives, _ORDER), (_trained_lines(units, [groups]), _TRAINED), (averaged, _AVERAGED)):
+        texts = replace(texts, advice=f"{texts.advice} {_EFFECT[is_late]}")
         agree(lines, None, groups.rank_groups, units[0].options.device, texts)
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
+
+
+def late_gradients(handles: Iterable[FlatParamHandle]) -> RankMismatchError:
+    """Return the error for gradients that some ranks alone had to reduce when others had set theirs already."""
+    names = some_of(sorted(f"{handle.spec.unit_name!r}" for handle in handles), 4)
+    return RankMismatchError(
+        f"At the end of the last backward some ranks alone had gradients of these units that were not reduced yet: "
+        f"{names}. They came after the unit's own backward, from weights used outside of its forward, or from no_sync "
+        f"on those ranks alone, and the other ranks had set their gradients already. Do the same on every rank. "
+        f"{_EFFECT[True]}"
+    )
 
 
 class RankChecks:

@@ -337,5 +337,10 @@ class CommContext:
         self.trace: list[tuple[str, str]] | None = None
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
 
+    @property
+    def is_unread(self) -> bool:
+        """True if :meth:`recover` has yet to read what ranks exchanged at the end of the last backward."""
+        return False
+
     def recover(self) -> None:
-        """Abort a step whose backward raised, if there is one; before the first use of a tree there is none."""
+        """Abort a step whose backward raised, and read what ranks exchanged; before the first use there is neither."""

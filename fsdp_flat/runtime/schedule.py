@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Collection
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,14 +22,29 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
-from fsdp_flat.runtime.backward_exchange import BackwardExchange
-from fsdp_flat.runtime.checks import RankChecks, check_units, log_units, raise_difference
+from fsdp_flat.runtime.backward_exchange import BackwardExchange, Outcome
+from fsdp_flat.runtime.checks import RankChecks, check_units, late_gradients, log_units, raise_difference
 from fsdp_flat.runtime.memory import MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Phase
 from fsdp_flat.runtime.reduction import LOGGER, CommContext
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_gradients, averaged_lines, unreduced_params
+
+
+class _Unread(NamedTuple):
+    """Holds a backward whose exchange of ranks is to be read later: ranks have set gradients without waiting for it.
+
+    Attributes:
+        averaged: a line for each parameter outside of units whose gradient is averaged.
+        outcome: the answers, on a rank that has waited and found a difference, which all ranks raise later; else None.
+        unreduced: with an outcome, handles with gradients that were not reduced, since other ranks had gone on.
+    """
+
+    backward: Backward
+    averaged: list[str]
+    outcome: Outcome | None = None
+    unreduced: Collection[FlatParamHandle] = ()
 
 
 class Schedule(CommContext):
@@ -88,6 +105,9 @@ class Schedule(CommContext):
         self.has_unfinalized_gradients = False
         # The last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
         self.shows_unreduced = False
+        # The next backward waits for the exchange at its end; else only if this rank needs an answer.
+        self._waits_for_ranks = True
+        self._unread: _Unread | None = None
 
     def _adopt_units(self) -> None:
         """Take over units from other schedules, except from one whose backward is running."""
@@ -234,10 +254,16 @@ class Schedule(CommContext):
         self.collectives.trim()
 
     def recover(self) -> None:
-        """Abort a step whose backward raised, if there is one."""
+        """Abort a step whose backward raised, if there is one, and read what ranks exchanged in the last backward."""
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         if self.backward is not None and (graph_task_id() == -1 or self._lost_callback):
             self.abort()
+        if self._unread is not None:
+            self._read_exchange()
+
+    @property
+    def is_unread(self) -> bool:
+        return self._unread is not None
 
     @property
     def _lost_callback(self) -> bool:
@@ -323,7 +349,7 @@ class Schedule(CommContext):
         return self.backward
 
     def _begin_backward(self) -> Backward:
-        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
+        self.recover()
         self._adopt_units()
         if any(unit.control.sync_gradients for unit in self.units):
             try:
@@ -447,7 +473,7 @@ class Schedule(CommContext):
                 self._finalize()
         self.backward = None
         self._callback = None
-        if not backward.keeps_iterations:
+        if self._unread is None and not backward.keeps_iterations:
             self._pending.remove(backward.iterations)
         self.pool.clear()
         self.root.log_event("root_post_backward")
@@ -465,7 +491,7 @@ class Schedule(CommContext):
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
         if reduced and (trains or params):
             self._set_sharded_grads(reduced, averaged_lines(params, averages=averages))
-            if averages:
+            if averages and self._unread is None:
                 any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
                 average_gradients(params, self.root, any_rank)
             # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
@@ -475,25 +501,84 @@ class Schedule(CommContext):
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
-        backward = self.backward
+        for unit in reduced:
+            if unit.policy.all_reduce:
+                unreduced.update([handle for handle in unit.handles if handle.partial_grad.shard is not None])
+        unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
+        for unit in reduced if unreduced else ():
+            unit.begin_reductions(unreduced)
+        self.reductions.set_grads(self.streams, used)
+
+    def _exchange_with_ranks(
+        self,
+        reduced: list[Unit],
+        used: dict[FlatParamHandle, bytes],
+        unreduced: set[FlatParamHandle],
+        averaged: list[str],
+    ) -> set[FlatParamHandle]:
+        """Exchange what ranks have to know of each other, and wait for it if this rank needs it.
+
+        Returns:
+            The handles that all ranks have to reduce yet.
+        """
+        backward, exchange = self.backward, self._exchange
         assert backward is not None
-        same = "\n".join(averaged).encode()
-        self._exchange.begin(used, unreduced, same=same, retains_graph=backward.retains_graph)
+        is_needed = bool(unreduced) or self._needs_other_ranks(backward, reduced, used)
+        waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later
+        same, retains = "\n".join(averaged).encode(), backward.retains_graph
+        exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
         self.reductions.finish_all()
-        outcome = self._exchange.finish(used, unreduced)
+        if not waits:
+            for handle in chain.from_iterable(exchange.handles.values()):
+                used.setdefault(handle, bytes(len(handle.layout.param_infos)))
+            self._unread = _Unread(backward, averaged)
+            return set()
+        outcome = exchange.finish(used, unreduced)
+        if outcome.went_on and (outcome.differing is not None or unreduced):
+            # The ranks that have gone on raise it later, and so does this one.
+            self._unread = _Unread(backward, averaged, outcome, unreduced)
+            return set()
+        self._take_outcome(outcome, backward, averaged, is_late=False)
+        return unreduced
+
+    def _needs_other_ranks(self, backward: Backward, reduced: list[Unit], used: dict[FlatParamHandle, bytes]) -> bool:
+        """Return whether what follows depends on what other ranks have used, on their graphs, or on their settings."""
+        root = self.root
+        if backward.keeps_iterations or backward.retains_graph or root.control.finalizes_by_hand:
+            return True
+        if root.averages_ignored:
+            return True
+        return any(
+            handle.num_trainable and used.get(handle, b"").count(1) < handle.num_trainable
+            for unit in reduced
+            if not unit.policy.zeros_for_unused
+            for handle in unit.handles
+        )
+
+    def _read_exchange(self) -> None:
+        """Read what ranks exchanged in the last backward, which has not waited for it; raise if they differ."""
+        unread, self._unread = self._unread, None
+        assert unread is not None
+        outcome, unreduced = unread.outcome, set(unread.unreduced)
+        if outcome is None:
+            outcome = self._exchange.finish({}, unreduced)
+        self._take_outcome(outcome, unread.backward, unread.averaged, is_late=True)
+        if not unread.backward.keeps_iterations:
+            self._pending.remove(unread.backward.iterations)
+        if unreduced:
+            self.abort()
+            raise late_gradients(unreduced)
+
+    def _take_outcome(self, outcome: Outcome, backward: Backward, averaged: list[str], *, is_late: bool) -> None:
+        """Follow the answers of other ranks; raise if ranks differ. It ``is_late`` if gradients are set already."""
+        self._waits_for_ranks = outcome.is_needed
         backward.keeps_iterations |= outcome.retains_graph
         if outcome.differing is not None:
             lines = self.collectives.lines(outcome.differing)
             self.collectives.clear()
             self.abort()
-            raise_difference(lines, averaged, self.units, outcome.differing)
+            raise_difference(lines, averaged, self.units, outcome.differing, is_late=is_late)
         self.collectives.clear()
-        for unit in reduced:
-            if unit.policy.all_reduce:
-                unreduced.update([handle for handle in unit.handles if handle.partial_grad.shard is not None])
-        for unit in reduced if unreduced else ():
-            unit.begin_reductions(unreduced)
-        self.reductions.set_grads(self.streams, used)
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:

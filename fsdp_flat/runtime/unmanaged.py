@@ -215,6 +215,8 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
     units = units_of(model)
     if not units:
         raise OptionError(f"check_replicas takes a sharded model; a {type(model).__name__} without a unit was given.")
+    for unit in units:
+        unit.context.recover()
     options = units[0].options
     found = RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
     settings = {} if optim is None else group_settings(model, optim)

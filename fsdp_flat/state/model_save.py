@@ -235,7 +235,9 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
     """
     if unit.full is not None:
         return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
-    if not isinstance(codec, FullCodec):
+    if isinstance(codec, FullCodec):
+        unit.context.recover()
+    else:
         unit.check_idle("state_dict")
     unit.adopt_changes()
     if codec.is_flat:

@@ -76,6 +76,8 @@ def _saved(
 ) -> dict[str, Any]:
     index, contents, error = ParamIndex(model), OptimContents(()), None
     try:
+        for unit in units_of(model):
+            unit.context.recover()
         contents = held_by(optim)
         contents = contents_of(optim, index, state_dict)
     except Exception as raised:

@@ -123,9 +123,9 @@ def traced(model: FSDP) -> list[tuple[str, str]]:
 
 
 def exchange_nbytes(model: nn.Module) -> int:
-    """Return the bytes exchanged at the end of a backward: one per parameter and handle, one flag, two digests."""
+    """Return the bytes exchanged at the end of a backward: one per parameter and handle, three flags, two digests."""
     handles = [handle for unit in units_of(model) for handle in unit.handles]
-    return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 1 + 16
+    return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 3 + 16
 
 
 def units_by_name(model: nn.Module) -> dict[str, Unit]:
