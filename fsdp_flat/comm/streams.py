@@ -93,9 +93,10 @@ class Streams:
         self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
         self.reduce_scatters: AbstractContextManager[Any] = _NOTHING
         if self.is_accelerator:
-            self.all_gathers = _StreamContext(self._enter_all_gathers)
-            self.ends_of_all_gathers = _StreamContext(self._all_gather_stream)
-            self.reduce_scatters = _StreamContext(self._enter_reduce_scatters)
+            inside_all_gathers: list[Any] = []
+            self.all_gathers = _StreamContext(self._enter_all_gathers, inside_all_gathers)
+            self.ends_of_all_gathers = _StreamContext(self._all_gather_stream, inside_all_gathers)
+            self.reduce_scatters = _StreamContext(self._enter_reduce_scatters, [])
 
     def _current(self) -> Any:
         return torch.accelerator.current_stream(self._device)
@@ -194,11 +195,14 @@ class Streams:
 
 
 class _StreamContext:
-    """Makes the stream that ``enter`` orders after earlier work current inside a reusable and reentrant context."""
+    """Makes the stream that ``enter`` orders after earlier work current inside a reusable and reentrant context.
 
-    def __init__(self, enter: Callable[[], Any]) -> None:
+    Contexts of one stream share the list ``entered``, so that one may be entered inside another.
+    """
+
+    def __init__(self, enter: Callable[[], Any], entered: list[Any]) -> None:
         self._enter = enter
-        self._entered: list[Any] = []
+        self._entered = entered
 
     def __enter__(self) -> None:
         # torch 2.11 raises if a stream's context is entered inside itself.
