@@ -116,6 +116,7 @@ class Schedule(CommContext):
             if before is self or (isinstance(before, Schedule) and before.backward is not None):
                 continue
             if isinstance(before, Schedule):
+                before.recover()
                 self.trace = self.trace if self.trace is not None else before.trace
                 self._position = max(self._position, before._position)
                 if before.root in self.units:

@@ -188,6 +188,20 @@ def test_gradients_that_one_rank_alone_reduces_late_are_reduced_if_all_wait_and_
 
 
 @on_ranks(2)
+def test_a_root_that_takes_over_a_unit_reads_what_its_ranks_exchanged(rank: int) -> None:
+    model = Twin.of(Stack(3), use_orig_params=True).model
+    block = model.module.blocks[1]
+    for _ in range(2):
+        square_loss(block, batch(rank)).backward()
+    assert units_of(block)[0].context.is_unread
+    if rank == 1:
+        block.module.down.weight.requires_grad_(False)
+    square_loss(block, batch(rank)).backward()
+    with pytest.raises(RankMismatchError, match="if an optimizer has stepped since"):
+        model(batch(rank))
+
+
+@on_ranks(2)
 def test_a_graph_that_one_rank_retains_serves_its_next_backward(rank: int) -> None:
     twin = Twin.of(Stack(2), use_orig_params=True)
     twin.step()
