@@ -326,6 +326,7 @@ class CommContext:
         collectives: order of the collectives issued since ranks last compared it.
         trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
         logs_events: the logger takes events; looked up when the first forward or a backward begins.
+        unread: what :meth:`recover` has yet to read of the exchange of ranks in the last backward, or None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -336,11 +337,7 @@ class CommContext:
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
-
-    @property
-    def is_unread(self) -> bool:
-        """True if :meth:`recover` has yet to read what ranks exchanged at the end of the last backward."""
-        return False
+        self.unread: Any = None
 
     def recover(self) -> None:
         """Abort a step whose backward raised, and read what ranks exchanged; before the first use there is neither."""

@@ -33,7 +33,7 @@ from fsdp_flat.runtime.unmanaged import average_gradients, averaged_lines, unred
 
 
 class _Unread(NamedTuple):
-    """Holds a backward whose exchange of ranks is to be read later: ranks have set gradients without waiting for it.
+    """Holds a backward whose exchange of ranks is still to be read: ranks have set gradients without waiting for it.
 
     Attributes:
         averaged: a line for each parameter outside of units whose gradient is averaged.
@@ -107,7 +107,7 @@ class Schedule(CommContext):
         self.shows_unreduced = False
         # The next backward waits for the exchange at its end; else only if this rank needs an answer.
         self._waits_for_ranks = True
-        self._unread: _Unread | None = None
+        self.unread: _Unread | None = None
 
     def _adopt_units(self) -> None:
         """Take over units from other schedules, except from one whose backward is running."""
@@ -209,9 +209,7 @@ class Schedule(CommContext):
             iteration.is_open_ended |= is_open_ended
             iteration.events.append(Event(self._position, unit, is_begin=False, in_grad=in_grad, weights=weights))
         unit.exit_forward(after)
-        if after is AfterForward.PARK and unit is self.root:
-            unit.shrink_parked()  # no unit follows it
-        elif after is AfterForward.PARK:
+        if after is AfterForward.PARK and unit is not self.root:
             if self._parked is not unit:
                 self._shrink_parked()
             self._parked, self._parked_after = unit, self.streams.last_use()
@@ -240,6 +238,7 @@ class Schedule(CommContext):
         # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         if not self.iteration.expects_backward or (parked is not None and not parked.control.keeps_last):
             self._shrink_parked()
+        self.root.shrink_parked()  # no unit follows it
         if not self.iteration.expects_backward:
             self._pending.remove([self.iteration])
             # Units of a method under no_grad may have kept buffers, as if in a re-entrant checkpoint.
@@ -259,12 +258,8 @@ class Schedule(CommContext):
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         if self.backward is not None and (graph_task_id() == -1 or self._lost_callback):
             self.abort()
-        if self._unread is not None:
+        if self.unread is not None:
             self._read_exchange()
-
-    @property
-    def is_unread(self) -> bool:
-        return self._unread is not None
 
     @property
     def _lost_callback(self) -> bool:
@@ -474,7 +469,7 @@ class Schedule(CommContext):
                 self._finalize()
         self.backward = None
         self._callback = None
-        if self._unread is None and not backward.keeps_iterations:
+        if self.unread is None and not backward.keeps_iterations:
             self._pending.remove(backward.iterations)
         self.pool.clear()
         self.root.log_event("root_post_backward")
@@ -492,7 +487,7 @@ class Schedule(CommContext):
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
         if reduced and (trains or params):
             self._set_sharded_grads(reduced, averaged_lines(params, averages=averages))
-            if averages and self._unread is None:
+            if averages and self.unread is None:
                 any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
                 average_gradients(params, self.root, any_rank)
             # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
@@ -502,10 +497,10 @@ class Schedule(CommContext):
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
         used, self._used = self._used, {}
+        unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced:
             if unit.policy.all_reduce:
                 unreduced.update([handle for handle in unit.handles if handle.partial_grad.shard is not None])
-        unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced if unreduced else ():
             unit.begin_reductions(unreduced)
         self.reductions.set_grads(self.streams, used)
@@ -532,12 +527,12 @@ class Schedule(CommContext):
         if not waits:
             for handle in chain.from_iterable(exchange.handles.values()):
                 used.setdefault(handle, bytes(len(handle.layout.param_infos)))
-            self._unread = _Unread(backward, averaged)
+            self.unread = _Unread(backward, averaged)
             return set()
         outcome = exchange.finish(used, unreduced)
         if outcome.went_on and (outcome.differing is not None or unreduced):
             # The ranks that have gone on raise it later, and so does this one.
-            self._unread = _Unread(backward, averaged, outcome, unreduced)
+            self.unread = _Unread(backward, averaged, outcome, unreduced)
             return set()
         self._take_outcome(outcome, backward, averaged, is_late=False)
         return unreduced
@@ -558,7 +553,7 @@ class Schedule(CommContext):
 
     def _read_exchange(self) -> None:
         """Read what ranks exchanged in the last backward, which has not waited for it; raise if they differ."""
-        unread, self._unread = self._unread, None
+        unread, self.unread = self.unread, None
         assert unread is not None
         outcome, unreduced = unread.outcome, set(unread.unreduced)
         if outcome is None:

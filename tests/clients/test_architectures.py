@@ -66,6 +66,14 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 TARGETS = ["q_proj", "v_proj"]
+# Methods whose trained parameters have modules of their own. A flat parameter is trained or frozen as a whole, so with
+# flat parameters each of these modules has a unit, as peft's documentation advises; the parameters of other methods,
+# which lie beside frozen ones, are left out of sharding, and their gradients averaged.
+WITH_MODULES = {"LoRA", "rsLoRA", "LoRA beside a trained head", "layer norms"} | {
+    "prompt tuning",
+    "prefix tuning",
+    "P-tuning",
+}
 NEW_TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 # Name of the configuration in peft, and its arguments.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,14 +140,11 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def train(model: Any, policy: Callable[[nn.Module], bool], rank: int, *, use_orig_params: bool) -> None:
+def train(model: Any, policy: Callable[[nn.Module], bool], rank: int, **kwargs: Any) -> None:
     """Train two steps beside the plain model; gradients and parameters have to agree after each."""
-    twin = Twin.of(
-        model,
-        auto_wrap_policy=CustomPolicy(policy),
-        use_orig_params=use_orig_params,
-        optimizer=partial(torch.optim.SGD, lr=0.05),
-    )
+    twin = Twin.of(model, auto_wrap_policy=CustomPolicy(policy), optimizer=partial(torch.optim.SGD, lr=0.05), **kwargs)
+    if "ignored_states" in kwargs:
+        twin.model.average_ignored_gradients()
     for step in range(2):
         inputs = [tokens_of(each, step) for each in range(2)]
         twin.optimizer.zero_grad()
@@ -160,9 +165,13 @@ def test_an_architecture_trains_as_the_unsharded_model(name: str, use_orig_param
 @pytest.mark.parametrize("name", METHODS)
 @on_ranks(2)
 def test_a_method_of_peft_trains_as_the_unsharded_model(name: str, use_orig_params: bool, rank: int) -> None:
-    """A flat parameter is trained or frozen as a whole, so with them each trained leaf has a unit, as peft advises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = adapted(name)
-        policy = is_layer if use_orig_params else lambda module: is_layer(module) or is_trainable_leaf(module)
-        train(model, policy, rank, use_orig_params=use_orig_params)
+        if use_orig_params:
+            train(model, is_layer, rank, use_orig_params=True)
+        elif name in WITH_MODULES:
+            train(model, lambda module: is_layer(module) or is_trainable_leaf(module), rank, use_orig_params=False)
+        else:
+            trained = [param for param in model.parameters() if param.requires_grad]
+            train(model, is_layer, rank, use_orig_params=False, ignored_states=trained)
