@@ -34,7 +34,7 @@ class Ordered(nn.Module):
 
 
 WHEN = {"in the first step": None, "after two steps": ["third", "alpha", "beta"], "when first used": ["third"]}
-NOTHING_GATHERED = ["NO_SHARD", "HYBRID_SHARD 2x1"]
+NOTHING_GATHERED, GATHERED_BY_ALL = ["NO_SHARD", "HYBRID_SHARD 2x1"], ["FULL_SHARD", "SHARD_GRAD_OP"]
 WHENS = pytest.mark.parametrize("when", list(WHEN))
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
 
@@ -50,8 +50,8 @@ def check(layout: str, wrap: Callable[..., FSDP], when: str, kind: bool, shared_
     rank = dist.get_rank()
     pair.model.module.order = ["third", "beta", "alpha"] if rank in odd else ["third", "alpha", "beta"]
     # In later steps ranks do not wait for each other in backward, and find it before the next forward, except that
-    # all-gathers through shared memory show it.
-    is_late = when == "after two steps" and (not shared_memory or layout in NOTHING_GATHERED)
+    # all-gathers of all ranks through shared memory show it.
+    is_late = when == "after two steps" and not (shared_memory and layout in GATHERED_BY_ALL)
 
     def two_forwards() -> None:
         square_loss(pair.model, batch(rank, 5)).backward()
