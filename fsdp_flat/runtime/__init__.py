@@ -28,7 +28,7 @@ from fsdp_flat.runtime.other_forwards import (
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_holding, units_of
+from fsdp_flat.runtime.unit import Unit, clear_hidden_gradients, own_unit, unit_of, units_holding, units_of
 from fsdp_flat.runtime.unit_mesh import SmallerGroup, UnitMesh
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,

@@ -102,9 +102,8 @@ class ShardedModule(UnitSettings):
         super().zero_grad(set_to_none)
         # While parameters are unsharded, the modules do not hold those that have the gradients.
         for unit in units_of(self):
-            unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
+            unit.clear_hidden_gradients(set_to_none=set_to_none)
             for handle in unit.handles:
-                handle.drop_grads() if set_to_none else handle.zero_grads()
                 for param in handle.visible_params():
                     if set_to_none:
                         param.grad = None

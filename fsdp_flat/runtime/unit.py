@@ -24,7 +24,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import Pending, profiled, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of
+from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of, without
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
@@ -442,6 +442,24 @@ class Unit:
         else:
             self.reshard()
 
+    @property
+    def has_hidden_gradients(self) -> bool:
+        """True if there are gradients that ``.grad`` of the optimizer's parameters may not contain."""
+        partial = any(handle.has_waiting_grads or handle.partial_grad.shard is not None for handle in self.handles)
+        return partial or not self.context.reductions.is_empty
+
+    def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
+        """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
+        context = self.context
+        for handle in self.handles if self.has_hidden_gradients else ():
+            chosen = [each for each in handle.visible if among is None or each.param in among]
+            # Reductions first: one that ends may leave a partial gradient with the handle.
+            context.reductions.clear(handle, chosen, context.streams)
+            if set_to_none and handle in context.used:
+                indices = [index for each in chosen for index in each.indices]
+                context.used[handle] = without(context.used[handle], indices)
+            handle.clear_grads(chosen, set_to_none=set_to_none)
+
     def begin_reductions(self, chosen: Container[FlatParamHandle] | None = None) -> None:
         """Begin to reduce the gradients (zeros if missing) of the ``chosen`` handles, by default all trainable ones.
 
@@ -489,6 +507,14 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     return [
         unit for unit in list(_UNITS) if any(not held.isdisjoint(handle.visible_params()) for handle in unit.handles)
     ]
+
+
+def clear_hidden_gradients(params: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
+    """Clear the gradients of ``params``, those of an optimizer, that ``.grad`` does not show."""
+    hiding = [unit for unit in list(_UNITS) if unit.has_hidden_gradients]
+    held = set(params) if hiding else set()
+    for unit in hiding:
+        unit.clear_hidden_gradients(held, set_to_none=set_to_none)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
