@@ -25,6 +25,7 @@ from fsdp_flat.runtime.other_forwards import (
     run_module,
     unshard_for,
 )
+from fsdp_flat.runtime.reduction import predivide_factor
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
@@ -33,6 +34,7 @@ from fsdp_flat.runtime.unit_mesh import SmallerGroup, UnitMesh
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,
+    set_comm_hook,
     set_divide_factor_of_tree,
     without_reduction,
 )

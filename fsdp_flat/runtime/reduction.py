@@ -35,6 +35,7 @@ class ReductionPolicy:
     Attributes:
         divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which gives
             the mean.
+        predivide_factor: part of ``divide_factor`` that divides before the sum; None is the library's choice, for fp16.
         hook: communication hook that replaces the reduction, called with ``hook_state`` first.
         dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
         all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
@@ -46,6 +47,7 @@ class ReductionPolicy:
     """
 
     divide_factor: float | torch.Tensor | None = None
+    predivide_factor: float | None = None
     hook: Callable[..., Any] | None = None
     hook_state: Any = None
     dtype: torch.dtype | None = None
@@ -101,8 +103,11 @@ class Reduction:
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
-            if flat.dtype == torch.float16:
-                self._divided_by = prescale = predivide_factor(self._mean_divisor)
+            prescale = policy.predivide_factor
+            if prescale is None and flat.dtype == torch.float16:
+                prescale = predivide_factor(self._mean_divisor)
+            if prescale not in (None, 1.0):
+                self._divided_by = prescale
                 flat.div_(prescale)
             with streams.reduce_scatters:
                 if collectives is not None:
