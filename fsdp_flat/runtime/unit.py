@@ -5,6 +5,7 @@ A unit is called by forwards (``forward``) and by the schedule of its tree (``sc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class Unit:
         holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
         full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.
+        outer: the outermost model in which a walk over modules has found the unit's module; None until then.
+        path_from_outer: the path of the module there.
         undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
         unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
@@ -102,6 +105,8 @@ class Unit:
         self.forward_methods: set[str] = set()
         self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
+        self.outer: weakref.ref[nn.Module] | None = None
+        self.path_from_outer = ""
         self.undo: list[Any] = []
         self.unwritten: list[Unwritten] | None = None
         _UNITS.add(self)
