@@ -8,8 +8,9 @@ flat parameter. The wrapper class inherits from :class:`UndocumentedMembers`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum, auto
 from operator import attrgetter
 from types import MappingProxyType
@@ -20,15 +21,38 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import flat
-from fsdp_flat.api import ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
-from fsdp_flat.compat.torch_names import no_attribute
+from fsdp_flat.compat.torch_names import (
+    ABSENT_ATTRIBUTES,
+    HANDLE_STATE,
+    INSTEAD_OF_ASSIGNING,
+    no_attribute,
+    not_assignable,
+)
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, clean_fqn, flat_param_name
-from fsdp_flat.runtime import Phase, Schedule, ShardedModule, Unit, outermost_of, reset_schedule, units_of
-from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded, warn_of_optim_input
+from fsdp_flat.runtime import (
+    Phase,
+    Schedule,
+    ShardedModule,
+    Unit,
+    outermost_of,
+    predivide_factor,
+    reset_schedule,
+    set_comm_hook,
+    units_of,
+)
+from fsdp_flat.state import (
+    CODECS,
+    OptimInput,
+    load_full_or_sharded,
+    save_full_or_sharded,
+    settings_for,
+    warn_of_optim_input,
+)
 from fsdp_flat.user_warnings import warn_user
 
 # The names that ``fsdp_flat.fully_sharded_data_parallel`` has too, as FSDP1's module of that name.
@@ -84,9 +108,48 @@ TRAINING_STATES = {
 }
 
 
+class _ReadOnly(property):
+    """Refuses an assignment in the words of :func:`not_assignable`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        raise not_assignable(instance, self._name)
+
+
 def derived(path: str) -> Any:
     """Return a read-only property whose value is read at a dotted path below the object."""
-    return property(attrgetter(path), doc=f"Reads ``{path}``.")
+    return _ReadOnly(attrgetter(path), doc=f"Reads ``{path}``.")
+
+
+def assignable(path: str) -> Any:
+    """Return a property whose value is read at a dotted path below the object, and set there."""
+    before, _, last = path.rpartition(".")
+
+    def assign(self: Any, value: Any) -> None:
+        setattr(attrgetter(before)(self), last, value)
+
+    return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
+
+
+def replaced(path: str, convert: Callable[[Any], Any]) -> Any:
+    """Return a property of a unit's record of settings; assigning it replaces the record of this unit alone."""
+    holder, record, field = path.split(".")
+
+    def assign(self: Any, value: Any) -> None:
+        unit = getattr(self, holder)
+        setattr(unit, record, replace(getattr(unit, record), **{field: convert(value)}))
+
+    return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
+    return None if value is None else member_of(BackwardPrefetch, value, "backward_prefetch", others=" or None")
 
 
 class GroupMember:
@@ -166,8 +229,8 @@ class FlatParamHandle(GroupMember):
     _reduce_dtype = derived("_real.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
     device = derived("_real.spec.device")
-    _training_state = property(lambda self: TRAINING_STATES[self._unit.phase][1])
-    uses_sharded_strategy = property(lambda self: self._sharding_strategy is not ShardingStrategy.NO_SHARD)
+    _training_state = _ReadOnly(lambda self: TRAINING_STATES[self._unit.phase][1])
+    uses_sharded_strategy = _ReadOnly(lambda self: self._sharding_strategy is not ShardingStrategy.NO_SHARD)
 
     @property
     def flat_param(self) -> nn.Parameter:
@@ -200,6 +263,11 @@ class FlatParamHandle(GroupMember):
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in HANDLE_STATE or name in ABSENT_ATTRIBUTES:
+            raise not_assignable(self, name)
+        super().__setattr__(name, value)
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat tensor; its storage is empty while the unit is sharded."""
@@ -254,21 +322,80 @@ class UndocumentedMembers(GroupMember, ShardedModule):
     compute_device = derived("_unit.options.device")
     mixed_precision = derived("_unit.options.mixed_precision")
     cpu_offload = derived("_unit.options.cpu_offload")
-    limit_all_gathers = derived("_unit.options.limit_all_gathers")
-    backward_prefetch = derived("_unit.options.backward_prefetch")
-    forward_prefetch = derived("_unit.options.forward_prefetch")
-    training_state = property(lambda self: TRAINING_STATES[self._unit.phase][0])
+    limit_all_gathers = replaced("_unit.options.limit_all_gathers", bool)
+    backward_prefetch = replaced("_unit.options.backward_prefetch", _as_backward_prefetch)
+    forward_prefetch = replaced("_unit.options.forward_prefetch", bool)
+    training_state = _ReadOnly(lambda self: TRAINING_STATES[self._unit.phase][0])
     _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
     _device_mesh = derived("_unit.options.groups.mesh")
-    _sync_gradients = derived("_unit.control.sync_gradients")
-    _comm_hook = derived("_unit.policy.hook")
-    _comm_hook_state = derived("_unit.policy.hook_state")
-    _state_dict_type = derived("_unit.state_dict_settings.state_dict_type")
-    _state_dict_config = derived("_unit.state_dict_settings.state_dict_config")
-    _optim_state_dict_config = derived("_unit.state_dict_settings.optim_state_dict_config")
-    _has_params = property(lambda self: bool(self._unit.handles))
-    _ignored_modules = property(lambda self: set(self._unit.ignored.modules))
-    _ignored_params = property(lambda self: set(self._unit.ignored.params))
+    _sync_gradients = assignable("_unit.control.sync_gradients")
+    _comm_hook_state = assignable("_unit.policy.hook_state")
+    _state_dict_config = replaced("_unit.state_dict_settings.state_dict_config", _unchanged)
+    _optim_state_dict_config = replaced("_unit.state_dict_settings.optim_state_dict_config", _unchanged)
+    _has_params = _ReadOnly(lambda self: bool(self._unit.handles))
+    _ignored_modules = _ReadOnly(lambda self: set(self._unit.ignored.modules))
+    _ignored_params = _ReadOnly(lambda self: set(self._unit.ignored.params))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in INSTEAD_OF_ASSIGNING:
+            raise not_assignable(self, name)
+        super().__setattr__(name, value)
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        """Type of this unit's state dicts. Assigning one gives configs of another type their defaults."""
+        return self._unit.state_dict_settings.state_dict_type
+
+    @_state_dict_type.setter
+    def _state_dict_type(self, value: Any) -> None:
+        before, now = self._unit.state_dict_settings, settings_for(value, None, None)
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            if isinstance(getattr(before, name), type(getattr(now, name))):
+                setattr(now, name, getattr(before, name))
+        self._unit.state_dict_settings = now
+
+    @property
+    def _comm_hook(self) -> Any:
+        """The communication hook of this unit alone. Assigning one, or None, sets it."""
+        return self._unit.policy.hook
+
+    @_comm_hook.setter
+    def _comm_hook(self, hook: Any) -> None:
+        set_comm_hook(self._unit.policy, hook)
+
+    @property
+    def _gradient_predivide_factor(self) -> float:
+        """Divisor of the unit's gradients before the sum over ranks, applied as in FSDP1 if it is above 1."""
+        factor = self._unit.policy.predivide_factor
+        return predivide_factor(self._unit.options.groups.num_ranks) if factor is None else factor
+
+    @_gradient_predivide_factor.setter
+    def _gradient_predivide_factor(self, factor: float) -> None:
+        self._divide_by(factor, self._gradient_postdivide_factor)
+
+    @property
+    def _gradient_postdivide_factor(self) -> float:
+        """Divisor of the unit's gradients after the sum over ranks, applied as in FSDP1 if it is above 1."""
+        total = self._unit.policy.divide_factor
+        total = self._unit.options.groups.num_ranks if total is None else total
+        return float(total) / self._gradient_predivide_factor
+
+    @_gradient_postdivide_factor.setter
+    def _gradient_postdivide_factor(self, factor: float) -> None:
+        self._divide_by(self._gradient_predivide_factor, factor)
+
+    def _divide_by(self, before: float, after: float) -> None:
+        for factor in (before, after):
+            if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+                raise OptionError(f"A factor that divides gradients must be a number above 0; got {factor!r}.")
+            if factor < 1:
+                warn_user(
+                    f"{factor} divides no gradients: FSDP1 divides by factors above 1 only. Call "
+                    "set_gradient_divide_factor with the product of both factors to multiply gradients."
+                )
+        policy = self._unit.policy
+        policy.predivide_factor = max(1.0, float(before))
+        policy.divide_factor = policy.predivide_factor * max(1.0, float(after))
 
     @property
     def _inter_node_pg(self) -> dist.ProcessGroup | None:

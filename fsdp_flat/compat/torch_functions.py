@@ -6,6 +6,7 @@ These are all of them:
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
 * ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
 * ``torch.autograd.backward``, which ``Tensor.backward`` calls: ``inputs`` may be sharded parameters.
+* ``torch.optim.Optimizer.zero_grad``: gradients that no ``.grad`` shows yet are cleared too.
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
 
@@ -33,8 +34,8 @@ from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce, connected
 from fsdp_flat.compat.installation import namespaces
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, is_managed
-from fsdp_flat.runtime import Schedule, Unit, outermost_of, units_holding
+from fsdp_flat.flat import FlatParameter, dynamo_disabled, is_managed
+from fsdp_flat.runtime import Schedule, Unit, clear_hidden_gradients, outermost_of, units_holding
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward
@@ -43,6 +44,7 @@ _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
 # GradScaler decides by what this method returns, for each device; there is no public way to change its decision.
 _UNSCALE = "_unscale_grads_"
 _torch_unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = getattr(GradScaler, _UNSCALE)
+_torch_zero_grad: Callable[..., None] = torch.optim.Optimizer.zero_grad
 _torch_ddp_init: Callable[..., None] = DistributedDataParallel.__init__
 
 
@@ -63,6 +65,7 @@ def replace_torch_functions() -> None:
     if not _State.replaced:
         _rebind({_torch_clip_grad_norm_: clip_grad_norm_, _torch_grad: grad, _torch_backward: backward})
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
+        torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
         _State.replaced = True
 
@@ -75,6 +78,7 @@ def restore_torch_functions() -> None:
     if _State.replaced:
         _rebind({clip_grad_norm_: _torch_clip_grad_norm_, grad: _torch_grad, backward: _torch_backward})
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
+        torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
     _State.replaced = False
 
@@ -200,6 +204,18 @@ def _unscale_grads_(
     for group in connected(groups):
         total = begin_all_reduce(total, group, largest=True).wait()
     return {each: total.to(each) for each in found or {found_inf.device: found_inf}}
+
+
+# -- clearing ----------------------------------------------------------------------------------------------------------
+
+
+@dynamo_disabled
+@functools.wraps(_torch_zero_grad)
+def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Clear gradients as ``torch.optim.Optimizer.zero_grad``, those too that wait for a later backward to show them."""
+    _torch_zero_grad(self, set_to_none)
+    params = (param for group in self.param_groups for param in group["params"])
+    clear_hidden_gradients(params, set_to_none=set_to_none)
 
 
 # -- gradients of chosen tensors ---------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ ABSENT_ATTRIBUTES = frozenset(
         *("_all_gather_flat_param", "_alloc_padded_unsharded_flat_param", "_all_reduce_stream"),
         *("_deregister_orig_params", "_exec_order_data", "_free_event_queue", "_free_unsharded_flat_param"),
         *("_fsdp_extension", "_get_unflat_views_aligned", "_get_unflat_views_unaligned"),
-        *("_gradient_postdivide_factor", "_gradient_predivide_factor", "_param_infos"),
+        "_param_infos",
         *("_post_backward_stream", "_pre_unshard_stream", "_reset_flat_param_grad_info_if_needed"),
         *("_saved_grad_shard", "_shared_param_infos", "_unshard_params_ctx", "_unshard_stream"),
         *("_use_low_precision_shard", "_use_sharded_flat_param", "_use_sharded_views"),
@@ -59,6 +59,48 @@ ABSENT_ATTRIBUTES = frozenset(
     )
 )
 """Attributes of FSDP1's wrappers, handles and flat parameters that have no counterpart here."""
+
+HANDLE_STATE = frozenset(
+    (
+        *("_aligned_numel", "_debug_level", "_device_handle", "_get_unflat_views", "_handle_index"),
+        *("_has_optim_in_backward", "_low_prec_param_dtype_specified", "_low_prec_reduce_dtype_specified"),
+        *("_needs_pre_backward_unshard", "_needs_pre_forward_unshard", "_post_forward_index"),
+        *("_pre_forward_order_index", "_prefetched", "_ran_pre_backward_hook", "_setattr_param", "_setattr_tensor"),
+        *("_skip_writeback_check", "_skipped_use_sharded_views", "_unsharded_flat_param_for_skipped_views"),
+        *("_use_fake_all_gather", "_use_fake_reduce", "_use_full_prec_in_eval"),
+    )
+)
+"""Attributes of FSDP1's handles that hold their own state, and that nothing reads here."""
+
+_STREAMS = "The library orders its own streams: see set_post_optim_event and share_comm_ctx"
+_BUFFERS = "Buffers are cast as MixedPrecision(buffer_dtype=...) says"
+_CONSTRUCTOR = "Pass it to the constructor"
+_FORWARD_HOOKS = "Register hooks by register_forward_pre_hook and register_forward_hook"
+_HANDLES = "Units make their handles themselves: assign to _flat_param.data, or wrap another module"
+INSTEAD_OF_ASSIGNING = {
+    "training_state": "The step sets it: call summon_full_params, unshard or unshard_for for full parameters",
+    "_fsdp_extension": "DTensors of parallelize_module are sharded without an extension: wrap the module as it is",
+    "_exec_order_data": "Call set_modules_to_forward_prefetch and set_modules_to_backward_prefetch for another order",
+    "_free_event_queue": "At most two units are unsharded at a time: see limit_all_gathers and backward_prefetch",
+    **dict.fromkeys(("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_unshard_event"), _STREAMS),
+    **dict.fromkeys(("_pre_unshard_stream", "_unshard_stream"), _STREAMS),
+    **dict.fromkeys(("_buffer_name_to_orig_dtype", "_buffer_names", "_ignored_buffer_names"), _BUFFERS),
+    **dict.fromkeys(("_post_forward_handles", "_pre_forward_handles", "_root_pre_forward_handles"), _FORWARD_HOOKS),
+    "_unshard_params_ctx": "Call summon_full_params",
+    "_post_backward_callback_queued": "Call reset_iter_state after a backward that raised",
+    "_zero_scalar": "Call clip_grad_norm_",
+    "_debug_level": "Set TORCH_DISTRIBUTED_DEBUG, or call fsdp_flat.debug()",
+    **dict.fromkeys(("process_group", "rank", "world_size", "_inter_node_pg", "_device_mesh"), _CONSTRUCTOR),
+    **dict.fromkeys(("sharding_strategy", "mixed_precision", "cpu_offload", "_use_orig_params"), _CONSTRUCTOR),
+    **dict.fromkeys(("_ignored_modules", "_ignored_params"), _CONSTRUCTOR),
+    "_use_full_prec_in_eval": "Set FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment before wrapping",
+    **dict.fromkeys(("_handle", "_flat_param", "params", "_fully_sharded_module_to_handle"), _HANDLES),
+    **dict.fromkeys(("_all_handles", "_all_fsdp_states", "_has_params"), _HANDLES),
+    **dict.fromkeys(
+        ("compute_device", "_device_handle"), "Pass device_id to the constructor, or call model.to(device)"
+    ),
+}
+"""What to do instead of assigning an attribute of FSDP1's wrapper that holds its own state."""
 
 FSDP2_MODULES = (
     *(PEER, f"{PEER}._fully_shard", "torch.distributed._composable.fsdp"),
@@ -98,6 +140,15 @@ def no_attribute(owner: object, name: str) -> AttributeError:
             "unshard, reshard, reset_iter_state or summon_full_params."
         )
     return AttributeError(text)
+
+
+def not_assignable(owner: object, name: str) -> AttributeError:
+    """Create the error for an attribute of FSDP1 that a program assigns, which would have no effect."""
+    instead = INSTEAD_OF_ASSIGNING.get(name, "Call a public method of the wrapper, or pass it to the constructor")
+    return AttributeError(
+        f"{name} of {type(owner).__name__} was assigned: FSDP1 reads it in its steps, fsdp_flat does not, so the value "
+        f"would have no effect. {instead}."
+    )
 
 
 # -- dotted names, as source code has them --------------------------------------------------------------------------

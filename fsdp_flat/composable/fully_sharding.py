@@ -17,7 +17,7 @@ from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class, state_of
-from fsdp_flat.composable.torch_composable import FullyShardNote, is_replicated
+from fsdp_flat.composable.torch_composable import FullyShardNote
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (
@@ -30,6 +30,7 @@ from fsdp_flat.runtime import (
     check_callable,
     check_outside_units,
     compute_device_from,
+    is_replicated,
     listed,
     precision_of_rows,
     resolve_ignored,

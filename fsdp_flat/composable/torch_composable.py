@@ -7,12 +7,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 # torch's composable functions (``replicate``, ``fully_shard``) note on each module which of them were called on it, and
 # leave modules of the others out. There is no public way to read or write that.
-_FULLY_SHARD, _REPLICATE = "fully_shard", "replicate"
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Return whether torch's ``replicate`` was called on ``module``, and so reduces the gradients below it."""
-    return _REPLICATE in module.__dict__.get(REGISTRY_KEY, ())
+_FULLY_SHARD = "fully_shard"
 
 
 class FullyShardNote:

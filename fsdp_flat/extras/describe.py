@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import UnitOptions, units_of
+from fsdp_flat.runtime import UnitOptions, units_of, unreduced_params
 
 _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
@@ -67,12 +67,14 @@ class ModelDescription:
         num_replicas: ranks that hold the same shard of it.
         most_gathered_nbytes: maximum bytes of unsharded parameters that exist at one time in a step: with a strategy
             that frees parameters after forward the outermost unit and the two largest others, else all.
+        unsynchronized: names of trainable parameters that no unit manages, and whose gradients nothing averages.
     """
 
     units: tuple[UnitDescription, ...]
     num_shards: int
     num_replicas: int
     most_gathered_nbytes: int
+    unsynchronized: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -101,6 +103,9 @@ class ModelDescription:
         lines = aligned(rows, left=range(3))
         shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
         lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
+        if self.unsynchronized:
+            names = some_of(list(map(repr, self.unsynchronized)), 8)
+            lines.append(f"in no unit, with gradients of each rank's own: {names}")
         return "\n".join(lines)
 
 
@@ -135,7 +140,9 @@ def describe(model: nn.Module) -> ModelDescription:
         for mesh in unit.meshes
         if mesh.handles
     }
-    return describe_tree(described, units[0], units[0].options.groups)
+    found = describe_tree(described, units[0], units[0].options.groups)
+    is_averaged = bool(units[0].averages_ignored) or units[0].options.groups.num_ranks == 1
+    return replace(found, unsynchronized=() if is_averaged else tuple(unreduced_params(model, units)))
 
 
 def describe_unit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -141,13 +142,19 @@ class FlatHandle(FlatParamHandle):
     def _bind(self) -> Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
-            placeholders = ShardedPlaceholder.of(self.unsharded_params, self.describe_with_shape)
+            placeholders = [
+                ShardedPlaceholder.of(param, param.device, partial(self.describe_with_shape, index), self._trains)
+                for index, param in enumerate(self.unsharded_params)
+            ]
         return Bindings(
             [*[site.module.__dict__ for _, site in self._sites], self.spec.module._parameters],
             [*[site.name for _, site in self._sites], FLAT_PARAM],
             [*[self.unsharded_params[index] for index, _ in self._sites], self.flat_param],
             [*[placeholders[index] for index, _ in self._sites], self.flat_param],
         )
+
+    def _trains(self) -> bool:
+        return self.flat_param.requires_grad
 
     def _remove_all(self) -> None:
         self.spec.module._parameters.pop(FLAT_PARAM, None)

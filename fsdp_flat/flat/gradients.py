@@ -17,7 +17,7 @@ from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.handle_spec import HandleSpec
 from fsdp_flat.flat.layout_views import VisibleParam, can_chunk, grad_places, split_grad, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.torch_flat import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_in_a_graph
+from fsdp_flat.flat.torch_flat import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_alias, is_in_a_graph
 from fsdp_flat.layout import FlatLayout
 
 _DTYPE = attrgetter("dtype")
@@ -122,6 +122,14 @@ class FlatGradBuffer:
         self.grads_ready = bytearray(len(self._places))
 
 
+def without(flags: bytes, indices: Iterable[int]) -> bytes:
+    """Return ``flags``, one byte per parameter, with 0 for the parameters at ``indices``."""
+    changed = bytearray(flags)
+    for index in indices:
+        changed[index] = 0
+    return bytes(changed)
+
+
 @dataclass(slots=True)
 class ReduceScatteredGrad:
     """Holds this rank's shard of a gradient that is summed over the shard group, and not over the replicate group yet.
@@ -174,35 +182,46 @@ class UnreducedGrad:
     """Shows the gradient that waits inside ``no_sync`` as the ``.grad`` of a parameter, until the next backward.
 
     As in FSDP1, ``.grad`` is this rank's own gradient, in the unsharded shape. It shares memory with the waiting one,
-    so in-place changes by a caller change both.
+    so in-place changes by a caller change both. The previous ``.grad``, a reduced gradient, stays here meanwhile. What
+    clears ``.grad`` clears both.
+
+    Args:
+        visible: the parameter.
+        waiting: the gradient.
+        is_sharded: the parameter's data is a local shard.
 
     Attributes:
         indices: the gradient's parameters, as indices in the layout.
     """
 
-    __slots__ = ("_before", "_param", "_shown", "indices")
+    __slots__ = ("_before", "_is_sharded", "_param", "_shown", "_waiting", "indices")
 
-    def __init__(self, visible: VisibleParam, waiting: torch.Tensor) -> None:
-        self.indices, self._param = visible.indices, visible.param
+    def __init__(self, visible: VisibleParam, waiting: torch.Tensor, *, is_sharded: bool) -> None:
+        self.indices, self._param, self._waiting = visible.indices, visible.param, waiting.detach()
+        self._is_sharded = is_sharded
         self._before = self._param.grad
+        if self._before is not None:
+            # Tells a caller who clears the gradient (0.0) from one who scales a gradient of zeros (-0.0).
+            first = self._waiting.view(-1)[:1]
+            first.masked_fill_(first == 0, -0.0)
         set_grad(self._param, waiting)
-        assert self._param.grad is not None
         self._shown = self._param.grad
 
-    def zero_before(self) -> None:
-        """Fill the previous ``.grad``, a reduced gradient, with zeros."""
-        if self._before is not None:
-            self._before.detach().zero_()
-
     def take_back(self) -> bool:
-        """Restore the previous ``.grad``; but if the caller has set ``.grad`` to None, leave it, and return True."""
-        grad = self._param.grad
-        if grad is None:
+        """Restore the previous ``.grad``, as zeros if the caller has filled ``.grad`` with zeros.
+
+        Returns:
+            Whether the waiting gradient is to be dropped, and ``.grad`` was left as it is: the caller has set it to
+            None, or to a gradient of the local shard, the only other one that torch lets a caller assign.
+        """
+        grad, waiting = self._param.grad, self._waiting
+        if grad is None or grad.shape != waiting.shape or (self._is_sharded and grad is not self._shown):
             return True
-        if grad is not self._shown:
-            if grad.shape != self._shown.shape:
-                return False  # a gradient of the local shard, by the caller: the reduced one is added to it
-            self._shown.copy_(grad)
+        if not is_alias(grad, waiting):
+            waiting.copy_(grad.detach())
+        if self._before is not None:
+            is_cleared = waiting.view(-1).view(torch.uint8).any() == 0  # any() of bytes is a byte
+            self._before.detach().masked_fill_(is_cleared.to(self._before.device), 0)
         set_grad(self._param, self._before)
         return False
 
@@ -396,17 +415,25 @@ class GradientCollector:
         for unsharded_param in self.unsharded_params:
             unsharded_param.grad = None
 
-    def zero_grads(self) -> None:
-        """Fill all gradients that are not completely reduced yet with zeros."""
-        for shown in self._unreduced:
-            shown.zero_before()
+    def clear_grads(self, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
+        """Drop gradients of visible parameters that are not completely reduced yet, or fill them with zeros."""
+        if set_to_none and len(chosen) == len(self.visible):
+            self.drop_grads()
+            return
+        indices = [index for each in chosen for index in each.indices]
         if self._grad_buffer is not None:
-            self._grad_buffer.clear(range(len(self.params)), set_to_none=False)
+            self._grad_buffer.clear(indices, set_to_none=set_to_none)
         if self.partial_grad.shard is not None:
-            self.partial_grad.shard.zero_()
-        for unsharded_param in self.unsharded_params:
-            if unsharded_param.grad is not None:
-                unsharded_param.grad.zero_()
+            for each in chosen:
+                each.part_of(self.partial_grad.shard).zero_()
+            if set_to_none and self.partial_grad.used is not None:
+                self.partial_grad.used = without(self.partial_grad.used, indices)
+        for index in indices:
+            grad = self.unsharded_params[index].grad
+            if set_to_none:
+                self.unsharded_params[index].grad = None
+            elif grad is not None:
+                grad.zero_()
 
     # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
 
@@ -420,7 +447,7 @@ class GradientCollector:
         self._grad_buffer.is_exposed = True
         waiting = self.unreduced_grads(flat)
         self._unreduced = [
-            UnreducedGrad(each, grad)
+            UnreducedGrad(each, grad, is_sharded=self.layout.world_size > 1)
             for each, grad in zip(self.visible, waiting, strict=True)
             if any(ready[each.indices.start : each.indices.stop])
         ]

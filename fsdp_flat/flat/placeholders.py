@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.torch_flat import unguarded
+from fsdp_flat.flat.torch_flat import unguarded, without_data
 
 SHARDED_HINTS = (
     "Call the wrapped model (its forward all-gathers the parameters); for another method use "
@@ -34,47 +34,96 @@ def module_guard(describe: Callable[[nn.Module], str]) -> Callable[..., NoReturn
 class ShardedPlaceholder(torch.Tensor):
     """Replaces an original parameter in its module while it is sharded (``use_orig_params=False``).
 
-    It has the parameter's shape and dtype but no data; every operation on it raises.
+    It has the unsharded parameter's shape, strides, dtype, device and ``requires_grad``, and no data. Its attributes
+    can be read, and tensors be created like it; every operation that needs its values raises.
     """
 
     _describe: Callable[[], str]
+    _trains: Callable[[], bool]
 
     @classmethod
-    def of(cls, unsharded_params: Sequence[torch.Tensor], describe: Callable[[int], str]) -> list[ShardedPlaceholder]:
-        """Create the placeholders of ``unsharded_params``, which ``describe`` names by their indices."""
-        placeholders = []
-        blanks: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-        for index, each in enumerate(unsharded_params):
-            kind = each.shape, each.dtype
-            if kind not in blanks:
-                blanks[kind] = torch.empty(each.shape, dtype=each.dtype, device="meta")
-            placeholders.append(blanks[kind].as_subclass(cls))
-            placeholders[-1]._describe = partial(describe, index)
-        return placeholders
+    def of(
+        cls, like: torch.Tensor, device: torch.device, describe: Callable[[], str], trains: Callable[[], bool]
+    ) -> ShardedPlaceholder:
+        """Create a placeholder.
+
+        Args:
+            like: has the shape, strides and dtype.
+            device: the device to show.
+            describe: returns the parameter's name for error texts.
+            trains: returns whether the parameter requires a gradient.
+        """
+        made: ShardedPlaceholder = without_data(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
+        made._describe, made._trains = describe, trains
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _METADATA:
-            with unguarded():
-                result = func(*args, **(kwargs or {}))
-                if isinstance(result, torch.Tensor):
-                    # The results of ``.T`` and ``.data`` have a shape but no data either.
-                    result = result.as_subclass(cls)
-                    result._describe = args[0]._describe
-                return result
-        found = first_of(ShardedPlaceholder, args, kwargs)
-        if found is None:
-            raise UsageError(f"A sharded parameter was used. {SHARDED_HINTS}")
-        raise UsageError(
-            f"Parameter {found._describe()} was used while it is sharded: this rank holds a local shard of the unit's "
-            f"flat parameter. {SHARDED_HINTS}"
-        )
+        # Getters are bound to the attribute, which has the name.
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        return _without_values(func, name, attribute, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # For operations that do not come by __torch_function__.
+        return _without_values(func, func.overloadpacket.__name__, "", args, kwargs or {})
+
+    def _view(self, func: Callable[[torch.Tensor], torch.Tensor]) -> ShardedPlaceholder:
+        """Return the placeholder of a view, which ``func`` takes of a tensor."""
+        with unguarded():
+            meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+            return ShardedPlaceholder.of(func(meta), self.device, self._describe, self._trains)
+
+    def _like(self) -> torch.Tensor:
+        """Return a tensor with these attributes and meaningless values, if it can in the memory of a scalar."""
+        if self.is_contiguous():
+            return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
 
 
 _METADATA = frozenset(
     {"__get__", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
-    | {"stride", "__repr__", "__hash__", "__format__", "__len__", "as_subclass", "type", "is_contiguous"}
+    | {"stride", "__hash__", "__len__", "is_contiguous", "storage_offset", "get_device", "is_signed", "is_inference"}
+    | {"dim_order"}
 )
+# Views without values too: attributes, and functions of one argument.
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "detach", "t"})
+# Functions of another tensor that need a placeholder's shape, dtype or device alone.
+_OF_ANOTHER = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
+
+
+def _without_values(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> Any:
+    """Run a function that needs no values of a placeholder; raise a UsageError for any other function."""
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    found = first_of(ShardedPlaceholder, args, kwargs)
+    if isinstance(first, ShardedPlaceholder):
+        if attribute == "requires_grad":
+            return first._trains()
+        if (attribute or name) in _VIEWS:
+            return first._view(func if args else lambda tensor: func(**{**kwargs, next(iter(kwargs)): tensor}))
+        if name in _METADATA or (name == "type" and len(args) + len(kwargs) == 1):
+            with unguarded():
+                return func(*args, **kwargs)
+    # Constructors use the shape, dtype and device of their first argument, and conversions those of the second one.
+    creates = name == "new" or name.startswith("new_") or name.endswith("_like")
+    values = (*args, *kwargs.values())
+    needed = values[1:] if creates else values[:1] if name in _OF_ANOTHER else values
+    if found is not None and first_of(ShardedPlaceholder, needed, {}) is None:
+        args, kwargs = tree_map_only(ShardedPlaceholder, ShardedPlaceholder._like, (args, kwargs))
+        return func(*args, **kwargs)
+    if found is None:
+        raise UsageError(f"A sharded parameter was used. {SHARDED_HINTS}")
+    raise UsageError(
+        f"Parameter {found._describe()} was used while it is sharded: this rank holds a local shard of the unit's "
+        f"flat parameter. {SHARDED_HINTS}"
+    )
 
 
 def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:

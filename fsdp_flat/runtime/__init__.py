@@ -25,16 +25,24 @@ from fsdp_flat.runtime.other_forwards import (
     run_module,
     unshard_for,
 )
+from fsdp_flat.runtime.reduction import predivide_factor
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
-from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_holding, units_of
+from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS, is_replicated
+from fsdp_flat.runtime.unit import Unit, clear_hidden_gradients, own_unit, unit_of, units_holding, units_of
 from fsdp_flat.runtime.unit_mesh import SmallerGroup, UnitMesh
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,
+    set_comm_hook,
     set_divide_factor_of_tree,
     without_reduction,
 )
-from fsdp_flat.runtime.unmanaged import RankZeroTensors, average_buffers, check_replicas, unmanaged_params
+from fsdp_flat.runtime.unmanaged import (
+    RankZeroTensors,
+    average_buffers,
+    check_replicas,
+    unmanaged_params,
+    unreduced_params,
+)
 from fsdp_flat.runtime.unwrap import convert_unit, hide_compiled_name, unwrap

@@ -17,7 +17,7 @@ from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
-from fsdp_flat.runtime.unmanaged import RankZeroTensors, unreduced_params
+from fsdp_flat.runtime.unmanaged import RankZeroTensors, unreduced_params, warn_of_unsynchronized
 from fsdp_flat.user_warnings import warn_user
 
 _logger = logging.getLogger("fsdp_flat")
@@ -300,6 +300,7 @@ class RankChecks:
             tensors = RankZeroTensors(root_module)
             tensors.compare(_rank_groups_of(self._groups or [options.groups]), options.device)
             tensors.warn()
+        warn_of_unsynchronized(self._units)
         handles = [handle for unit in self._units for handle in unit.handles]
         short = next((each for each in handles if each.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:

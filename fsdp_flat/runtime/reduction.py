@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, profiled, unrecorded
-from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
+from fsdp_flat.flat import FlatParamHandle, MemoryPool, VisibleParam, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
 LOGGER = logging.getLogger("fsdp_flat")
@@ -35,6 +35,7 @@ class ReductionPolicy:
     Attributes:
         divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which gives
             the mean.
+        predivide_factor: part of ``divide_factor`` that divides before the sum; None is the library's choice, for fp16.
         hook: communication hook that replaces the reduction, called with ``hook_state`` first.
         dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
         all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
@@ -46,6 +47,7 @@ class ReductionPolicy:
     """
 
     divide_factor: float | torch.Tensor | None = None
+    predivide_factor: float | None = None
     hook: Callable[..., Any] | None = None
     hook_state: Any = None
     dtype: torch.dtype | None = None
@@ -101,8 +103,11 @@ class Reduction:
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
-            if flat.dtype == torch.float16:
-                self._divided_by = prescale = predivide_factor(self._mean_divisor)
+            prescale = policy.predivide_factor
+            if prescale is None and flat.dtype == torch.float16:
+                prescale = predivide_factor(self._mean_divisor)
+            if prescale not in (None, 1.0):
+                self._divided_by = prescale
                 flat.div_(prescale)
             with streams.reduce_scatters:
                 if collectives is not None:
@@ -281,17 +286,16 @@ class Reductions:
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
 
-    def clear(self, handles: Iterable[FlatParamHandle], streams: Streams, *, set_to_none: bool) -> None:
-        """Drop the results for some handles that no gradient contains yet, or fill them with zeros."""
+    def clear(self, handle: FlatParamHandle, chosen: Iterable[VisibleParam], streams: Streams) -> None:
+        """Fill the results for some parameters of a handle with zeros, as far as no gradient contains them yet."""
         if self.is_empty:
             return
         self._wait(streams)
-        for handle in handles:
-            for reduction in self._finished.get(handle, ()):
-                if reduction.result is not None:
-                    reduction.result.zero_()
-            if set_to_none:
-                self._finished.pop(handle, None)
+        for reduction in self._finished.get(handle, ()):
+            result = reduction.result
+            if result is not None:
+                for each in chosen:
+                    each.part_of(result).zero_()
 
     def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, bytes]) -> None:
         """Wait for all reductions, and add the results to the gradients of their handles.
@@ -323,6 +327,7 @@ class CommContext:
             the allocator can share blocks between units.
         pool: memory of the units' buffers while a step runs; empty between steps.
         reductions: reductions of the running backward.
+        used: for each handle one byte per parameter: 1 if the reductions have a gradient of this rank for it.
         collectives: order of the collectives issued since ranks last compared it.
         trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
         logs_events: the logger takes events; looked up when the first forward or a backward begins.
@@ -334,6 +339,7 @@ class CommContext:
         self.pool = MemoryPool()
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
+        self.used: dict[FlatParamHandle, bytes] = {}
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)

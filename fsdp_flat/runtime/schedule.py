@@ -94,7 +94,7 @@ class Schedule(CommContext):
         """Forget the step, and everything that earlier steps have left for a later backward."""
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
-        self._used: dict[FlatParamHandle, bytes] = {}
+        self.used = {}
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
@@ -443,12 +443,12 @@ class Schedule(CommContext):
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
         handle.hide_unreduced_grads()  # drops gradients that the caller has cleared
-        grads_ready, before = handle.grads_ready(), self._used.get(handle)
+        grads_ready, before = handle.grads_ready(), self.used.get(handle)
         has_any = any(grads_ready)
         if before is None:
-            self._used[handle] = grads_ready
+            self.used[handle] = grads_ready
         elif has_any:
-            self._used[handle] = bytes(map(max, grads_ready, before))
+            self.used[handle] = bytes(map(max, grads_ready, before))
         return has_any
 
     @dynamo_disabled
@@ -496,7 +496,7 @@ class Schedule(CommContext):
     def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
-        used, self._used = self._used, {}
+        used, self.used = self.used, {}
         unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced:
             if unit.policy.all_reduce:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, schedule_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
+from fsdp_flat.runtime.unmanaged import note_outer_model
 
 
 class GradientReductionHandle:
@@ -36,6 +37,13 @@ class ShardedModule(UnitSettings):
         """Return the module's own line of ``repr``, and one with the unit's strategy, ranks, dtypes and bytes."""
         unit = unit_of(self)
         return ", ".join(filter(None, [super().extra_repr(), "" if unit is None else unit.summary()]))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield as :meth:`nn.Module.named_modules`."""
+        note_outer_model(self, memo, prefix)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
         """Refuse to be copied: process groups cannot be, and FSDP1's and FSDP2's modules refuse it too.
@@ -102,9 +110,8 @@ class ShardedModule(UnitSettings):
         super().zero_grad(set_to_none)
         # While parameters are unsharded, the modules do not hold those that have the gradients.
         for unit in units_of(self):
-            unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
+            unit.clear_hidden_gradients(set_to_none=set_to_none)
             for handle in unit.handles:
-                handle.drop_grads() if set_to_none else handle.zero_grads()
                 for param in handle.visible_params():
                     if set_to_none:
                         param.grad = None

@@ -8,7 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +22,7 @@ __all__ = [
     "BatchNorm",
     "TorchDispatchMode",
     "is_autocast_on",
+    "is_replicated",
     "preserve_version",
     "queue_callback",
 ]
@@ -41,3 +44,11 @@ preserve_version = torch.autograd._unsafe_preserve_version_counter
 # Returns whether autocast is on for any device; the public function takes a device, and raises for one that it does not
 # know.
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether torch's ``replicate`` was called on ``module``, and so reduces the gradients below it.
+
+    torch's composable functions note on each module which of them were called on it; no public function reads that.
+    """
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())

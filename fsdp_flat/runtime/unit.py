@@ -5,6 +5,7 @@ A unit is called by forwards (``forward``) and by the schedule of its tree (``sc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import Pending, profiled, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of
+from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of, without
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
@@ -66,6 +67,8 @@ class Unit:
         holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
         full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.
+        outer: the outermost model in which a walk over modules has found the unit's module; None until then.
+        path_from_outer: the path of the module there.
         undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
         unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
@@ -102,6 +105,8 @@ class Unit:
         self.forward_methods: set[str] = set()
         self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
+        self.outer: weakref.ref[nn.Module] | None = None
+        self.path_from_outer = ""
         self.undo: list[Any] = []
         self.unwritten: list[Unwritten] | None = None
         _UNITS.add(self)
@@ -456,6 +461,24 @@ class Unit:
         else:
             self.reshard()
 
+    @property
+    def has_hidden_gradients(self) -> bool:
+        """True if there are gradients that ``.grad`` of the optimizer's parameters may not contain."""
+        partial = any(handle.has_waiting_grads or handle.partial_grad.shard is not None for handle in self.handles)
+        return partial or not self.context.reductions.is_empty
+
+    def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
+        """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
+        context = self.context
+        for handle in self.handles if self.has_hidden_gradients else ():
+            chosen = [each for each in handle.visible if among is None or each.param in among]
+            # Reductions first: one that ends may leave a partial gradient with the handle.
+            context.reductions.clear(handle, chosen, context.streams)
+            if set_to_none and handle in context.used:
+                indices = [index for each in chosen for index in each.indices]
+                context.used[handle] = without(context.used[handle], indices)
+            handle.clear_grads(chosen, set_to_none=set_to_none)
+
     def begin_reductions(self, chosen: Container[FlatParamHandle] | None = None) -> None:
         """Begin to reduce the gradients (zeros if missing) of the ``chosen`` handles, by default all trainable ones.
 
@@ -503,6 +526,14 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     return [
         unit for unit in list(_UNITS) if any(not held.isdisjoint(handle.visible_params()) for handle in unit.handles)
     ]
+
+
+def clear_hidden_gradients(params: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
+    """Clear the gradients of ``params``, those of an optimizer, that ``.grad`` does not show."""
+    hiding = [unit for unit in list(_UNITS) if unit.has_hidden_gradients]
+    held = set(params) if hiding else set()
+    for unit in hiding:
+        unit.clear_hidden_gradients(held, set_to_none=set_to_none)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

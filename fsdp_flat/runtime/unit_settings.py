@@ -14,6 +14,7 @@ from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import Phase
+from fsdp_flat.runtime.reduction import ReductionPolicy
 from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
@@ -61,14 +62,17 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
     policies = [each.policy for each in units_of(self)]
     if any(policy.hook is not None or policy.dtype is not None for policy in policies):
         raise PhaseError("A communication hook is registered already; there can be one.")
-    if not callable(hook):
-        raise OptionError(f"A communication hook must be callable; got {hook!r}.")
-    dtype = LOW_PRECISION_HOOKS.get(hook)
     for policy in policies:
-        if dtype is not None:
-            policy.dtype = dtype
-        else:
-            policy.hook, policy.hook_state = hook, state
+        set_comm_hook(policy, hook)
+        policy.hook_state = state
+
+
+def set_comm_hook(policy: ReductionPolicy, hook: Callable[..., Any] | None) -> None:
+    """Have ``hook`` replace the reductions of a unit; None restores the library's own."""
+    if hook is not None and not callable(hook):
+        raise OptionError(f"A communication hook must be callable; got {hook!r}.")
+    policy.dtype = None if hook is None else LOW_PRECISION_HOOKS.get(hook)
+    policy.hook = hook if policy.dtype is None else None
 
 
 def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | None) -> None:

@@ -9,8 +9,10 @@ hold different experts.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -29,14 +31,17 @@ from fsdp_flat.comm import (
     exchange_if_different,
     fingerprint,
 )
-from fsdp_flat.errors import OptionError, UsageError
-from fsdp_flat.flat import check_module, is_managed, modules_of
+from fsdp_flat.errors import OptionError, UsageError, some_of
+from fsdp_flat.flat import PLAIN, check_module, is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.group_settings import group_settings
-from fsdp_flat.runtime.unit import Unit, units_of
+from fsdp_flat.runtime.torch_runtime import is_replicated
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
 
-_IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
+_IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outside of every unit", "buffer"
+# Models of which a warning has named the parameters outside of units.
+_TOLD_OF: WeakSet[nn.Module] = WeakSet()
 _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
 
 
@@ -55,8 +60,10 @@ def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str,
     """Return by name the trainable parameters below ``root`` whose gradients nothing reduces; none without a root."""
     if root is None:
         return {}
-    # DistributedDataParallel and DTensors reduce their own gradients.
-    replicated = [module for module in modules_of(root) if isinstance(module, DistributedDataParallel)]
+    # DistributedDataParallel, replicate and DTensors reduce their own gradients.
+    replicated = [
+        module for module in modules_of(root) if isinstance(module, DistributedDataParallel) or is_replicated(module)
+    ]
     reduced = {param for module in replicated for param in module.parameters()}
     return {
         name: param
@@ -74,6 +81,70 @@ def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
             if persists and not isinstance(buffer, DTensor):
                 found.setdefault(buffer, clean_fqn(join_fqn(path, name)))
     return {name: buffer for buffer, name in found.items()}
+
+
+def note_outer_model(module: nn.Module, walked: Iterable[nn.Module] | None, path: str) -> None:
+    """Note the model around a unit: a walk over modules has come to the unit's module by ``path``.
+
+    A module does not know what holds it. ``outer.parameters()``, with which callers make optimizers, is such a walk.
+
+    Args:
+        module: a wrapper, or a module of ``fully_shard``.
+        walked: the modules that the walk has passed, its first one among them.
+        path: the path from the first one to ``module``; the longest one counts.
+    """
+    unit = unit_of(module)
+    if unit is None or len(path) <= len(unit.path_from_outer):
+        return
+    for each in walked or ():
+        inner: nn.Module | None = each
+        for name in path.split("."):
+            inner = None if inner is None else inner._modules.get(name)
+        if inner is module:
+            unit.outer, unit.path_from_outer = weakref.ref(each), path
+            return
+
+
+def _is_unsynchronized(param: nn.Parameter) -> bool:
+    """Return whether a gradient is this rank's own; False too if a caller's hook may have reduced it."""
+    return param.grad is not None and not (param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
+    """Warn of parameters whose gradients this tree's backward leaves to each rank, or averages over some ranks only."""
+    options = units[0].options
+    outer = None if units[0].outer is None else units[0].outer()
+    if outer is not None and outer not in _TOLD_OF and options.groups.num_ranks > 1:
+        _TOLD_OF.add(outer)
+        around = units_of(outer)
+        ignored = {param for unit in around for param in unit.ignored.params}
+        left = unreduced_params(outer, around)
+        names = [name for name, param in left.items() if _is_unsynchronized(param) and param not in ignored]
+        if names:
+            kind = type(outer).__name__
+            call = "FullyShardedDataParallel" if options.front.has_wrapper else "fully_shard"
+            warn_user(
+                f"Gradients of {len(names)} parameters of {kind} are each rank's own, since {kind} itself is no unit, "
+                f"only modules inside it are: {some_of(list(map(repr, names)), 8)}. Ranks drift apart there, and a "
+                f"checkpoint holds rank 0's. Call {call} on the {kind} too, after its inner modules. Ignore this if "
+                "something else averages these gradients, or if they are each rank's own on purpose."
+            )
+    mesh, num_ranks = options.groups.mesh, options.groups.num_ranks
+    if not options.front.has_wrapper or mesh is None or mesh.size() <= num_ranks:
+        return
+    handles = [handle for unit in units for handle in unit.handles]
+    # Ranks of tensor parallelism on other dims of the mesh have gradients of the same loss.
+    if all(entry.adapter is PLAIN for handle in handles for entry in handle.params):
+        trained = [handle for handle in handles if any(map(_is_unsynchronized, handle.visible_params()))]
+        names = [handle.describe(index) for handle in trained for index in range(len(handle.params))]
+        if names:
+            warn_user(
+                f"Gradients of {len(names)} parameters are averaged over {num_ranks} of the {mesh.size()} ranks of "
+                f"device_mesh {tuple(mesh.shape)}, and the others train on their own: {some_of(names, 8)}. "
+                "A strategy that is not hybrid uses dim 0 of a mesh alone. Pass a 1-D mesh to shard over all ranks, "
+                "or a 2-D one to HYBRID_SHARD (dim 0 replicates, dim 1 shards). Ignore this if something else averages "
+                "these gradients over the other dims."
+            )
 
 
 def averaged_lines(params: Mapping[str, nn.Parameter], *, averages: bool) -> list[str]:
@@ -134,7 +205,8 @@ def _warn(kinds: Mapping[str, str]) -> None:
             f"Trainable parameters that no unit manages differ between ranks, and a state dict holds rank 0's: "
             f"{', '.join(params)}. Start them from the same values and call model.average_ignored_gradients() to have "
             "their gradients averaged over ranks, or model.average_ignored_gradients(False) if they are each rank's "
-            "own on purpose. Modules that are added before wrapping are sharded like the others."
+            "own on purpose. Modules that are added before wrapping are sharded like the others. For parameters "
+            "outside of every unit call fully_shard, or FullyShardedDataParallel, on the whole model too."
         )
     if buffers:
         warn_user(
@@ -165,7 +237,8 @@ class RankZeroTensors:
         ignored = {param for unit in units for param in unit.ignored.params}
         ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
         params = unreduced_params(module, units) if every or (units and self._averages is not False) else {}
-        self._kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
+        other = _OUTSIDE if unit_of(module) is None else _ADDED
+        self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
         self._tensors = {**params, **_persistent_buffers(module)}
         self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []

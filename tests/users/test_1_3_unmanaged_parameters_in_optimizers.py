@@ -23,7 +23,10 @@ from tests.support.peer import peer_fsdp, peer_warnings_silenced
 from tests.wrapper.models import seeded, shard, train
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
-pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Gradients of 1 parameters of Net are each rank's own:UserWarning"),
+]
 
 
 class Net(nn.Module):
