@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,6 +24,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every combination of the parameters of slow tests; without it, every value at least once",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make warnings errors from here on: in the modules of tests and in tests, not where plugins are configured."""
+    exceptions = list(config.getini("filterwarnings"))
+    for line in ("error", *exceptions):
+        config.addinivalue_line("filterwarnings", line)
+
+
+# First, so that other plugins may warn when they end.
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    warnings.simplefilter("default")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary() -> None:
+    warnings.simplefilter("default")
 
 
 # Last, so that it selects among the tests that -k and -m have left.
