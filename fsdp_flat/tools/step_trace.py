@@ -162,7 +162,7 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
     ]
     in_host_time = False
     if kernels:
-        flights = [found for flight in flights if (found := _on_device(flight, kernels)) is not None]
+        flights = [moved for flight in flights if (moved := _on_device(flight, kernels)) is not None]
         reached = _device_clock(kernels)
         in_host_time = reached is None
         if reached is not None:

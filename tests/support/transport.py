@@ -81,6 +81,7 @@ def on_rank_device() -> Iterator[None]:
         return
     # torch says so of barriers of a group that has no device of its own.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    warnings.filterwarnings("ignore", message="No device id is provided via `init_process_group` or `barrier")  # 2.8
     with CreatesOn(rank_device()):
         yield
 
