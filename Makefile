@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks docs setup.py)
 
 .PHONY: demo test test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix docs
-.PHONY: bench bench-scale clean
+.PHONY: bench bench-gpu bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -37,10 +37,10 @@ test-versions:
 test-newest:
 	$(PYTHON) -m tests.versions --versions newest --short --if-possible --remove --limit 900
 
-# Everything that needs an accelerator: tests marked gpu, the stream sanitizer, benchmarks.gpu. Without one, CPU
-# substitutes. To change sizes or rounds of the benchmark: make gpu BENCH="--rounds 5 --layers 8".
+# Everything that needs an accelerator, in less than 10 minutes: tests marked gpu (faults, examples), the stream
+# sanitizer, and tests of parity and clients over NCCL on ranks that share one GPU. Without one, CPU substitutes.
 gpu: $(INSTALLED)
-	$(BIN)/python -m tests.gpu $(BENCH)
+	$(BIN)/python -m tests.gpu
 
 # Random programs compared with a plain replica; failing ones are shrunk, printed, and appended to a file.
 SEEDS ?= 1000
@@ -78,6 +78,10 @@ docs: .venv/.docs
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks --states $(BENCH)
+
+# One GPU, communication emulated. To select rows and the link: make bench-gpu BENCH="--rows 1.2B-60 --gbps 100".
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
 bench-scale: $(INSTALLED)
 	$(BIN)/python -m benchmarks.scale $(BENCH)

@@ -1,189 +1,135 @@
-"""Measures one GPU: ``python -m benchmarks.gpu``; ``--device cpu --tiny`` tries out the command without a GPU.
+"""Measures one GPU: ``python -m benchmarks.gpu``; ``--device cpu --tiny`` tries every row out without a GPU.
 
-One process is rank 0 of a simulated process group. It trains a GPT of about 1B parameters in bf16 with fp32 master
-weights, and measures the time of a step, the time in which the host issues it, and memory, for plain training, torch's
-FSDP1 and ``fully_shard``, and fsdp_flat. Compute is real; nothing is sent. From this rank's own data, an all-gather
-fills the full buffer and a reduce-scatter the local shard. The figures show a library's overhead over compute, not how
-well communication overlaps with it.
+One process is rank 0 of a simulated process group. It trains decoders in bf16 with fp32 master weights and reductions
+and fused AdamW. Compute is real; communication is emulated (``benchmarks/link.py``): collectives run in order on a
+stream of their own, each for as long as its bytes take on a link of the row's bandwidth, or of ``--gbps``. For torch's
+FSDP1 and ``fully_shard`` and for fsdp_flat it measures the time of a step, the time in which the host issues one,
+memory, and from a trace of two steps the time in which the stream of compute is idle, by cause.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.implementations import autocast_for, library_of, optimizer_for, quiet, wrap
-from benchmarks.model import GPT, batch_of, loss_of
+from benchmarks.decoder import Decoder
+from benchmarks.gpu_rows import IMPLEMENTATIONS, PEERS, ROWS, Row, shard
+from benchmarks.idle import CAUSES, idle_by_cause
+from benchmarks.implementations import quiet
+from benchmarks.link import CudaStreams, HostStreams, Link, pretended
 from benchmarks.runner import ROOT, where
-from benchmarks.spec import IMPLEMENTATIONS, Setting
 from benchmarks.tables import markdown, medians, ratios
 
-LARGE = Setting(
-    layers=16, width=2048, heads=16, vocab=32768, seq=2048, batch=2, steps=10, warmup=3, bf16=True, fused=True
-)
-TINY = Setting(layers=2, width=32, heads=2, vocab=64, seq=16, batch=2, steps=2, warmup=1, bf16=True)
-LABELS = {
-    **{name: IMPLEMENTATIONS[name] for name in ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp1-grad-op")},
-    "fsdp1-grad-op-flat": "torch FSDP1, SHARD_GRAD_OP, use_orig_params=False",
-    **{name: IMPLEMENTATIONS[name] for name in ("fsdp2", "fsdp2-no-reshard")},
-    **{name: IMPLEMENTATIONS[name] for name in ("flat-full-flat", "flat-full-orig", "flat-grad-op")},
-    "flat-grad-op-flat": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=False",
-    **{name: IMPLEMENTATIONS[name] for name in ("flat-fully-shard", "flat-fully-shard-no-reshard")},
-}
-_FULL_PEERS = ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")
-_GRAD_OP_PEERS = ("fsdp1-grad-op", "fsdp1-grad-op-flat", "fsdp2-no-reshard")
-# For each fsdp_flat variant, the torch implementations with the same resharding; the best in each round counts.
-PEERS = {
-    "flat-full-flat": _FULL_PEERS,
-    "flat-full-orig": _FULL_PEERS,
-    "flat-grad-op": _GRAD_OP_PEERS,
-    "flat-grad-op-flat": _GRAD_OP_PEERS,
-    "flat-fully-shard": ("fsdp2",),
-    "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
-}
-_ALL_GATHERS = ("all_gather_single", "all_gather_into_tensor")
-_REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+_TRACED_STEPS = 2
 
 
-class _Done:
-    """Stands for a finished collective, whose result is ready on the current stream."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and input of a collective, flattened, under the argument names of any torch version."""
-    values = [*args, *(kwargs[name] for name in ("output", "output_tensor", "input", "input_tensor") if name in kwargs)]
-    return values[0].view(-1), values[1].view(-1)
-
-
-@contextmanager
-def pretended(world: int) -> Iterator[None]:
-    """Make this process rank 0 of ``world`` simulated ranks inside the block.
-
-    The collectives of torch's fake backend launch one copy per rank and leave the result of a reduction undefined.
-    These launch one or two copies and return this rank's shard, so that host time is the library's and values stay
-    finite.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from fsdp_flat.comm import torch_comm
-
-    def all_gather(*args: Any, **kwargs: Any) -> _Done:
-        output, own = _tensors(args, kwargs)
-        rows = output.view(world, -1)
-        # The local shard may be the first row itself.
-        if own.data_ptr() != output.data_ptr():
-            rows[0].copy_(own)
-        rows[1:].copy_(own)
-        return _Done()
-
-    def reduce_scatter(*args: Any, **kwargs: Any) -> _Done:
-        output, whole = _tensors(args, kwargs)
-        output.copy_(whole[: output.numel()])
-        return _Done()
-
-    replaced: list[tuple[Any, str, Any]] = []
-    for names, function in ((_ALL_GATHERS, all_gather), (_REDUCE_SCATTERS, reduce_scatter)):
-        for owner in (dist, torch_comm):
-            for name in names:
-                if hasattr(owner, name):
-                    replaced.append((owner, name, getattr(owner, name)))
-                    setattr(owner, name, function)
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-    finally:
-        for owner, name, original in replaced:
-            setattr(owner, name, original)
-
-
-def measure(name: str, setting: Setting, device: str, world: int) -> dict[str, float]:
+def measure(name: str, row: Row, device: str, world: int) -> dict[str, float]:
     """Train in this process, as rank 0 of ``world`` simulated ranks.
 
     Args:
-        name: a key of ``LABELS``.
-        setting: the model and how it is trained.
+        name: a key of ``IMPLEMENTATIONS``.
+        row: what is trained.
         device: ``"cuda"`` or ``"cpu"``.
         world: ranks.
 
     Returns:
         ``step`` and ``least`` (seconds; median and minimum device time of a step, over steps issued one after the
-        other), ``host`` and ``host_least`` (seconds; median and minimum time in which the host issues a step to an idle
-        device), ``peak``, ``reserved``, ``held`` (bytes; after a step), ``drift`` (bytes; maximum minus minimum of
-        ``held`` over steps), ``parameters``. On the CPU, issuing a step includes computing it, and memory is 0.
+        other), ``host`` (seconds; median time in which the host issues a step to an idle device), ``busy`` and the keys
+        of ``CAUSES`` (seconds a step; :func:`benchmarks.idle.idle_by_cause`), ``peak``, ``reserved``, ``held`` (bytes;
+        held after a step), ``drift`` (bytes; maximum minus minimum of ``held`` over steps), ``sent`` (bytes on the link
+        a step), ``parameters``. On the CPU, issuing a step includes computing it; memory and idle times are 0.
     """
     where_to = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    with pretended(world), quiet():
-        return _train(name, setting, where_to)
+    streams = CudaStreams(where_to) if device == "cuda" else HostStreams()
+    with pretended(world, Link(world, row.gbps, streams)) as link, quiet():
+        return _train(name, row, where_to, link)
 
 
-def _train(name: str, setting: Setting, device: torch.device) -> dict[str, float]:
-    library_of(name)
+def _train(name: str, row: Row, device: torch.device, link: Link) -> dict[str, float]:
     clock: _Clock = _DeviceClock(device) if device.type == "cuda" else _Clock()
     torch.manual_seed(0)
     with device:
-        plain = GPT(setting)
+        plain = Decoder(row.model)
     num_parameters = sum(param.numel() for param in plain.parameters())
-    model = wrap(name, plain, setting, device)
-    optimizer = optimizer_for(model, setting)
-    tokens = batch_of(setting, 0, 0, device.type)
+    model = shard(name, plain, row, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    shape = (row.model.batch, row.model.seq + 1)
+    tokens = torch.randint(0, row.model.vocab, shape, generator=generator).to(device)
+    is_sharded = bool(IMPLEMENTATIONS[name].package)
 
     def step() -> None:
-        with autocast_for(name, setting, device.type):
-            loss = loss_of(model, tokens)
+        with nullcontext() if is_sharded else torch.autocast(device.type, torch.bfloat16):
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        del logits
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(setting.warmup):
+    del plain
+    gc.collect()
+    # Memory of the model before it was sharded would count as reserved.
+    clock.release_cached()
+    for _ in range(row.warmup):
         step()
     clock.synchronize()
     clock.reset_peak()
-    for _ in range(setting.steps):
+    before = link.nbytes
+    for _ in range(row.steps):
         clock.mark()
         step()
     clock.mark()
+    sent = (link.nbytes - before) / row.steps
     times = clock.seconds_between_marks()
     host, held = [], []
-    for _ in range(setting.steps):
+    for _ in range(row.steps):
         clock.synchronize()
         begun = time.perf_counter()
         step()
         host.append(time.perf_counter() - begun)
         held.append(clock.allocated())
     clock.synchronize()
+    memory = {"peak": clock.peak(), "reserved": clock.reserved(), "held": max(held), "drift": max(held) - min(held)}
     return {
         "step": statistics.median(times),
         "least": min(times),
         "host": statistics.median(host),
-        "host_least": min(host),
-        "peak": clock.peak(),
-        "reserved": clock.reserved(),
-        "held": max(held),
-        "drift": max(held) - min(held),
+        **idle_by_cause(_trace(step, clock), _TRACED_STEPS),
+        **memory,
+        "sent": sent,
         "parameters": num_parameters,
     }
+
+
+def _trace(step: Callable[[], None], clock: _Clock) -> list[dict[str, Any]]:
+    """Return the events of two steps, which follow each other as in training."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if isinstance(clock, _DeviceClock) else [])]
+    step()
+    with profile(activities=activities) as profiler:
+        for _ in range(_TRACED_STEPS):
+            step()
+        clock.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return list(json.loads(path.read_text())["traceEvents"])
 
 
 class _Clock:
@@ -202,6 +148,9 @@ class _Clock:
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
+
+    def release_cached(self) -> None:
+        """Return memory without tensors from the allocator to the device."""
 
     def reset_peak(self) -> None:
         """Restart the recording of peak memory."""
@@ -239,6 +188,9 @@ class _DeviceClock(_Clock):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -253,81 +205,84 @@ class _DeviceClock(_Clock):
 
 
 def gpu_table(results: Mapping[str, Any]) -> str:
-    """Make the table: medians over rounds, and ratios within a round to the best torch implementation.
+    """Make the table of one row: medians over rounds, and ratios within a round to the best torch implementation.
 
     Args:
-        results: ``rounds`` (a list of {name: figures of :func:`measure`}) and ``setting`` (plain values).
+        results: ``rounds``, a list of {name: figures of :func:`measure`, or ``error``}.
     """
-    rows = medians(results)
-    units = results["setting"]["layers"] + 1
-    local = rows.get("local", {}).get("host_least")
-    header = ["implementation", "step ms", "least", "x local", "x torch", "host ms", "host x torch", "host ms a unit"]
-    header += ["peak MB", "peak x torch", "reserved MB", "held MB", "drift MB"]
+    failed = {name: one["error"] for each in results["rounds"] for name, one in each.items() if "error" in one}
+    kept = {"rounds": [{name: each[name] for name in each if name not in failed} for each in results["rounds"]]}
+    rows = medians(kept)
+    header = ["implementation", "step ms", "least", "x torch", "host ms", "host x torch"]
+    header += ["busy ms", *CAUSES.values(), "peak MB", "peak x torch", "reserved MB", "held MB", "drift MB"]
     table = []
     for name, row in rows.items():
         peers = PEERS.get(name, ())
-        own = None if local is None or name == "local" else (row["host_least"] - local) / units
         table.append(
             [
-                LABELS[name],
+                IMPLEMENTATIONS[name].title,
                 f"{1e3 * row['step']:.1f}",
-                f"{1e3 * min(one[name]['least'] for one in results['rounds']):.1f}",
-                _cell(ratios(results, name, ["local"])),
-                _cell(ratios(results, name, peers)),
+                f"{1e3 * min(one[name]['least'] for one in kept['rounds']):.1f}",
+                _cell(ratios(kept, name, peers)),
                 f"{1e3 * row['host']:.1f}",
-                _cell(ratios(results, name, peers, "host")),
-                "" if own is None else f"{1e3 * own:.3f}",
+                _cell(ratios(kept, name, peers, "host")),
+                *(f"{1e3 * row[key]:.1f}" for key in ("busy", *CAUSES)),
                 f"{row['peak'] / 1e6:.0f}",
-                _cell(ratios(results, name, peers, "peak") if row["peak"] else None),
+                _cell(ratios(kept, name, peers, "peak") if row["peak"] else None),
                 f"{row['reserved'] / 1e6:.0f}",
                 f"{row['held'] / 1e6:.1f}",
-                f"{max(one[name]['drift'] for one in results['rounds']) / 1e6:.1f}",
+                f"{max(one[name]['drift'] for one in kept['rounds']) / 1e6:.1f}",
             ]
         )
-    return markdown(header, table)
+    lines = [f"\n{IMPLEMENTATIONS[name].title} failed: `{error}`.\n" for name, error in failed.items()]
+    return (markdown(header, table) if table else "") + "".join(lines)
 
 
 def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _describe(results: Mapping[str, Any]) -> str:
-    s, place = results["setting"], results["where"]
-    first = next(iter(results["rounds"][0].values()))
+def describe(results: Mapping[str, Any]) -> str:
+    """Return the machine, the command and the method, as a paragraph."""
+    place = results["where"]
     return (
-        f"{first['parameters'] / 1e9:.2f}B parameters: {s['layers']} blocks, width {s['width']}, vocabulary "
-        f"{s['vocab']}, sequence {s['seq']}, batch {s['batch']}; rank 0 of {results['world']} simulated ranks; "
-        f"{'bf16 compute, fp32 reduction and master weights' if s['bf16'] else 'fp32'}; "
-        f"{'activations recomputed; ' if s['checkpoint'] else ''}{'fused ' if s['fused'] else ''}Adam. "
-        f"{len(results['rounds'])} rounds of fresh processes, {s['steps']} timed steps each.\n"
-        f"{results['device']}, Python {place['python']}, torch {place['torch']}, {place['date']}.\n"
+        f"{results['device']}, driver {results['driver']}, Python {place['python']}, torch {place['torch']}, "
+        f"{place['date']}; `{results['command']}`; communication emulated: rank 0 of {results['world']} simulated "
+        f"ranks. {results['num_rounds']} rounds of fresh processes.\n"
     )
 
 
-def _in_new_process(name: str, setting: Setting, device: str, world: int) -> dict[str, float]:
-    job = json.dumps({"name": name, "setting": asdict(setting), "device": device, "world": world})
-    command = [sys.executable, "-m", "benchmarks.gpu", "--here", job]
-    # On the CPU, kernels are too small for several threads.
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"} if device == "cpu" else None
-    done = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True)
+def gpu_page(results: Mapping[str, Any]) -> str:
+    """Make the text and the tables of all rows."""
+    parts = [describe(results)]
+    for row in results["rows"].values():
+        link = "no link time" if row["gbps"] is None else f"{row['gbps']:g} GB/s"
+        parts += [f"**{row['title']}, {link}**\n", gpu_table(row)]
+    return "\n".join(parts)
+
+
+def _in_new_process(name: str, key: str, row: Row, device: str, world: int) -> dict[str, Any]:
+    job = {"name": name, "row": key, "gbps": row.gbps, "device": device, "world": world}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--here", json.dumps(job)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{name} failed with status {done.returncode}:\n{done.stderr[-4000:]}")
+        return {"error": (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _measure_rounds(
-    names: Sequence[str], setting: Setting, device: str, world: int, rounds: int, say: Callable[[str], None]
+    names: Sequence[str], rounds: int, run: Callable[[str], dict[str, Any]], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     found = []
     for index in range(rounds):
         row: dict[str, Any] = {}
         # Reverse every other round, so that a device that slows down affects every implementation.
         for name in names if index % 2 == 0 else reversed(names):
-            row[name] = one = _in_new_process(name, setting, device, world)
-            say(
-                f"round {index + 1}/{rounds} {name}: {1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of "
-                f"the host, {one['peak'] / 1e6:.0f} MB"
+            row[name] = one = run(name)
+            figures = one.get("error") or (
+                f"{1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of the host, {one['peak'] / 1e6:.0f} MB"
             )
+            say(f"round {index + 1}/{rounds} {name}: {figures}")
         found.append({name: row[name] for name in names})
     return found
 
@@ -337,43 +292,66 @@ def default_folder() -> Path:
     return Path(os.environ.get("OUT") or "benchmarks/results")
 
 
+def _driver() -> str:
+    """Return the version of the GPU's driver, or "unknown"."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(words, text=True, capture_output=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Measure in fresh processes; write JSON and a table."""
+    """Measure in fresh processes; write JSON and tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world", type=int, default=8, help="simulated ranks, over which parameters are sharded")
-    parser.add_argument("--tiny", action="store_true", help="sizes for trying the command out")
+    parser.add_argument("--tiny", action="store_true", help="sizes for trying the command out, in this process")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of fresh processes")
-    parser.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="implementations")
-    parser.add_argument("--out", type=Path, default=default_folder(), help="folder for JSON and table")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models and links")
+    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=None, help="implementations")
+    parser.add_argument("--gbps", type=float, help="bandwidth of the link in GB/s for each row, instead of its own")
+    parser.add_argument("--out", type=Path, default=default_folder(), help="folder for JSON and tables")
     parser.add_argument("--here", metavar="JOB", help="measure one implementation in this process and print the result")
-    sizes = [field for field in fields(Setting) if field.name not in ("ranks", "accumulate")]
-    for field in sizes:
-        if isinstance(field.default, bool):
-            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, default=None)
-        else:
-            parser.add_argument(f"--{field.name}", type=int, default=None)
     args = parser.parse_args(argv)
     if args.here:
         job = json.loads(args.here)
-        print(json.dumps(measure(job["name"], Setting(**job["setting"]), job["device"], job["world"])))
+        row = replace(ROWS[job["row"]], gbps=job["gbps"])
+        print(json.dumps(measure(job["name"], row, job["device"], job["world"])))
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --device cpu --tiny tries the command out")
-    changed = {field.name: value for field in sizes if (value := getattr(args, field.name)) is not None}
-    setting = replace(TINY if args.tiny else LARGE, **changed)
-    rounds = _measure_rounds(
-        args.only, setting, args.device, args.world, args.rounds, lambda line: print(line, flush=True)
-    )
+    if args.gbps is not None and args.gbps <= 0:
+        parser.error(f"--gbps is a bandwidth above 0, got {args.gbps:g}")
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    measured = {}
+    for key in args.rows:
+        row = ROWS[key].tiny() if args.tiny else ROWS[key]
+        row = row if args.gbps is None else replace(row, gbps=args.gbps)
+        names = [name for name in row.names if args.only is None or name in args.only]
+        say(f"-- {key}")
+
+        def run(name: str, key: str = key, row: Row = row) -> dict[str, Any]:
+            if args.tiny:
+                return measure(name, row, args.device, args.world)
+            return _in_new_process(name, key, row, args.device, args.world)
+
+        if names:
+            measured[key] = {**asdict(row), "rounds": _measure_rounds(names, args.rounds, run, say)}
     results = {
-        "setting": asdict(setting),
+        "rows": measured,
         "world": args.world,
+        "num_rounds": args.rounds,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "driver": _driver() if args.device == "cuda" else "none",
+        "command": " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)]),
         "where": where(),
-        "rounds": rounds,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    text = f"{_describe(results)}\n{gpu_table(results)}"
+    text = gpu_page(results)
     # Results of a trial must not appear in docs/performance.md.
     name = "gpu" if args.device == "cuda" and not args.tiny else "gpu-trial"
     (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import settings
 
 from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
 from tests.support.selection import select
+from tests.support.transport import TRANSPORTS
 
 # No deadline: on a busy machine the time of one example says nothing.
 settings.register_profile("fsdp_flat", deadline=None, print_blob=True)
@@ -23,6 +25,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every combination of the parameters of slow tests; without it, every value at least once",
     )
+    parser.addoption(
+        "--transport",
+        choices=TRANSPORTS,
+        default="gloo",
+        help="group of worker ranks: gloo, whose ranks compute on the CPU, or nccl, whose ranks share one GPU",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make warnings errors from here on: in the modules of tests and in tests, not where plugins are configured."""
+    if config.getoption("--transport") == "nccl" and not torch.cuda.is_available():
+        raise pytest.UsageError("--transport nccl needs a CUDA device, and there is none here.")
+    exceptions = list(config.getini("filterwarnings"))
+    for line in ("error", *exceptions):
+        config.addinivalue_line("filterwarnings", line)
+
+
+# First, so that other plugins may warn when they end.
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    warnings.simplefilter("default")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary() -> None:
+    warnings.simplefilter("default")
 
 
 # Last, so that it selects among the tests that -k and -m have left.
@@ -32,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def warm_pools() -> Iterator[WarmPools]:
+def warm_pools(pytestconfig: pytest.Config) -> Iterator[WarmPools]:
     """The session's worker ranks."""
-    pools = WarmPools()
+    pools = WarmPools(TRANSPORTS[pytestconfig.getoption("--transport")])
     yield pools
     pools.close()
 

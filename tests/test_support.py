@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -480,3 +481,90 @@ def test_the_peer_is_refused_outside_worker_ranks() -> None:
 
     with pytest.raises(RuntimeError, match="worker ranks"):
         peer_fsdp(nn.Linear(1, 1))
+
+
+# --- other people's plugins and extras ---
+
+NOISY_PLUGIN = """
+import warnings
+
+import pytest
+
+
+def warn(*_args, **_kwargs):
+    warnings.warn(pytest.PytestWarning("a plugin says something about itself"), stacklevel=1)
+
+
+pytest_configure = pytest_sessionstart = pytest_sessionfinish = pytest_terminal_summary = pytest_unconfigure = warn
+"""
+TESTS_THAT_WARN = """
+import warnings
+
+import pytest
+
+
+def test_nothing_is_wrong():
+    pass
+
+
+@pytest.mark.parametrize("category", [UserWarning, DeprecationWarning, pytest.PytestWarning])
+def test_a_warning(category):
+    warnings.warn("told by a test", category, stacklevel=1)
+
+
+@pytest.mark.filterwarnings("ignore:told by a test")
+def test_an_ignored_warning():
+    warnings.warn("told by a test", stacklevel=1)
+
+
+def test_a_warning_of_the_list_of_all_tests():
+    warnings.warn("Sparse invariant checks are implicitly disabled. Memory errors", UserWarning, stacklevel=1)
+"""
+
+
+def run_pytest(folder: Path, *options: str, **environ: str) -> tuple[int, str]:
+    """Run pytest on a folder with this project's configuration and conftest; return its status and output."""
+    root = Path(__file__).parents[1]
+    words = [sys.executable, "-m", "pytest", "-q", "-c", f"{root}/pyproject.toml", "-p", "tests.conftest", *options]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{root}", "OMP_NUM_THREADS": "1", **environ}
+    # Without what pytest-xdist tells its workers, of which this process may be one.
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run([*words, str(folder)], cwd=folder, env=environment, text=True, capture_output=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_part_7_what_plugins_warn_about_is_no_error_and_what_tests_warn_about_is(tmp_path: Path) -> None:
+    (tmp_path / "noisy_plugin.py").write_text(NOISY_PLUGIN)
+    (tmp_path / "test_that_warns.py").write_text(TESTS_THAT_WARN)
+    status, output = run_pytest(tmp_path, "-p", "noisy_plugin")
+    assert "INTERNALERROR" not in output
+    assert "3 failed, 3 passed" in output, output
+    assert status == 1
+    (tmp_path / "test_that_warns.py").write_text("import warnings\nwarnings.warn('told by a module', stacklevel=1)\n")
+    _, output = run_pytest(tmp_path, "-p", "noisy_plugin")
+    assert "1 error" in output, "a warning where a module of tests is imported"
+    assert "UserWarning: told by a module" in output
+
+
+WITHOUT_EXTRAS = """
+from importlib.machinery import PathFinder
+
+NAMES = {"libcst", "safetensors", "matplotlib", "mkdocs", "griffe", "tqdm", "accelerate", "transformers"}
+find_spec = PathFinder.find_spec
+
+
+def find_others(name, path=None, target=None):
+    return None if name.split(".")[0] in NAMES else find_spec(name, path, target)
+
+
+PathFinder.find_spec = find_others
+"""
+
+
+def test_part_7_every_test_is_collected_without_the_packages_of_extras(tmp_path: Path) -> None:
+    (tmp_path / "without_extras.py").write_text(WITHOUT_EXTRAS)
+    root = Path(__file__).parents[1]
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "without_extras", "tests"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=root, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

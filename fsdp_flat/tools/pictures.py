@@ -97,12 +97,17 @@ _IN_FLIGHT = "#c06040"
 
 
 def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
-    """Draw what a rank did over time, by unit, and the bytes allocated."""
+    """Draw what a rank did over time, by unit, and the bytes allocated, on the same clock if the trace has them so."""
     plt = pyplot()
     rows = ["this rank", *trace.units]
     height = min(16.0, 3.6 + 0.3 * len(rows))
     figure, (timeline, memory) = plt.subplots(
-        2, 1, figsize=(13, height), sharex=True, height_ratios=(height - 2.2, 2.2), layout="constrained"
+        2,
+        1,
+        figsize=(13, height),
+        sharex=not trace.memory_in_host_time,
+        height_ratios=(height - 2.2, 2.2),
+        layout="constrained",
     )
     place_of = {name: place for place, name in enumerate(rows)}
     for work, colour in _WORKS.items():
@@ -131,7 +136,12 @@ def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
         times, [sizes[0] if trace.is_accelerator else 0.0, *sizes, sizes[-1]], step="post", color="#88b890"
     )
     since = "" if trace.is_accelerator else "\nsince the begin"
-    _label(memory, "", f"allocated{since}, {unit}", "time, ms")
+    clock = "time of the device, ms" if trace.is_accelerator else "time, ms"
+    if trace.memory_in_host_time:
+        timeline.set_xlabel(clock)
+        timeline.set_xlim(0, 1e3 * trace.seconds)
+        clock = "time of the host, ms: it issues work ahead of the device"
+    _label(memory, "", f"allocated{since}, {unit}", clock)
     memory.set_xlim(0, 1e3 * trace.seconds)
     memory.set_ylim(bottom=0)
     finish(plt, figure, path)

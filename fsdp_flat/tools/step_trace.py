@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -75,11 +76,15 @@ class StepTrace:
             those of communication run beside those of compute.
         flights: for each all-gather the time from its begin until it was complete.
         allocated: after each allocation and release the bytes that are allocated. On the CPU these are those that were
-            allocated since the begin, since memory from before is not known.
+            allocated since the begin, since memory from before is not known. The host of an accelerator allocates
+            when it issues work, which may run much later: times are those at which the stream of compute reaches this
+            work.
         seconds: length of the trace.
         num_backwards: backwards of the outermost unit.
         is_accelerator: the segments are those of an accelerator.
         began_us: the begin on the profiler's clock, in microseconds.
+        memory_in_host_time: the times of ``allocated`` are those of the host although the segments are an
+            accelerator's, because the trace does not tell which work of the accelerator the host issued when.
     """
 
     segments: tuple[Segment, ...]
@@ -89,6 +94,7 @@ class StepTrace:
     num_backwards: int
     is_accelerator: bool
     began_us: float
+    memory_in_host_time: bool = False
 
     @property
     def units(self) -> list[str]:
@@ -146,7 +152,7 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
         elif label == "all_gather_wait" and unit in gathering:
             flights.append(Segment(gathering.pop(unit), stop, Work.ALL_GATHER, unit))
     on_host = innermost(spans)
-    on_device = _device_segments(timed, on_host, seconds)
+    kernels = _kernels(timed, on_host, seconds)
     memory = [event for event in events if event.get("name") == "[memory]"]
     kind = max((event["args"]["Device Type"] for event in memory), default=0)
     allocated = [
@@ -154,14 +160,22 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
         for event in sorted(memory, key=lambda event: event["ts"])
         if event["args"]["Device Type"] == kind
     ]
+    in_host_time = False
+    if kernels:
+        flights = [moved for flight in flights if (moved := _on_device(flight, kernels)) is not None]
+        reached = _device_clock(kernels)
+        in_host_time = reached is None
+        if reached is not None:
+            allocated = [(reached(time), nbytes) for time, nbytes in allocated]
     return StepTrace(
-        tuple(on_device or on_host),
+        tuple(kernel.segment for kernel in kernels) or tuple(on_host),
         tuple(flights),
         tuple(allocated),
         seconds(end),
         num_backwards,
-        bool(on_device),
+        bool(kernels),
         begin,
+        in_host_time and bool(allocated),
     )
 
 
@@ -188,7 +202,15 @@ def innermost(spans: Iterable[Segment]) -> list[Segment]:
     return found
 
 
-def _device_segments(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment], seconds: Any) -> list[Segment]:
+class _Kernel(NamedTuple):
+    """Describes a kernel or copy of an accelerator; ``launched`` is when the host issued it, None if not known."""
+
+    segment: Segment
+    launched: float | None
+    stream: Any
+
+
+def _kernels(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment], seconds: Any) -> list[_Kernel]:
     """Return the work of an accelerator, each kernel as part of what the host was doing when it launched it."""
     launched = {
         event["args"]["correlation"]: seconds(event["ts"])
@@ -200,13 +222,59 @@ def _device_segments(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment]
     for event in timed:
         if event.get("cat") not in _DEVICE_WORK:
             continue
-        at = launched.get(event.get("args", {}).get("correlation"))
+        args = event.get("args", {})
+        at = launched.get(args.get("correlation"))
         by = on_host[max(0, bisect_right(starts, at) - 1)] if at is not None else Segment(0, 0, Work.OTHER, "")
         work = by.work
         if work in (Work.FORWARD, Work.BACKWARD, Work.OTHER) and _COLLECTIVE.search(event["name"]):
             work = Work.ALL_GATHER if work is Work.FORWARD else Work.REDUCE
-        found.append(Segment(seconds(event["ts"]), seconds(event["ts"] + event["dur"]), work, by.unit))
-    return sorted(found, key=_START)
+        segment = Segment(seconds(event["ts"]), seconds(event["ts"] + event["dur"]), work, by.unit)
+        found.append(_Kernel(segment, at, (args.get("device"), args.get("stream"))))
+    return sorted(found, key=lambda kernel: kernel.segment.start)
+
+
+def _on_device(flight: Segment, kernels: Iterable[_Kernel]) -> Segment | None:
+    """Return when an accelerator did what the host issued for an all-gather during ``flight``; None for nothing."""
+    of_it = [
+        segment
+        for segment, launched, _ in kernels
+        if launched is not None
+        and flight.start <= launched <= flight.stop
+        and segment.unit == flight.unit
+        and segment.work in (Work.ALL_GATHER, Work.WAIT)
+    ]
+    if not of_it:
+        return None
+    return flight._replace(start=of_it[0].start, stop=max(segment.stop for segment in of_it))
+
+
+def _device_clock(kernels: Iterable[_Kernel]) -> Callable[[float], float] | None:
+    """Return a function from a time of the host to when the stream of compute reaches what the host issues then.
+
+    The stream of compute is the one that is busy longest without communicating. Its kernels run in the order of their
+    launches, so memory that the host takes or releases at a time belongs to the kernel which it launches next.
+
+    Returns:
+        None if the launch of no kernel of that stream is known.
+    """
+    computing = [each for each in kernels if each.launched is not None and not each.segment.work.communicates]
+    busy: defaultdict[Any, float] = defaultdict(float)
+    for kernel in computing:
+        busy[kernel.stream] += kernel.segment.seconds
+    if not busy:
+        return None
+    stream = max(busy, key=busy.__getitem__)
+    own = sorted((kernel for kernel in computing if kernel.stream == stream), key=lambda kernel: kernel.launched or 0.0)
+    launches = [kernel.launched or 0.0 for kernel in own]
+    starts = list(accumulate((kernel.segment.start for kernel in own), max))
+    end = max(kernel.segment.stop for kernel in own)
+
+    def reached(time: float) -> float:
+        place = bisect_left(launches, time)
+        # A device that waits for the host starts a kernel after the host took its memory, never before.
+        return max(time, starts[place] if place < len(starts) else end)
+
+    return reached
 
 
 def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Segment]:

@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu, micro, network, plans, projection, report, saves, scale, tables
+from benchmarks import micro, network, plans, projection, report, saves, scale, tables
 from benchmarks.counting import Counter
-from benchmarks.model import GPT
 from benchmarks.runner import where
 from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
 from benchmarks.states import measure_states
 from benchmarks.worker import Training
 from fsdp_flat.checkpoint.dcp_files import SafeReader
-from tests.support import assert_equal, on_ranks
+from tests.support import on_ranks
 
 SIZES = [
     word
@@ -206,96 +205,6 @@ def test_the_page_has_the_notes_of_the_benchmarks() -> None:
 def test_a_small_setting_keeps_the_parameters() -> None:
     setting = Setting(batch=4, accumulate=2)
     assert (setting.small().batch, setting.small().accumulate, setting.small().width) == (1, 1, setting.width)
-
-
-# -- for one GPU, tried out on the CPU -------------------------------------------------------------------------------
-
-
-def test_the_benchmark_for_a_gpu_runs_on_the_cpu_and_writes_json_and_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    gpu.main(["--device", "cpu", "--tiny", "--rounds", "1", "--world", "3", "--only", "flat-full-orig"])
-    results = json.loads((tmp_path / "gpu-trial.json").read_text())
-    assert results["world"] == 3
-    row = results["rounds"][0]["flat-full-orig"]
-    assert 0 < row["least"] <= row["step"]
-    assert 0 < row["host_least"] <= row["host"]
-    table = (tmp_path / "gpu-trial.md").read_text()
-    assert IMPLEMENTATIONS["flat-full-orig"] in table
-    assert table in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", [name for name in gpu.LABELS if name != "flat-full-orig"])
-def test_every_implementation_trains_in_the_benchmark_for_a_gpu(name: str) -> None:
-    row = gpu.measure(name, gpu.TINY, "cpu", 4)
-    assert row["step"] > 0
-    assert row["parameters"] > 25_000
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_benchmark_for_a_gpu_says_that_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main([])
-    assert "there is no CUDA device here" in capsys.readouterr().err
-
-
-def test_the_page_has_figures_of_a_gpu_only_if_they_were_taken_on_one(tmp_path: Path) -> None:
-    (tmp_path / "gpu-trial.md").write_text("a trial")
-    assert report.NO_GPU_NOTE in report.page(tmp_path)
-    assert "a trial" not in report.page(tmp_path)
-    (tmp_path / "gpu.md").write_text("a figure")
-    assert "a figure" in report.page(tmp_path)
-    assert report.NO_GPU_NOTE not in report.page(tmp_path)
-
-
-def test_the_large_setting_has_a_billion_parameters() -> None:
-    setting = gpu.LARGE
-    with torch.device("meta"):
-        model = GPT(setting)
-    assert sum(param.numel() for param in model.parameters()) == pytest.approx(1e9, rel=0.1)
-    assert setting.bf16
-
-
-def test_pretended_collectives_fill_a_whole_buffer_and_keep_values_under_the_names_of_every_torch() -> None:
-    whole, own = torch.zeros(6), torch.tensor([1.0, 2.0])
-    with gpu.pretended(3):
-        before = dist.get_world_size()
-        dist.all_gather_into_tensor(output_tensor=whole, input_tensor=own, group=None)
-        assert_equal(whole, own.repeat(3))
-        whole[:2] = 5.0
-        dist.all_gather_into_tensor(whole, whole[:2]).wait()
-        assert_equal(whole, torch.full((6,), 5.0))
-        part = torch.zeros(2)
-        dist.reduce_scatter_tensor(part, whole, group=None, async_op=True).wait()
-        dist.reduce_scatter_tensor(output=part, input=whole)
-        assert_equal(part, torch.full((2,), 5.0))
-    assert before == 3
-    assert not dist.is_initialized()
-
-
-def test_figures_of_a_gpu_are_compared_within_a_round_with_the_best_of_the_same_resharding() -> None:
-    def row(step: float, host: float, peak: int = 1_000_000) -> dict[str, float]:
-        figures = {"step": step, "least": step / 2, "host": host, "host_least": host}
-        return {**figures, "peak": peak, "reserved": 2 * peak, "held": peak, "drift": 0, "parameters": 10}
-
-    results = {
-        "setting": {"layers": 3},
-        "rounds": [
-            {
-                "local": row(scale, 0.002),
-                "fsdp1-full-orig": row(4 * scale, 0.5),
-                "fsdp2": row(3 * scale, 0.6),
-                "fsdp2-no-reshard": row(scale, 0.1),
-                "flat-full-orig": row(1.5 * scale, 0.01, 3_000_000),
-            }
-            for scale in (1.0, 100.0, 2.0)
-        ],
-    }
-    lines = gpu.gpu_table(results).splitlines()
-    assert lines[2].startswith("| no communication | 2000.0 | 500.0 | 1.00 |  |")
-    expected = "3000.0 | 750.0 | 1.50 | 0.50 | 10.0 | 0.02 | 2.000 | 3 | 3.00 | 6 | 3.0 | 0.0 |"
-    assert lines[-1] == f"| {IMPLEMENTATIONS['flat-full-orig']} | {expected}"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 import fsdp_flat
 from tests.clients.scripts.tiny import Tiny, TinyLayer, tokens
 from tests.support.peer import PeerFSDP, mend_peer
+from tests.support.transport import rank_device
 
 __all__ = ["Outcome", "Tiny", "TinyLayer", "on_both", "rank_environment", "tokens"]
 
@@ -57,7 +58,7 @@ def on_both(run: Callable[..., Any], *, fully_shard: bool = False, **arguments: 
     for ours in (False, True):
         if folder is not None:
             arguments["folder"] = _made(Path(folder) / ("ours" if ours else "theirs"))
-        with warnings.catch_warnings(), rank_environment(), _peer_on_cpus(), counted() as counts:
+        with warnings.catch_warnings(), rank_environment(), _peer_on_rank_device(), counted() as counts:
             warnings.simplefilter("ignore")  # clients and torch use deprecated functions
             torch.manual_seed(0)
             if ours:
@@ -81,13 +82,13 @@ def _made(folder: Path) -> Path:
 
 
 @contextmanager
-def _peer_on_cpus() -> Iterator[None]:
-    """Set a CPU ``device_id`` for torch's FSDP1, which needs one without GPUs, if the client (Lightning) sets none."""
+def _peer_on_rank_device() -> Iterator[None]:
+    """Set ``device_id`` for torch's FSDP1, which needs one without GPUs, if the client (Lightning) sets none."""
     mend_peer()
     made = _PEER["class"].__init__
 
     def init(self: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        made(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **kwargs)
+        made(self, *args, device_id=rank_device() if device_id is None else device_id, **kwargs)
 
     _PEER["class"].__init__ = init  # type: ignore[method-assign, assignment]
     try:
@@ -150,9 +151,11 @@ def _counted_of_fsdp2() -> Iterator[dict[str, int]]:
 def rank_environment() -> Iterator[None]:
     """Set the variables that torchrun sets; the default process group exists already."""
     rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    # Ranks that share a GPU say so by the number of their device.
+    local_rank = rank if rank_device().type == "cpu" else "0"
     names = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": local_rank,
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": "127.0.0.1",

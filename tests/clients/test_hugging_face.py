@@ -17,6 +17,7 @@ from fsdp_flat import FullyShardedDataParallel, fully_shard, load_full, save_ful
 from fsdp_flat.errors import LoadError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
+from tests.support.transport import rank_device
 
 LLAMA = {
     "vocab_size": 64,
@@ -50,7 +51,7 @@ def sharded(kind: str, front: str) -> Any:
         model = MODELS[kind]().eval()
 
     def write(module: nn.Module) -> None:
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=rank_device(), recurse=False)
         # As from_pretrained does: buffers that no file has, of rotary embeddings for instance.
         model._init_weights(module)
 
@@ -60,7 +61,7 @@ def sharded(kind: str, front: str) -> Any:
     for block in blocks_of(model):
         fully_shard(block)
     fully_shard(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=rank_device())
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)

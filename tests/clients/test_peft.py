@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.clients.kit import on_both, tokens
 from tests.support import assert_close, on_ranks
+from tests.support.transport import rank_device
 
 CONFIG = {
     "vocab_size": 13,
@@ -59,7 +60,7 @@ def wrapped(model: nn.Module, by_policy_of_peft: bool) -> Any:
             ),
         )
         policy = partial(_or_policy, policies=[unsharded_params, policy])
-    return FSDP(model, auto_wrap_policy=policy, use_orig_params=not by_policy_of_peft, device_id=torch.device("cpu"))
+    return FSDP(model, auto_wrap_policy=policy, use_orig_params=not by_policy_of_peft, device_id=rank_device())
 
 
 def run(by_policy_of_peft: bool, folder: Path) -> dict[str, Any]:

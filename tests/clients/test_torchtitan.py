@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.clients.kit import on_both
 from tests.composable.experts import WIDTH, Experts, clip
 from tests.support import assert_close, on_ranks
+from tests.support.transport import rank_device
 
 VOCABULARY = 32
 
@@ -101,11 +102,11 @@ def run(
     """Train six steps; return losses and norms of gradients."""
     replicas, names = ((2,), ("dp_replicate",)) if hybrid else ((), ())
     num_shards = num_ranks // (2 if hybrid else 1)
-    mesh = init_device_mesh("cpu", (*replicas, num_shards), mesh_dim_names=(*names, "fsdp"))
+    mesh = init_device_mesh(rank_device().type, (*replicas, num_shards), mesh_dim_names=(*names, "fsdp"))
     model, edp_mesh = Decoder(tied=tied, num_experts=num_experts), None
     if ep_degree > 1:
         sizes = (*replicas, num_shards // ep_degree, ep_degree)
-        sparse = init_device_mesh("cpu", sizes, mesh_dim_names=(*names, "efsdp", "ep"))
+        sparse = init_device_mesh(rank_device().type, sizes, mesh_dim_names=(*names, "efsdp", "ep"))
         edp_mesh = sparse[(*names, "efsdp")]
         for layer in model.layers.values():
             if isinstance(layer, MoeLayer):

@@ -22,6 +22,7 @@ from tests.parity.zoo import CASES, Batch, Case
 from tests.support import assert_close
 from tests.support.kit import full_grads, full_params, no_shard_allowed, train_on
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
+from tests.support.transport import mesh_type
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 NUM_STEPS = 3
@@ -54,7 +55,7 @@ def options_for(layout: Layout, strategies: Any = ShardingStrategy) -> dict[str,
     """The constructor's arguments; makes the mesh, so every rank must call this."""
     options: dict[str, Any] = {"sharding_strategy": strategies[layout.strategy]}
     if layout.mesh is not None:
-        options["device_mesh"] = init_device_mesh("cpu", layout.mesh, mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(mesh_type(), layout.mesh, mesh_dim_names=("replicate", "shard"))
     return options
 
 

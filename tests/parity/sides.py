@@ -29,6 +29,7 @@ from tests.support import assert_close
 from tests.support.kit import normal, train_on
 from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
+from tests.support.transport import rank_device
 
 ORIG = (True,)
 # Hybrid sharding over one rank is left out: torch's class does not average the replicas' gradients there.
@@ -61,7 +62,7 @@ class Side:
 
     @property
     def is_torch(self) -> bool:
-        """Whether this is torch's implementation, which needs to be told to compute on the CPU."""
+        """Whether this is torch's implementation, which needs to be told where to compute."""
         return self.name == "torch"
 
     def wrap(
@@ -80,7 +81,7 @@ class Side:
         if units:
             options.setdefault("auto_wrap_policy", self.wrapping.ModuleWrapPolicy(set(units)))
         if self.is_torch:
-            options.setdefault("device_id", torch.device("cpu"))
+            options.setdefault("device_id", rank_device())
         return self.FSDP(module, **options)
 
     def wrap_case(self, case: Case, layout: Layout | None = None, **options: Any) -> Any:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fsdp_flat
 from tests.parity.harness import TOLERANCE
 from tests.support import assert_close, on_ranks
 from tests.support.peer import mend_peer
 from tests.support.scripts import SCRIPTS, run_script
+from tests.support.transport import rank_device
 
 TURNS = SCRIPTS / "checkpoint_in_turns.py"
 SHARDED = SCRIPTS / "checkpoint_sharded_or_whole.py"
-CPU = torch.device("cpu")
+DEVICE = rank_device()
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
@@ -45,31 +45,31 @@ def crosswise(script: Path, function: str, folder: Path, *arguments: Any) -> tup
 
 @on_ranks(2)
 def test_weights_are_loaded_slice_by_slice_and_optimizer_states_by_one_rank_after_the_other(tmp_path: Path) -> None:
-    ours, theirs = on_both(TURNS, "first_half", tmp_path, CPU)
+    ours, theirs = on_both(TURNS, "first_half", tmp_path, DEVICE)
     assert_close(ours, theirs, **TOLERANCE)
     for way in (on_both, crosswise):
-        assert_close(way(TURNS, "from_weights", tmp_path, CPU), (theirs[1], theirs[1]), **TOLERANCE)
-        ends = way(TURNS, "from_full", tmp_path, CPU)
+        assert_close(way(TURNS, "from_weights", tmp_path, DEVICE), (theirs[1], theirs[1]), **TOLERANCE)
+        ends = way(TURNS, "from_full", tmp_path, DEVICE)
         assert_close(ends[0], ends[1], **TOLERANCE)
 
 
 @on_ranks(2)
 def test_each_rank_s_flat_parameters_are_saved_and_loaded_as_they_are(tmp_path: Path) -> None:
-    on_both(TURNS, "first_half", tmp_path, CPU)
+    on_both(TURNS, "first_half", tmp_path, DEVICE)
     for way in (on_both, crosswise):
-        ours, theirs = way(TURNS, "from_local", tmp_path, CPU)
+        ours, theirs = way(TURNS, "from_local", tmp_path, DEVICE)
         assert_close(ours, theirs, **TOLERANCE)
 
 
 @on_ranks(2)
 @KINDS
 def test_sharded_and_whole_checkpoints_resume_alike(tmp_path: Path, use_orig_params: bool) -> None:
-    ours, theirs = on_both(SHARDED, "first_half", tmp_path, CPU, use_orig_params)
+    ours, theirs = on_both(SHARDED, "first_half", tmp_path, DEVICE, use_orig_params)
     assert_close(ours, theirs, **TOLERANCE)
     ends = []
     for how in ("sharded", "scatter", "shard", "rekey"):
         for way in (on_both, crosswise):
-            ends += way(SHARDED, "second_half", tmp_path, CPU, use_orig_params, how)
+            ends += way(SHARDED, "second_half", tmp_path, DEVICE, use_orig_params, how)
     for end in ends[1:]:
         assert_close(end, ends[0], **TOLERANCE)
     for maker in ("ours", "torch"):

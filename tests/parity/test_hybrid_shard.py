@@ -22,6 +22,7 @@ from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close
+from tests.support.transport import mesh_type
 
 CASE = BLOCKS
 HYBRID = [Layout("HYBRID_SHARD", (2, 2)), Layout("_HYBRID_SHARD_ZERO2", (2, 2))]
@@ -90,8 +91,8 @@ def test_groups_that_do_not_make_a_mesh_are_refused(side: Side, use_orig_params:
 
     refused()  # neither groups nor a mesh nor a policy
     refused(process_group=dist.group.WORLD)
-    refused(device_mesh=init_device_mesh("cpu", (2,)))
-    refused(device_mesh=init_device_mesh("cpu", (1, 2)), process_group=dist.group.WORLD)
+    refused(device_mesh=init_device_mesh(mesh_type(), (2,)))
+    refused(device_mesh=init_device_mesh(mesh_type(), (1, 2)), process_group=dist.group.WORLD)
 
 
 @on_both_sides(num_ranks=4, layouts=HYBRID)

@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.parity.harness import Layout
 from tests.parity.sides import FULL, SHARDED, Side, on_both_sides, sgd, state_of
+from tests.support.transport import rank_device
 
 
 class Filled(nn.Linear):
@@ -56,7 +57,7 @@ def stack(device: str | None = None) -> nn.Sequential:
 def fill(module: nn.Module) -> None:
     """Materialise, then initialise, as torch's documentation has it for ``param_init_fn``."""
     if any(tensor.is_meta for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]):
-        module.to_empty(device=torch.device("cpu"), recurse=False)
+        module.to_empty(device=rank_device(), recurse=False)
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()
 

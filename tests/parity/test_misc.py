@@ -39,6 +39,7 @@ from tests.parity.sides import (
 from tests.parity.zoo import CASES, Layer
 from tests.support import OWN_STATISTICS, assert_equal
 from tests.support.kit import train_on
+from tests.support.transport import rank_device
 
 Outputs = namedtuple("Outputs", ["first", "second"])
 
@@ -211,15 +212,15 @@ def test_optimizers_that_step_inside_backward_give_the_numbers_of_one_after_it(
 
 @on_both_sides()
 @pytest.mark.parametrize("name", ["transformer", pytest.param("batch norm", marks=OWN_STATISTICS)])
-def test_models_train_on_cpus_named_by_device_id(side: Side, layout: Layout, use_orig_params: bool, name: str) -> Any:
-    return trained(side, name, layout, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+def test_models_train_on_the_device_of_device_id(side: Side, layout: Layout, use_orig_params: bool, name: str) -> Any:
+    return trained(side, name, layout, use_orig_params=use_orig_params, device_id=rank_device())
 
 
 @on_both_sides()
 def test_all_units_compute_and_stay_on_the_named_device(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(BLOCKS, layout, use_orig_params=use_orig_params)
     devices = {unit.compute_device.type for unit in side.units(model)} | {p.device.type for p in model.parameters()}
-    assert devices == {"cpu"}
+    assert devices == {rank_device().type}
     return len(side.units(model))
 
 

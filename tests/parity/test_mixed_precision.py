@@ -25,6 +25,7 @@ from tests.parity.harness import PLAIN, Layout, build
 from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES
 from tests.support import OWN_STATISTICS
+from tests.support.transport import mesh_type
 
 LOW = {"rtol": 2e-2, "atol": 2e-2}
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -240,7 +241,7 @@ def test_integer_inputs_stay_integers(side: Side, layout: Layout, use_orig_param
 def test_autocast_goes_with_it(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     precision = side.api.MixedPrecision(param_dtype=BF16) if kind == "both" else None
     model = model_of(side, layout, precision, use_orig_params=use_orig_params)
-    with torch.autocast("cpu", dtype=BF16):
+    with torch.autocast(mesh_type(), dtype=BF16):
         output = model(x_of())
         loss = output.float().square().mean()
     loss.backward()
@@ -254,7 +255,7 @@ def test_steps_inside_one_autocast_region_compute_with_new_weights(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:
     model, losses = model_of(side, layout, None, use_orig_params=use_orig_params), []
-    with torch.autocast("cpu", dtype=BF16):
+    with torch.autocast(mesh_type(), dtype=BF16):
         for _ in range(3):
             loss = model(x_of()).float().square().mean()
             loss.backward()

@@ -35,6 +35,7 @@ from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, FULL, ORIG, STRATEGIES, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer, Outside
 from tests.support import OWN_STATISTICS, assert_close, assert_equal
+from tests.support.transport import mesh_type
 
 NESTED = BLOCKS
 KINDS = pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
@@ -198,7 +199,7 @@ def test_a_load_after_a_forward_is_seen_by_the_next(
 @on_both_sides(layouts=FULL, kinds=ORIG)
 @WHOLE_KINDS
 def test_a_mesh_makes_distributed_tensors(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(mesh_type(), (dist.get_world_size(),))
     first, second = (
         side.wrap_case(NESTED, layout, use_orig_params=use_orig_params, device_mesh=mesh) for _ in range(2)
     )

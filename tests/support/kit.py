@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support.transport import mesh_type
 
 
 class Block(nn.Module):
@@ -125,7 +126,7 @@ def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
 
 def mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
     """Create a 2-D mesh over all ranks. Every rank must call this."""
-    return init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(mesh_type(), (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
 
 
 def square_loss(model: nn.Module, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:

@@ -18,13 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, _optim_utils, fully_sha
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from .transport import rank_device
+
 _ORIGINAL_TO_CPU = FlatParamHandle.to_cpu
 _ORIGINAL_UNFLATTEN = _optim_utils._unflatten_orig_param_states
 _ORIGINAL_FACTORS = _fsdp_collectives._get_gradient_divide_factors
 
 
 def peer_fsdp(module: nn.Module, **kwargs: Any) -> PeerFSDP:
-    """Wrap ``module`` in torch's FSDP1, computing on the CPU. Every rank of the group must call this.
+    """Wrap ``module`` in torch's FSDP1, computing on the rank's device. Every rank of the group must call this.
 
     Args:
         module: the module to wrap; its parameters are replaced.
@@ -33,7 +35,7 @@ def peer_fsdp(module: nn.Module, **kwargs: Any) -> PeerFSDP:
     if not dist.is_initialized():
         raise RuntimeError("peer_fsdp is for functions that run on worker ranks: ranks(2).run(function)")
     mend_peer()
-    kwargs.setdefault("device_id", torch.device("cpu"))
+    kwargs.setdefault("device_id", rank_device())
     with peer_warnings_silenced():
         return PeerFSDP(module, **kwargs)
 

@@ -26,6 +26,7 @@ import torch.multiprocessing as torch_processes
 
 from . import worker as worker_module
 from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
+from .transport import GLOO, Transport
 
 START_TIMEOUT_S = 240.0
 TASK_TIMEOUT_S = 60.0
@@ -81,10 +82,16 @@ Outcome = Returned | Raised | Died | StillRunning
 
 
 class WorkerPool:
-    """Runs ``num_ranks`` processes in one gloo group. A failure closes the pool: its ranks may be in any state."""
+    """Runs ``num_ranks`` processes in one group. A failure closes the pool: its ranks may be in any state.
 
-    def __init__(self, num_ranks: int) -> None:
+    Args:
+        num_ranks: number of processes.
+        transport: the group's backend, and where ranks compute.
+    """
+
+    def __init__(self, num_ranks: int, transport: Transport = GLOO) -> None:
         self.num_ranks = num_ranks
+        self._transport = transport
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp_flat_ranks_"))
         self._workers: list[Worker] = []
         try:
@@ -148,7 +155,8 @@ class WorkerPool:
         log_path = self._directory / f"log{rank}"
         log_path.touch()  # it may be read before the process opens it
         start_server()
-        process = SERVER.Process(target=worker_module.main, args=(rank, self.num_ranks, there, str(self._directory)))
+        arguments = (rank, self.num_ranks, there, str(self._directory), self._transport)
+        process = SERVER.Process(target=worker_module.main, args=arguments)
         process.start()
         there.close()
         return Worker(rank, process, here, log_path, self._directory / f"stack{rank}")
@@ -349,15 +357,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 class WarmPools:
-    """Holds the session's pools by number of ranks: started on first use, and again after a failure."""
+    """Holds the session's pools by number of ranks: started on first use, and again after a failure.
 
-    def __init__(self) -> None:
+    Args:
+        transport: that of all pools.
+    """
+
+    def __init__(self, transport: Transport = GLOO) -> None:
+        self._transport = transport
         self._pools: dict[int, WorkerPool] = {}
 
     def pool(self, num_ranks: int) -> WorkerPool:
         """Return the warm pool of ``num_ranks`` ranks."""
         if num_ranks not in self._pools or not self._pools[num_ranks].is_open:
-            self._pools[num_ranks] = WorkerPool(num_ranks)
+            self._pools[num_ranks] = WorkerPool(num_ranks, self._transport)
         return self._pools[num_ranks]
 
     def run(

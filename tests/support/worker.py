@@ -30,14 +30,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
+from .transport import Transport, on_rank_device, set_transport
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 # Error texts of a collective after another rank has failed: never the first cause of a failure.
-FOLLOW_UPS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+FOLLOW_UPS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "gloo",
+    "NCCL",
+)
 
 
-def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
+def main(rank: int, num_ranks: int, pipe: Connection, path: str, transport: Transport) -> None:
     """Run the process of a rank; its output goes to a file in the directory ``path``."""
     # Ctrl-C goes to the test session only, which then ends its workers.
     os.setsid()
@@ -50,8 +58,9 @@ def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
     rewrite_asserts()
 
     torch.set_num_threads(1)
+    set_transport(transport, rank)
     base_store = dist.FileStore(str(directory / "store"), num_ranks)
-    dist.init_process_group("gloo", store=base_store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(transport.backend, store=base_store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
     dist.barrier()
     serve(pipe, FirstState(base_store))
     # Exit without joining the groups' threads: no work of theirs is needed any more.
@@ -111,7 +120,8 @@ def run_task(payload: bytes) -> Returned | Raised:
         with warnings.catch_warnings():
             task: Task = pickle.loads(payload)
             warnings.filters[:] = task.warning_filters  # type: ignore[index]
-            result = task.function(*task.args, **task.kwargs)
+            with on_rank_device():
+                result = task.function(*task.args, **task.kwargs)
             return Returned(pickle.dumps(result))
     except BaseException as error:
         return describe(error)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, load_full
@@ -58,7 +57,8 @@ def test_torch_loads_what_was_written(peer_files: Path, tmp_path: Path, run: Run
     state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.load(state, checkpoint_id=tmp_path / "dcp")
-    hub = load_file(tmp_path / "safetensors" / "model.safetensors")
+    safetensors = pytest.importorskip("safetensors.torch", reason="reads with the other implementation")
+    hub = safetensors.load_file(tmp_path / "safetensors" / "model.safetensors")
     for name, value in expected.items():
         for each in (model.state_dict(), found["model"], state["model"], hub):
             assert torch.equal(each[name], value), name

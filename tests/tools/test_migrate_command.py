@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("libcst", reason="the migration tool needs it")
+
 from fsdp_flat.migrate import main
 
 BEFORE = "import os\nfrom torch.distributed.fsdp import CPUOffload\n\noffload = CPUOffload(True)\n"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed.fsdp
 
+pytest.importorskip("libcst", reason="the migration tool needs it")
+
 import fsdp_flat
 from fsdp_flat import flat
 from fsdp_flat.compat import semi_private

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("libcst", reason="the migration tool needs it")
+
 from fsdp_flat.tools.migrate_source import migrate_source
 
 IMPORTS = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy\n"

@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+pytest.importorskip("libcst", reason="the migration tool needs it")
 
 import fsdp_flat
 from fsdp_flat.migrate import main as migrate

@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_flat import ShardingStrategy, fully_shard, record
 from fsdp_flat.comm.torch_comm import profiler_is_on
 from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.extras.describe import describe
+from fsdp_flat.tools.recording import Recording
 from fsdp_flat.tools.step_trace import Segment, StepTrace, Work, innermost, read_trace
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, batch, square_loss, wrapped
@@ -189,6 +191,103 @@ def test_kernels_of_an_accelerator_belong_to_what_the_host_did_when_it_launched_
     exposed = [(round(1e6 * each.start), round(1e6 * each.stop)) for each in trace.exposed()]
     assert exposed == [(10, 60)], "the all-gather, until a matrix product runs beside it"
     assert [nbytes for _, nbytes in trace.allocated] == [500, 700], "the accelerator's, not the host's"
+
+
+def memory(at: float, nbytes: int) -> dict[str, Any]:
+    return {"ph": "i", "name": "[memory]", "ts": at, "args": {"Device Type": 1, "Total Allocated": nbytes}}
+
+
+def kernel(name: str, start: float, stop: float, correlation: int, stream: int) -> dict[str, Any]:
+    return span("kernel", name, start, stop, correlation=correlation, stream=stream, device=0)
+
+
+# The host has issued everything after 50 of 1,000 microseconds; the root computes in two kernels on stream 7.
+SLOW_DEVICE = [
+    span("user_annotation", "FSDP::pre_forward (root)", 0, 12),
+    span("user_annotation", "FSDP::all_gather (root)", 2, 6),
+    span("user_annotation", "FSDP::all_gather_wait (root)", 8, 10),
+    span("user_annotation", "FSDP::post_forward (root)", 30, 35),
+    memory(1, 100),
+    launch(1, 3),
+    launch(2, 9),
+    memory(13, 300),
+    launch(3, 15),
+    memory(20, 500),
+    launch(4, 22),
+    memory(40, 200),
+    launch(5, 42),
+    memory(49, 50),
+    kernel("ncclDevKernel_AllGather_RING_LL", 4, 250, 1, stream=20),
+    kernel("copy of the gathered parameters", 250, 290, 2, stream=20),
+    kernel("gemm", 300, 600, 3, stream=7),
+    kernel("gemm", 600, 900, 4, stream=7),
+    kernel("add", 900, 1000, 5, stream=7),
+]
+
+
+def without_launches(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event.get("cat") != "cuda_runtime"]
+
+
+def recording_of(events: list[dict[str, Any]]) -> Recording:
+    recording = Recording(describe(wrapped(Stack(), auto_wrap_policy=BLOCKS)))
+    recording.end({"traceEvents": events})
+    return recording
+
+
+def test_part_6_memory_of_a_device_is_on_the_devices_clock_where_launches_tell_which_kernel_took_it() -> None:
+    trace = read_trace(SLOW_DEVICE)
+    assert not trace.memory_in_host_time
+    assert [(round(1e6 * time), nbytes) for time, nbytes in trace.allocated] == [
+        (300, 100),
+        (300, 300),
+        (600, 500),
+        (900, 200),
+        (1000, 50),
+    ]
+    # The all-gather in flight is drawn under bars of the device too.
+    assert [(round(1e6 * flight.start), round(1e6 * flight.stop), flight.unit) for flight in trace.flights] == [
+        (4, 290, "root")
+    ]
+
+
+def test_part_6_memory_that_a_fast_device_waits_for_is_taken_when_the_host_takes_it() -> None:
+    events = [launch(1, 10), memory(50, 5), launch(2, 60), kernel("gemm", 12, 20, 1, 7), kernel("gemm", 62, 70, 2, 7)]
+    trace = read_trace([*events, memory(90, 1), span("cpu_op", "waits", 0, 100)])
+    assert [(round(1e6 * time), nbytes) for time, nbytes in trace.allocated] == [(62, 5), (90, 1)]
+
+
+def test_part_6_memory_of_a_device_without_known_launches_is_in_host_time_and_says_so() -> None:
+    trace = read_trace(without_launches(SLOW_DEVICE))
+    assert trace.is_accelerator
+    assert trace.memory_in_host_time
+    assert [round(1e6 * time) for time, _ in trace.allocated] == [1, 13, 20, 40, 49]
+    assert not read_trace(ACCELERATOR).memory_in_host_time
+    assert not read_trace([span("cpu_op", "add", 0, 10), memory(5, 7)]).memory_in_host_time, "a CPU has one clock"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_host_time", [False, True])
+def test_part_6_a_saved_recording_of_a_device_names_the_clock_of_its_memory(
+    in_host_time: bool, rank: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need it")
+    from matplotlib.figure import Figure
+
+    recording = recording_of(without_launches(SLOW_DEVICE) if in_host_time else SLOW_DEVICE)
+    recording.save(tmp_path / f"{rank}.json")
+    events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert counters == {"bytes allocated, in time of the host" if in_host_time else "bytes allocated"}
+    figures: list[Figure] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_args, **_kwargs: figures.append(figure))
+        recording.save(tmp_path / f"{rank}.png")
+    timeline, allocated = figures[0].axes
+    host = "time of the host, ms: it issues work ahead of the device"
+    device = "time of the device, ms"
+    assert (timeline.get_xlabel(), allocated.get_xlabel()) == ((device, host) if in_host_time else ("", device))
+    assert timeline.get_shared_x_axes().joined(timeline, allocated) != in_host_time
 
 
 def test_the_innermost_span_counts() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("libcst", reason="the migration tool needs it")
+
 import fsdp_flat
 from fsdp_flat.tools.to_fully_shard import rewrite_files
 from tests.support import on_ranks
