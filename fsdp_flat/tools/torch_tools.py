@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # they raise if a program reads values; a reference that tells whether a storage is alive; and the class of modes that
 # see each operation inside their block. torch's documentation describes the first and the last.
 __all__ = [
+    "FAKE_TENSOR_LOGGER",
+    "HAS_FUSED_RMS_NORM",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensorMode",
@@ -23,6 +26,11 @@ __all__ = [
     "TorchDispatchMode",
     "storage_info",
 ]
+
+# The logger that prints the traceback of an error which operators without memory raise, and which their caller gets.
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+# Whether torch has one kernel for RMSNorm on accelerators, which keeps no copies of the input in fp32.
+HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:

@@ -96,7 +96,7 @@ def test_planned_bytes_are_those_of_an_accelerator(front: str, strategy: Shardin
         batch=rows,
         loss=square_loss,
         optimizer=None,
-        front="fully_shard" if front == "fully_shard" else "FullyShardedDataParallel",
+        api="fully_shard" if front == "fully_shard" else "FullyShardedDataParallel",
         **arguments,
     )
     with rehearsal() as run:
