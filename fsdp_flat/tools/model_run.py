@@ -33,6 +33,7 @@ from fsdp_flat.tools.torch_tools import (
     FakeTensorMode,
     StorageWeakRef,
     TorchDispatchMode,
+    run_backward,
 )
 
 Checkpointed = bool | Collection[type[nn.Module]] | None
@@ -178,7 +179,7 @@ def step_entries(
             with silent(FAKE_TENSOR_LOGGER), counter, AcceleratorFunctions() if is_accelerator else nullcontext():
                 result = loss(model, batch)
                 run.add(StepEvent.BACKWARD)
-                result.backward()
+                run_backward(result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise OptionError(
                 f"{type(model).__name__} or its loss reads values of tensors ({error}), and plan runs it without "

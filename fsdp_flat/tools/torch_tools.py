@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "run_backward",
     "storage_info",
 ]
 
@@ -31,6 +33,16 @@ __all__ = [
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 # Whether torch has one kernel for RMSNorm on accelerators, which keeps no copies of the input in fp32.
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """Run the backward of a loss inside the modes that see torch functions, which ``Tensor.backward`` leaves.
+
+    A recomputation in it must call what the forward has called.
+    """
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:

@@ -12,7 +12,7 @@ from fsdp_flat.tools.command import main
 from fsdp_flat.tools.named_models import named_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "vocab_size": 512}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "vocab_size": 4096}
 BERT = {"model_type": "bert", "num_hidden_layers": 2, "num_labels": 3, "vocab_size": 100}
 VIT = {"model_type": "vit", "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
 
@@ -51,7 +51,7 @@ def test_a_hub_model_is_planned_for_training(tmp_path: Path, capsys: pytest.Capt
     assert found["phases"] == without_cache["phases"]
     pure = planned(tmp_path, low, capsys, *tokens, "--precision", "pure-bf16")
     assert pure["phases"]["forward"]["optimizer"] == pytest.approx(2 * 2 * numel / 2, rel=0.01)
-    logits = 2 * 64 * 512 * 4
+    logits = 2 * 64 * 4096 * 4
     assert found["peak"]["activations"] > 2 * logits, "the loss is computed in fp32"
 
 
