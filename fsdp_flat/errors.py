@@ -79,9 +79,3 @@ def some_of(items: list[str] | tuple[str, ...], most: int, separator: str = ", "
     """Join up to ``most`` of the items for an error text, and the number of the rest."""
     shown = separator.join(items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
-
-
-def words_of(error: BaseException) -> str:
-    """Return the class and the text of an error, in one line without a full stop."""
-    text = " ".join(str(error).split()).rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -35,7 +35,7 @@ MOST_TOKENS = {
     "comm": 20549,
     "compat": 9701,
     "composable": 3668,
-    "extras": 9455,
+    "extras": 9710,
     "flat": 21021,
     "layout": 3673,
     "runtime": 35185,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError, UsageError, words_of
+from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.tools.text import words_of
 
 # Ends of names of classes that take a label for each token, and for each example.
 _LABEL_PER_TOKEN = (

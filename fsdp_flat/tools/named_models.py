@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import FsdpFlatError, OptionError, some_of, words_of
+from fsdp_flat.errors import FsdpFlatError, OptionError, some_of
 from fsdp_flat.tools.hub_models import hub_model, is_hub_config
+from fsdp_flat.tools.text import words_of
 
 
 def named_model(name: str, *, allow_pickle: bool) -> nn.Module:

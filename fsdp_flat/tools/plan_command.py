@@ -15,14 +15,14 @@ from torch import nn
 
 from fsdp_flat.api import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat.composable import MixedPrecisionPolicy
-from fsdp_flat.errors import FsdpFlatError, OptionError, words_of
+from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.hub_models import hub_batch, is_hub_config
 from fsdp_flat.tools.named_models import classes_named, imported, named_model
 from fsdp_flat.tools.optimizer_run import MakeOptimizer
 from fsdp_flat.tools.planning import plan
 from fsdp_flat.tools.step_plan import StepPlan
-from fsdp_flat.tools.text import BYTES_A_SECOND, FLOPS, speed_of
+from fsdp_flat.tools.text import BYTES_A_SECOND, FLOPS, speed_of, words_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # By name of a precision, the dtype of parameters (None: as the model is built) and that of compute (None: the same).

@@ -57,3 +57,9 @@ def speed_of(name: str, text: str, units: Mapping[str, float]) -> float:
             f"{name} is a positive number a second, with k, M, G, T or P and a unit ({known}) or without; got {text!r}."
         )
     return number * 1000.0 ** " KMGTP".index(found[2].upper() or " ") * units[found[3]]
+
+
+def words_of(error: BaseException) -> str:
+    """Return the class and the text of an error, in one line without a full stop."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
