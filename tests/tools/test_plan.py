@@ -350,7 +350,7 @@ WIDE: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "batch": torch.empty(16, 64,
 def test_a_plan_of_a_step_prints_the_bytes_of_each_phase_by_kind() -> None:
     planned = plan(meta(partial(Stack, 4, 64)), 2, bandwidth=1e9, flops=1e12, **WIDE)
     lines = str(planned).splitlines()
-    assert str(planned.description).splitlines() == lines[: len(planned.units) + 3]
+    assert str(planned).startswith(f"{planned.description}\n\n")
     table = [line.split() for line in lines if line.startswith(("peak in", "forward  ", "backward  ", "optimizer  "))]
     assert [row[0] for row in table] == ["peak", "forward", "backward", "optimizer"]
     assert table[0][2:] == ["parameters", "gathered", "gradients", "optimizer", "activations", "total"]
