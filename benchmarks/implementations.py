@@ -60,7 +60,7 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
     if is_fully_shard(name):
         return _fully_shard(library, model, setting, reshard=not name.endswith("no-reshard"))
     strategies = {"grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
-    strategy = next((strategies[key] for key in strategies if name.endswith(key)), "FULL_SHARD")
+    strategy = next((strategies[key] for key in strategies if key in name), "FULL_SHARD")
     precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setting.bf16 else None
     mesh = None
     if strategy == "HYBRID_SHARD":

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
 from fsdp_flat.errors import OptionError, some_of
+from fsdp_flat.extras.sizes import size_text
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import UnitOptions, units_of, unreduced_params
 
-_SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
+_COUNTED = ("num_params", "numel", "trainable_numel")
+_SIZED = ("shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:
@@ -92,17 +95,24 @@ class ModelDescription:
         return sum(unit.grad_nbytes for unit in self.units)
 
     def __str__(self) -> str:
-        head = ("unit", "strategy", "dtype", "parameters", "elements", "trainable", "shard", "gradient", "gathered")
-        rows: list[tuple[str, ...]] = [head]
-        for unit in self.units:
-            name = f"{unit.name}{' *' if unit.is_gathered else ''}"
-            numbers = [f"{getattr(unit, column):,}" for column in _SUMMED]
-            rows.append((name, unit.strategy, ", ".join(unit.dtypes), *numbers))
-        sums = [sum(getattr(unit, column) for unit in self.units) for column in _SUMMED]
-        rows.append(("all", "", "", *[f"{number:,}" for number in sums]))
-        lines = aligned(rows, left=range(3))
+        head = ("unit", "units", "strategy", "dtype", "parameters", "elements", "trainable")
+        rows: list[tuple[str, ...]] = [(*head, "shard", "gradient", "gathered")]
+
+        def add(name: str, num_units: int, strategy: str, dtypes: str, units: Sequence[UnitDescription]) -> None:
+            numbers = [f"{sum(getattr(unit, column) for unit in units):,}" for column in _COUNTED]
+            sizes = [size_text(sum(getattr(unit, column) for unit in units)) for column in _SIZED]
+            rows.append((name, str(num_units), strategy, dtypes, *numbers, *sizes))
+
+        for first, equal in groupby(self.units, lambda unit: replace(unit, name="")):
+            names = [unit.name for unit in equal]
+            name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            mark = " *" if first.is_gathered else ""
+            add(name + mark, len(names), first.strategy, ", ".join(first.dtypes), [first])
+        add("all", len(self.units), "", "", self.units)
+        lines = aligned(rows, left=(0, 2, 3))
         shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
-        lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
+        most = size_text(self.most_gathered_nbytes)
+        lines.append(f"{shape}; sizes of one unit on one rank; gathered at one time: at most {most}")
         if self.unsynchronized:
             names = some_of(list(map(repr, self.unsynchronized)), 8)
             lines.append(f"in no unit, with gradients of each rank's own: {names}")

@@ -20,7 +20,7 @@ from fsdp_flat.tools.checkpoint_commands import (
     show_problems,
 )
 from fsdp_flat.tools.checkpoint_writers import WriteOptions
-from fsdp_flat.tools.plan_command import show_plan
+from fsdp_flat.tools.plan_command import PlanFlags, show_plan
 from fsdp_flat.tools.text import nbytes_of
 from fsdp_flat.version import __version__
 
@@ -184,6 +184,19 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="module:function, a 
 NumRanks = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks.")]
 Wrap = Annotated[list[str], typer.Option("--wrap", help="Class of modules to make units of; may be repeated.")]
 Strategy = Annotated[str | None, typer.Option("--strategy", help="Name of the sharding strategy.")]
+Replicas = Annotated[int, typer.Option("--replicas", min=1, help="Ranks that hold the same shard; hybrid strategies.")]
+Api = Annotated[Literal["wrapper", "fully_shard"], typer.Option("--api", help="What will shard the model.")]
+Precision = Annotated[
+    Literal["bf16", "fp16", "fp32", "pure-bf16", "as-built"] | None,
+    typer.Option(
+        "--precision",
+        help="bf16, fp16: compute in it, with parameters and optimizer in fp32; pure-bf16: everything in it. "
+        "Without the flag bf16 for a config.json, and otherwise as the model is built.",
+    ),
+]
+ReduceDtype = Annotated[
+    Literal["fp32", "bf16"], typer.Option("--reduce-dtype", help="Reduce gradients in it, with --precision bf16, fp16.")
+]
 
 
 @app.command("plan", epilog="Example: fsdp-flat plan train:build --ranks 8 --batch 4x2048 --tokens --fit 80GB")
@@ -194,27 +207,58 @@ def _plan(
     tokens: Annotated[bool, typer.Option("--tokens", help="The input is of integers, not floating-point.")] = False,
     wrap: Wrap = [],  # noqa: B006 (typer copies it)
     strategy: Strategy = None,
-    fit: Annotated[str | None, typer.Option("--fit", help="Search for a plan that fits, as 80GB.")] = None,
+    replicas: Replicas = 1,
+    api: Api = "wrapper",
+    precision: Precision = None,
+    reduce_dtype: ReduceDtype = "fp32",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="Class of torch.optim, none, or module:function.")
+    ] = "AdamW",
+    fused: Annotated[bool, typer.Option("--fused", help="Take the optimizer's fused implementation.")] = False,
+    loss: Annotated[
+        str | None, typer.Option("--loss", help="module:function, called with the model and the batch.")
+    ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Recompute the forwards of units in backward.")
+        bool | None, typer.Option("--recompute/--no-recompute", help="Recompute the forwards of units in backward.")
+    ] = None,
+    offload: Annotated[
+        bool | None, typer.Option("--offload/--no-offload", help="Keep shards, gradients and states on the host.")
+    ] = None,
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Reduced gradients of an earlier backward exist in the step.")
     ] = False,
+    device: Annotated[str, typer.Option("--device", help="Kind of device to train on.")] = "cuda",
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", help="What a rank sends a second, as 50GB/s or 400Gbit/s.")
+    ] = None,
+    flops: Annotated[str | None, typer.Option("--flops", help="What a rank computes a second, as 400TFLOPS.")] = None,
+    fit: Annotated[str | None, typer.Option("--fit", help="Search for a plan that fits, as 80GB.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the memory of the step into a file.")] = None,
     allow_pickle: Pickle = False,
     as_json: Json = False,
 ) -> int:
     """Answer whether training fits: bytes of a rank."""
-    arguments = {"sharding_strategy": strategy, "fit": fit, "checkpointing": recompute or None}
-    return show_plan(
-        model,
-        ranks,
-        shape=batch,
-        is_tokens=tokens,
+    flags = PlanFlags(
         wrap=wrap,
-        picture=picture,
-        allow_pickle=allow_pickle,
-        as_json=as_json,
-        arguments=arguments,
+        strategy=strategy,
+        replicas=replicas,
+        api=api,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        batch=batch,
+        tokens=tokens,
+        loss=loss,
+        optimizer=optimizer,
+        fused=fused,
+        recompute=recompute,
+        offload=offload,
+        accumulate=accumulate,
+        device=device,
+        fit=fit,
+        bandwidth=bandwidth,
+        flops=flops,
     )
+    return show_plan(model, ranks, flags, allow_pickle=allow_pickle, as_json=as_json, picture=picture)
 
 
 @app.command("describe", epilog="Example: fsdp-flat describe train:build --ranks 8 --wrap Block")
@@ -223,11 +267,15 @@ def _describe(
     ranks: NumRanks,
     wrap: Wrap = [],  # noqa: B006 (typer copies it)
     strategy: Strategy = None,
+    replicas: Replicas = 1,
+    api: Api = "wrapper",
+    precision: Precision = None,
+    reduce_dtype: ReduceDtype = "fp32",
     allow_pickle: Pickle = False,
     as_json: Json = False,
 ) -> int:
     """Show the units that wrapping would make."""
-    arguments = {"sharding_strategy": strategy}
-    return show_plan(
-        model, ranks, shape=None, wrap=wrap, allow_pickle=allow_pickle, as_json=as_json, arguments=arguments
+    flags = PlanFlags(
+        wrap=wrap, strategy=strategy, replicas=replicas, api=api, precision=precision, reduce_dtype=reduce_dtype
     )
+    return show_plan(model, ranks, flags, allow_pickle=allow_pickle, as_json=as_json)

@@ -8,7 +8,9 @@ allocates and sends, for any strategy and number of ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,13 +24,16 @@ from torch.utils.flop_counter import flop_registry
 from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime import listed
 from fsdp_flat.runtime.casts import cast_floats, keep_full_precision
+from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.planned_units import PlannedModel, PlannedUnit
 from fsdp_flat.tools.torch_tools import (
+    FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     StorageWeakRef,
     TorchDispatchMode,
+    run_backward,
 )
 
 Checkpointed = bool | Collection[type[nn.Module]] | None
@@ -133,8 +138,8 @@ def loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
     trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not trained:
         raise OptionError(
-            f"The output of {type(model).__name__} has no tensor that requires a gradient. Pass plan(loss=...), which "
-            "is called with the model and the batch and returns the loss."
+            f"The output of {type(model).__name__} has no tensor that requires a gradient. Pass a loss "
+            "(plan(loss=...), --loss), which is called with the model and the batch."
         )
     return torch.stack([tensor.float().sum() for tensor in trained]).sum()
 
@@ -144,6 +149,8 @@ def step_entries(
     batch: Any,
     loss: Callable[[nn.Module, Any], torch.Tensor],
     checkpointed: Checkpointed = None,
+    *,
+    is_accelerator: bool = False,
 ) -> list[StepEntry]:
     """Run a forward and a backward without memory, and return what happens, in order.
 
@@ -152,6 +159,7 @@ def step_entries(
         batch: what ``loss`` is called with; its tensors are replaced by ones of their shapes and dtypes.
         loss: called with a copy of the model and the batch.
         checkpointed: recompute in backward the forwards of the units below the outermost, or of modules of classes.
+        is_accelerator: operators allocate what those of an accelerator do.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, params = _without_memory(planned)
@@ -168,10 +176,10 @@ def step_entries(
         counter = LiveBytes([*model.parameters(), *model.buffers()], run.ran_operator)
         counter.note(batch)
         try:
-            with counter:
+            with silent(FAKE_TENSOR_LOGGER), counter, AcceleratorFunctions() if is_accelerator else nullcontext():
                 result = loss(model, batch)
                 run.add(StepEvent.BACKWARD)
-                result.backward()
+                run_backward(result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise OptionError(
                 f"{type(model).__name__} or its loss reads values of tensors ({error}), and plan runs it without "
@@ -179,6 +187,17 @@ def step_entries(
             ) from error
         run.ran_operator(counter.alive(), 0)  # what the caller still holds
     return run.entries
+
+
+@contextmanager
+def silent(name: str) -> Iterator[None]:
+    """Drop what a logger says inside the block, when an error says it too."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _modules_to_checkpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError, UsageError, some_of
+from fsdp_flat.errors import FsdpFlatError, OptionError, some_of
+from fsdp_flat.tools.hub_models import hub_model, is_hub_config
+from fsdp_flat.tools.text import words_of
 
 
 def named_model(name: str, *, allow_pickle: bool) -> nn.Module:
@@ -28,23 +29,51 @@ def named_model(name: str, *, allow_pickle: bool) -> nn.Module:
         UsageError: transformers is needed and not installed.
     """
     path = Path(name)
-    if path.suffix == ".json":
-        made = _of_config(path)
-    elif path.exists():
-        if not allow_pickle:
-            raise OptionError(f"{path}: a saved model is made by code that the file names; allow it by --allow-pickle.")
-        made = torch.load(path, map_location="meta", weights_only=False)
-    else:
-        made = _of_import(name)
+    if is_hub_config(name):
+        return hub_model(path)
+    made = _saved_model(path, allow_pickle=allow_pickle) if path.exists() else _built_model(name)
     if not isinstance(made, nn.Module):
         raise OptionError(f"{name} gives a {type(made).__name__}; expected a torch.nn.Module.")
     return made
 
 
-def _of_import(name: str) -> Any:
+def _saved_model(path: Path, *, allow_pickle: bool) -> Any:
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; name a model's config.json, a saved model, or module:function.")
+    if not allow_pickle:
+        raise OptionError(f"{path}: a saved model is made by code that the file names; allow it by --allow-pickle.")
+    try:
+        return torch.load(path, map_location="meta", weights_only=False)
+    except Exception as error:
+        raise OptionError(f"{path} is no model of torch.save: {words_of(error)}.") from error
+
+
+def _built_model(name: str) -> Any:
+    made = imported(name)
+    if isinstance(made, nn.Module) or not callable(made):
+        return made
+    try:
+        with torch.device("meta"):
+            return made()
+    except (Exception, SystemExit) as error:
+        raise OptionError(
+            f"{name}() raises {words_of(error)}. Name a function without arguments that builds the model."
+        ) from error
+
+
+def imported(name: str) -> Any:
+    """Return what ``module:name`` means, imported with the current folder on the path.
+
+    Raises an OptionError if there is no such thing, or importing it raises.
+    """
     module, _, attribute = name.partition(":")
     if not attribute:
         raise OptionError(f"{name} is no file; name a model by module:function, as in train:build.")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise OptionError(
+            f"{name} is no name of a module: write it as an import does, as in package.model:build, from the folder "
+            "that holds the package."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -53,26 +82,11 @@ def _of_import(name: str) -> Any:
             made = getattr(made, part)
     except (ImportError, AttributeError) as error:
         raise OptionError(f"{name} cannot be imported: {error}.") from error
-    with torch.device("meta"):
-        return made if isinstance(made, nn.Module) else made()
-
-
-def _of_config(path: Path) -> Any:
-    try:
-        config = json.loads(path.read_text())
-        architectures = [*(config.get("architectures") or ()), "AutoModel"]
-        if "model_type" not in config:
-            raise KeyError("model_type")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"{path} is no config.json of a hub model: {error!r}.") from error
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(f"{path} needs transformers (pip install transformers): {error}.") from error
-    cls = getattr(transformers, architectures[0], transformers.AutoModel)
-    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
-    with torch.device("meta"):
-        return make(transformers.AutoConfig.for_model(**config))
+    except FsdpFlatError:
+        raise
+    except (Exception, SystemExit) as error:  # of the module's own code
+        raise OptionError(f"{name} cannot be imported: {words_of(error)}.") from error
+    return made
 
 
 def classes_named(model: nn.Module, names: list[str]) -> set[type[nn.Module]]:

@@ -45,8 +45,8 @@ def finish(plt: Any, figure: Any, path: Path) -> None:
         plt.close(figure)
 
 
-def draw_plan(moments: Sequence[Moment], path: Path, *, title: str) -> None:
-    """Draw the bytes of a planned step by kind, one after another, with the phases and the peak."""
+def draw_plan(moments: Sequence[Moment], path: Path, *, title: str, limit_nbytes: int | None = None) -> None:
+    """Draw the bytes of a planned step by kind, one after another, with the phases, the peak, and the limit if any."""
     plt = pyplot()
     peak = max(range(len(moments)), key=lambda index: moments[index].nbytes.total)
     scale, unit = scale_of(moments[peak].nbytes.total)
@@ -59,17 +59,30 @@ def draw_plan(moments: Sequence[Moment], path: Path, *, title: str) -> None:
     axes.stackplot(places, rows, labels=list(_KINDS), colors=list(_KINDS.values()), step="post", linewidth=0)
     starts = {moment.phase: index for index, moment in reversed(list(enumerate(moments)))}
     top = moments[peak].nbytes.total / scale
+    limit = 0.0 if limit_nbytes is None else limit_nbytes / scale
+    height = max(top, limit)
     for phase, start in starts.items():
         axes.axvline(start, color="black", linewidth=0.8, linestyle=":")
         at_right = start > 0.9 * places[-1]
-        axes.text(start, 1.13 * top, f" {phase.value} ", ha="right" if at_right else "left", fontsize=9)
+        axes.text(start, 1.15 * height, f" {phase.value} ", ha="right" if at_right else "left", fontsize=9)
     label = f"peak {size_text(moments[peak].nbytes.total)}, at {moments[peak].unit}"
     side = "right" if peak > len(moments) / 2 else "left"
     axes.plot([peak], [top], marker="v", color="black", markersize=6, clip_on=False)
-    axes.text(peak, 1.04 * top, f"  {label}  ", ha=side, fontsize=9)
+    axes.text(peak, top + 0.03 * height, f"  {label}  ", ha=side, fontsize=9)
+    if limit_nbytes is not None:
+        axes.axhline(limit, color="#b03030", linewidth=1.2, linestyle="--")
+        other_side, place = ("left", 0) if side == "right" else ("right", places[-1])
+        axes.text(
+            place,
+            limit + 0.02 * height,
+            f" limit {size_text(limit_nbytes)} ",
+            ha=other_side,
+            fontsize=9,
+            color="#b03030",
+        )
     _label(axes, title, f"bytes of a rank, {unit}", "operators, all-gathers and reductions of a step, in order")
     axes.set_xlim(0, places[-1])
-    axes.set_ylim(0, 1.22 * top)
+    axes.set_ylim(0, 1.24 * height)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     finish(plt, figure, path)

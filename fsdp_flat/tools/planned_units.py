@@ -29,7 +29,7 @@ from fsdp_flat.runtime import (
 )
 from fsdp_flat.wrap import UnitPlan, plan_units
 
-FRONTS = ("FullyShardedDataParallel", "fully_shard")
+APIS = ("FullyShardedDataParallel", "fully_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class UnitArguments:
     ignored_modules: Any
     ignored_states: Any
     use_orig_params: bool
-    front: str
+    api: str
     offloads: bool
     is_accelerator: bool
     prefetches_forward: bool
@@ -127,7 +127,7 @@ class UnitArguments:
     @property
     def has_rows(self) -> bool:
         """Parameters are sharded one by one, as ``fully_shard`` does."""
-        return self.front == "fully_shard"
+        return self.api == "fully_shard"
 
 
 def planned_model(module: nn.Module, arguments: UnitArguments) -> PlannedModel:
@@ -223,8 +223,8 @@ def _check(arguments: UnitArguments, strategy: Strategy) -> None:
         raise OptionError(
             f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.member.name}."
         )
-    if arguments.front not in FRONTS:
-        raise OptionError(f"front must be one of {', '.join(map(repr, FRONTS))}; got {arguments.front!r}.")
+    if arguments.api not in APIS:
+        raise OptionError(f"api must be one of {', '.join(map(repr, APIS))}; got {arguments.api!r}.")
 
 
 def _meta_copy(module: nn.Module, ignored: Ignored) -> tuple[nn.Module, Ignored, dict[nn.Parameter, nn.Parameter]]:

@@ -12,7 +12,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.tools.model_run import Checkpointed, loss_of_output
 from fsdp_flat.tools.optimizer_run import MakeOptimizer
 from fsdp_flat.tools.plan_search import search
-from fsdp_flat.tools.planned_units import FRONTS, UnitArguments, planned_model
+from fsdp_flat.tools.planned_units import APIS, UnitArguments, planned_model
 from fsdp_flat.tools.step_plan import Loss, Step, StepPlan, plan_of_units, planned_step
 from fsdp_flat.tools.text import nbytes_of
 
@@ -30,7 +30,7 @@ def plan(
     use_orig_params: bool = False,
     cpu_offload: Any = None,
     forward_prefetch: bool = False,
-    front: str = FRONTS[0],
+    api: str = APIS[0],
     batch: Any = None,
     loss: Loss = loss_of_output,
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
@@ -38,6 +38,7 @@ def plan(
     device_type: str = "cuda",
     bandwidth: float | None = None,
     flops: float | None = None,
+    accumulates: bool = False,
     fit: str | float | None = None,
 ) -> StepPlan:
     """Describe the units that ``FullyShardedDataParallel`` or ``fully_shard`` would make of a module, and their step.
@@ -49,8 +50,8 @@ def plan(
         print(plan(model, 64, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(8, 2048, dtype=torch.long)))
 
     With a ``batch`` it runs the model once on tensors without memory, and so counts activations. The plan is that of a
-    step after the first: the optimizer has its states, and gradients were set to None. It does not know of gradient
-    accumulation, nor of switches that are set after wrapping.
+    step after the first: the optimizer has its states, and gradients were set to None, unless it ``accumulates``. It
+    does not know of ``no_sync``, nor of switches that are set after wrapping.
 
     Args:
         module: an unwrapped module.
@@ -58,7 +59,7 @@ def plan(
         num_replicas: ranks that hold the same shard, for hybrid strategies.
         sharding_strategy, auto_wrap_policy, mixed_precision, ignored_modules, ignored_states, use_orig_params,
             cpu_offload, forward_prefetch: as for ``FullyShardedDataParallel``.
-        front: "FullyShardedDataParallel", or "fully_shard", called on the modules that the policy chooses and then on
+        api: "FullyShardedDataParallel", or "fully_shard", called on the modules that the policy chooses and then on
             ``module``. There SHARD_GRAD_OP is ``reshard_after_forward=False``, NO_SHARD a mesh of (num_ranks, 1), and a
             hybrid strategy a mesh of (num_replicas, num_ranks / num_replicas); ``mixed_precision`` is the
             ``MixedPrecisionPolicy``.
@@ -72,6 +73,8 @@ def plan(
             early; on accelerators two are, and it does so with ``forward_prefetch``.
         bandwidth: bytes that a rank sends a second.
         flops: floating-point operations that a rank computes a second.
+        accumulates: reduced gradients of an earlier backward exist when the step begins: gradients are accumulated
+            without ``no_sync``, or ``zero_grad(set_to_none=False)`` keeps them.
         fit: the memory of a rank, bytes or a text like "80GB". Of the arguments ``sharding_strategy``,
             ``auto_wrap_policy``, ``checkpointing`` and ``cpu_offload`` those left out are searched for: the result is
             the plan that fits at the least cost, or the smallest if none fits, with all that were compared.
@@ -93,7 +96,7 @@ def plan(
         ignored_modules=ignored_modules,
         ignored_states=ignored_states,
         use_orig_params=use_orig_params,
-        front=front,
+        api=api,
         offloads=_offloads(cpu_offload) and is_accelerator,
         is_accelerator=is_accelerator,
         prefetches_forward=forward_prefetch or not is_accelerator,
@@ -102,7 +105,7 @@ def plan(
         if fit is not None:
             raise OptionError("plan(fit=...) needs a batch: without one it cannot count activations.")
         return plan_of_units(planned_model(module, arguments))
-    step = Step(batch, loss, optimizer, bandwidth, flops)
+    step = Step(batch, loss, optimizer, bandwidth, flops, accumulates, is_accelerator)
     if fit is None:
         planned = planned_model(module, arguments)
         return planned_step(planned, arguments, step, step.entries(planned, checkpointing))

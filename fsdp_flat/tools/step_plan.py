@@ -180,7 +180,7 @@ class StepPlan(ModelDescription):
         peak = self.peak
         ranks = f"{self.num_shards} shards x {self.num_replicas} replicas"
         title = f"{self.units[0].name}, {self.units[0].strategy}, {ranks}: {size_text(self.peak_nbytes)} a rank"
-        draw_plan(self.moments, Path(path), title=f"{title}, in {peak.phase.value}")
+        draw_plan(self.moments, Path(path), title=f"{title}, in {peak.phase.value}", limit_nbytes=self.limit_nbytes)
 
 
 def plan_of_units(planned: PlannedModel) -> StepPlan:
@@ -198,10 +198,12 @@ class Step:
     optimizer: MakeOptimizer | None
     bandwidth: float | None
     flops: float | None
+    accumulates: bool
+    is_accelerator: bool
 
     def entries(self, planned: PlannedModel, checkpointed: Checkpointed) -> list[StepEntry]:
         """Run the step without memory, and return what happens in it."""
-        return step_entries(planned, self.batch, self.loss, checkpointed)
+        return step_entries(planned, self.batch, self.loss, checkpointed, is_accelerator=self.is_accelerator)
 
 
 def planned_step(planned: PlannedModel, arguments: UnitArguments, step: Step, entries: Sequence[StepEntry]) -> StepPlan:
@@ -226,6 +228,7 @@ def planned_step(planned: PlannedModel, arguments: UnitArguments, step: Step, en
             fixed_nbytes=fixed,
             state_nbytes=state_nbytes,
             step_nbytes=step_nbytes,
+            accumulates=step.accumulates,
             speeds=Speeds(step.bandwidth or infinite, step.flops or infinite),
         ),
     ).run(entries)

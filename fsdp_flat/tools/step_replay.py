@@ -86,6 +86,7 @@ class ReplayOptions:
         fixed_nbytes: parameters that no unit manages, and buffers.
         state_nbytes: states of the optimizer.
         step_nbytes: what the optimizer's step allocates besides.
+        accumulates: gradients of an earlier backward exist when the step begins, and this step's are added to them.
     """
 
     is_accelerator: bool
@@ -94,6 +95,7 @@ class ReplayOptions:
     fixed_nbytes: int
     state_nbytes: int
     step_nbytes: int
+    accumulates: bool
     speeds: Speeds
 
 
@@ -149,7 +151,10 @@ class StepReplay:
         self._phase, self._unit_name = StepPhase.FORWARD, planned[0].name
         shards = 0 if options.offloads else sum(handle.shard for unit in planned for handle in unit.handles)
         self._parameters = shards + options.fixed_nbytes
-        self._gathered = self._gradients = self._activations = 0
+        self._gathered = self._activations = 0
+        adds = options.accumulates and not options.offloads
+        self._earlier = sum(handle.grad for unit in planned for handle in unit.handles) if adds else 0
+        self._gradients = self._earlier
         self._optimizer = 0 if options.offloads else options.state_nbytes
         self._in_flight: list[_ReductionInFlight] = []
         self._parked: _ReplayedUnit | None = None
@@ -432,3 +437,4 @@ class StepReplay:
         while self._in_flight:
             self._finish_reduction(self._in_flight.pop(0))
         self._note()
+        self._gradients -= self._earlier

@@ -1,25 +1,20 @@
-"""Writes and reads numbers of bytes as text."""
+"""Reads sizes and speeds from text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from fsdp_flat.errors import OptionError
+from fsdp_flat.extras.sizes import scale_of as scale_of
+from fsdp_flat.extras.sizes import size_text as size_text
 
-_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 _SIZE = re.compile(r"\s*([0-9.]+)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECASE)
 
-
-def scale_of(nbytes: float) -> tuple[float, str]:
-    """Return the divisor and the decimal unit in which a number of bytes is written with up to three digits."""
-    power = next((power for power in range(len(_DECIMAL)) if abs(nbytes) < 999.5 * 1000**power), len(_DECIMAL) - 1)
-    return 1000.0**power, _DECIMAL[power]
-
-
-def size_text(nbytes: float) -> str:
-    """Return a number of bytes with three digits and a decimal unit, as "1.23 GB"."""
-    divisor, unit = scale_of(nbytes)
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes / divisor:#.3g} {unit}".replace(". ", " ")
+_SPEED = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGTP]?)\s*([A-Za-z/]*)\s*")
+# What one of a unit is worth. "Gb" is missing: some mean bits by it, and others bytes.
+BYTES_A_SECOND = {"": 1.0, "B": 1.0, "B/s": 1.0, "bit/s": 0.125, "bps": 0.125}
+FLOPS = {"": 1.0, "FLOP": 1.0, "FLOPS": 1.0, "FLOP/s": 1.0, "FLOPs": 1.0}
 
 
 def nbytes_of(size: str | float) -> int:
@@ -38,3 +33,33 @@ def nbytes_of(size: str | float) -> int:
         raise OptionError(f'A size is a number of bytes or a text like "80GB" or "80GiB"; got {size!r}.')
     power = "kmgtp".index(found[2].lower()) + 1 if found[2] else 0
     return int(number * (1024 if found[3] else 1000) ** power)
+
+
+def speed_of(name: str, text: str, units: Mapping[str, float]) -> float:
+    """Return the number a second that a text like "50GB/s" or "4e14" means.
+
+    Args:
+        name: what the number is, for errors.
+        text: the number, a prefix (k, M, G, T, P) or none, and a unit or none.
+        units: by unit what one of it is worth.
+
+    Raises:
+        OptionError: the text is another one, or the number is not positive.
+    """
+    found = _SPEED.fullmatch(text)
+    try:
+        number = float(found[1]) if found and found[3] in units else 0.0
+    except ValueError:
+        number = 0.0
+    if not found or not number > 0:
+        known = ", ".join(unit for unit in units if unit)
+        raise OptionError(
+            f"{name} is a positive number a second, with k, M, G, T or P and a unit ({known}) or without; got {text!r}."
+        )
+    return number * 1000.0 ** " KMGTP".index(found[2].upper() or " ") * units[found[3]]
+
+
+def words_of(error: BaseException) -> str:
+    """Return the class and the text of an error, in one line without a full stop."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

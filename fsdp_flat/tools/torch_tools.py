@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,13 +18,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # they raise if a program reads values; a reference that tells whether a storage is alive; and the class of modes that
 # see each operation inside their block. torch's documentation describes the first and the last.
 __all__ = [
+    "FAKE_TENSOR_LOGGER",
+    "HAS_FUSED_RMS_NORM",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "run_backward",
     "storage_info",
 ]
+
+# The logger that prints the traceback of an error which operators without memory raise, and which their caller gets.
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+# Whether torch has one kernel for RMSNorm on accelerators, which keeps no copies of the input in fp32.
+HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """Run the backward of a loss inside the modes that see torch functions, which ``Tensor.backward`` leaves.
+
+    A recomputation in it must call what the forward has called.
+    """
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:

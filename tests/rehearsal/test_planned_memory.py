@@ -11,13 +11,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, plan
 from tests.rehearsal import seam
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import NUM_RANKS, rehearsal
 from tests.rehearsal.test_fully_shard import LocalUpdates, sharded
-from tests.support.kit import BLOCKS, Stack, square_loss
+from tests.support.kit import BLOCKS, Block, Stack, square_loss
 
 TOLERANCE = 0.03
 WIDTH = 64
@@ -69,13 +70,29 @@ def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
         optimizer.zero_grad()
     peaks = []
     with DeviceCounter() as counter:
-        counter.note([*model.parameters(), *seam.unsharded_buffers(model), rows])
+        grads = [param.grad for param in model.parameters()]
+        counter.note([*model.parameters(), *grads, *seam.unsharded_buffers(model), rows])
         loss = square_loss(model, rows)
         peaks.append(counter.peak)
         counter.peak = 0
         loss.backward()
         peaks.append(counter.peak)
     return peaks
+
+
+class Idle(torch.optim.Optimizer):
+    """Updates nothing, and drops gradients or keeps them."""
+
+    def __init__(self, model: nn.Module, *, keeps: bool) -> None:
+        super().__init__(model.parameters(), {})
+        self._keeps = keeps
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._keeps:
+            super().zero_grad(set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("low", [False, True])
@@ -97,7 +114,7 @@ def test_planned_bytes_are_those_of_an_accelerator(front: str, strategy: Shardin
         batch=rows,
         loss=square_loss,
         optimizer=None,
-        front="fully_shard" if front == "fully_shard" else "FullyShardedDataParallel",
+        api="fully_shard" if front == "fully_shard" else "FullyShardedDataParallel",
         **arguments,
     )
     with rehearsal() as run:
@@ -113,4 +130,49 @@ def test_planned_bytes_are_those_of_an_accelerator(front: str, strategy: Shardin
             optimizer = sgd(model.parameters())
         run.checker.is_on = False
         peaks = counted(model, optimizer)
+    assert [moment.nbytes.total for moment in planned.phases[:2]] == pytest.approx(peaks, rel=TOLERANCE)
+
+
+def recomputed(module: nn.Module) -> nn.Module:
+    """Recompute the forwards of the blocks in backward, and return the module."""
+    for block in [child for child in module.modules() if isinstance(child, Block)]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    return module
+
+
+@pytest.mark.parametrize("front", ["flat parameters", "original parameters", "fully_shard"])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_planned_bytes_are_those_of_an_accelerator_that_recomputes_and_accumulates(
+    front: str, accumulates: bool
+) -> None:
+    """Part 6, first bullet, of "On a GPU as on a CPU"."""
+    build = partial(Stack, 8, WIDTH)
+    with DEVICE:
+        module, rows = build(), torch.zeros(16, WIDTH)
+    is_rows = front == "fully_shard"
+    kind = MixedPrecisionPolicy if is_rows else MixedPrecision
+    precision = kind(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    arguments = {} if is_rows else {"use_orig_params": front == "original parameters"}
+    planned = plan(
+        module,
+        NUM_RANKS,
+        auto_wrap_policy=BLOCKS,
+        mixed_precision=precision,
+        batch=rows,
+        loss=square_loss,
+        optimizer=None,
+        checkpointing=True,
+        accumulates=accumulates,
+        api="fully_shard" if is_rows else "FullyShardedDataParallel",
+        **arguments,
+    )
+    with rehearsal() as run:
+        if is_rows:
+            model = recomputed(sharded(run, build, mp_policy=precision))
+        else:
+            with DEVICE:
+                module = recomputed(build())
+            model = run.wrap(module, mixed_precision=precision, **arguments)
+        run.checker.is_on = False
+        peaks = counted(model, Idle(model, keeps=accumulates))
     assert [moment.nbytes.total for moment in planned.phases[:2]] == pytest.approx(peaks, rel=TOLERANCE)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_flat import ShardingStrategy, plan
+from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, plan
+from fsdp_flat.errors import OptionError
+from fsdp_flat.tools.text import BYTES_A_SECOND, FLOPS, speed_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support.kit import Block, Stack
 from tests.tools.conftest import Run, RunJson
 
 STACK = "tests.support.kit:Stack"
+HERE = "tests.tools.test_plan_command"
+
+
+def raises() -> nn.Module:
+    raise KeyError("a size")
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch)
+    return output.float().exp().log_softmax(-1).sum()
 
 
 def test_a_plan_is_that_of_the_function(run_json: RunJson, run: Run) -> None:
@@ -27,7 +41,11 @@ def test_a_plan_is_that_of_the_function(run_json: RunJson, run: Run) -> None:
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
     )
     assert (status, found["peak_nbytes"], found["sent_nbytes"]) == (0, expected.peak_nbytes, expected.sent_nbytes)
-    assert run("plan", *arguments)[:2] == (0, f"{expected}\n")
+    status, text, _ = run("plan", *arguments)
+    assert (status, text.endswith(f"\n\n{expected}\n")) == (0, True)
+    assert text.startswith(
+        "precision: as-built: float32 parameters, gradients and optimizer states\noptimizer: AdamW\n"
+    )
 
 
 def test_a_plan_that_fits_nothing_has_status_one(run_json: RunJson, tmp_path: Path) -> None:
@@ -67,6 +85,10 @@ def test_a_saved_model_is_unpickled_only_if_that_is_allowed(tmp_path: Path, run:
         ("torch:nothing", "torch:nothing cannot be imported: "),
         ("builtins:dict", "builtins:dict gives a dict; expected a torch.nn.Module."),
         ("nothing.json", "nothing.json is no config.json of a hub model: FileNotFoundError"),
+        ("../b/model.py:GPT", "../b/model.py:GPT is no name of a module: write it as an import does"),
+        ("torch.nn:Linear", "torch.nn:Linear() raises TypeError: "),
+        ("tests.tools.test_plan_command:raises", "tests.tools.test_plan_command:raises() raises KeyError: 'a size'."),
+        ("..", ".. is a folder; "),
     ],
 )
 def test_a_name_without_a_model_is_one_line(model: str, told: str, run: Run) -> None:
@@ -79,3 +101,124 @@ def test_unknown_classes_strategies_and_shapes_are_named(run: Run) -> None:
     assert "The model has no Blok; it has Block, " in run("plan", STACK, "--ranks", 2, "--wrap", "Blok")[2]
     assert "--strategy is one of FULL_SHARD, " in run("plan", STACK, "--ranks", 2, "--strategy", "FULL")[2]
     assert "--batch is a shape like 4x2048; got 4,8." in run("plan", STACK, "--ranks", 2, "--batch", "4,8")[2]
+
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FUSED = partial(torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        (["--precision", "bf16"], {"mixed_precision": BF16}),
+        (["--optimizer", "sgd"], {"optimizer": torch.optim.SGD}),
+        (["--fused"], {"optimizer": FUSED}),
+        (["--optimizer", "none"], {"optimizer": None}),
+        (["--bandwidth", "8Gbit/s", "--flops", "2TFLOPS"], {"bandwidth": 1e9, "flops": 2e12}),
+        (["--offload"], {"cpu_offload": CPUOffload(True)}),
+        (["--replicas", "2"], {"num_replicas": 2, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+        (["--accumulate"], {"accumulates": True}),
+        (["--recompute", "--device", "cpu"], {"checkpointing": True, "device_type": "cpu"}),
+        (["--loss", f"{HERE}:loss"], {"loss": loss}),
+        (
+            ["--api", "fully_shard", "--precision", "bf16", "--reduce-dtype", "bf16"],
+            {
+                "api": "fully_shard",
+                "mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+            },
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_each_flag_is_an_argument_of_the_function(
+    flags: list[str], arguments: dict[str, Any], run_json: RunJson
+) -> None:
+    """Part 1.7 of "What programs read, write and forget"."""
+    status, found = run_json("plan", STACK, "--ranks", 4, "--batch", "16x8", "--wrap", "Block", *flags)
+    expected = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(16, 8), **arguments)
+    assert status == 0
+    assert [phase["total"] for phase in found["phases"].values()] == [each.nbytes.total for each in expected.phases]
+    numbers = ("host_nbytes", "sent_nbytes", "seconds", "exposed_seconds")
+    assert {name: found[name] for name in numbers} == {name: getattr(expected, name) for name in numbers}
+    plain = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(16, 8))
+    assert (expected.phases, expected.seconds) != (plain.phases, plain.seconds), "the flag changes the plan"
+
+
+def test_parameters_in_low_precision_have_states_in_it(run_json: RunJson) -> None:
+    arguments = (STACK, "--ranks", 2, "--batch", "16x8", "--precision")
+    bf16, low = (run_json("plan", *arguments, precision)[1] for precision in ("bf16", "pure-bf16"))
+    assert low["assumed"]["precision"] == "pure-bf16: bfloat16 parameters, gradients and optimizer states"
+    assert bf16["shard_nbytes"] == 2 * low["shard_nbytes"]
+    ratio = bf16["phases"]["forward"]["optimizer"] / low["phases"]["forward"]["optimizer"]
+    assert ratio == pytest.approx(2, rel=0.02)
+
+
+def test_equal_units_are_one_row_with_sizes_that_a_person_reads(run: Run) -> None:
+    text = run("describe", STACK, "--ranks", 2, "--wrap", "Block")[1]
+    row = next(line for line in text.splitlines() if line.startswith("blocks."))
+    assert row.split() == [
+        *("blocks.0", "to", "blocks.2", "3", "FULL_SHARD", "float32"),
+        *("3", "289", "289", "580", "B", "580", "B", "1.16", "kB"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--batch", "16x9"], "Stack cannot run on --batch 16x9: RuntimeError: a and b must have same reduction dim"),
+        (["--batch", "0x8"], "--batch is a shape of positive sizes"),
+        (["--fit", "1GB"], "--fit needs a --batch"),
+        (["--picture", "plan.png"], "--picture needs a --batch"),
+        (["--batch", "16x8", "--bandwidth", "50Gb/s"], "--bandwidth is a positive number a second"),
+        (["--batch", "16x8", "--flops", "0"], "--flops is a positive number a second"),
+        (["--batch", "16x8", "--optimizer", "Adamm"], "--optimizer is none, module:function, or one of ASGD, "),
+        (["--batch", "16x8", "--optimizer", "RMSprop", "--fused"], "RMSprop has no fused implementation"),
+        (["--batch", "16x8", "--optimizer", "LBFGS"], "LBFGS cannot run on parameters without values"),
+        (["--batch", "16x8", "--loss", f"{HERE}:nothing"], f"{HERE}:nothing cannot be imported: "),
+        (["--batch", "16x8", "--device", "gpu"], "device_type='gpu' names no device"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_one_line(
+    flags: list[str], told: str, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, text, errors = run("plan", STACK, "--ranks", 2, *flags)
+    assert (status, text, errors.count("\n")) == (2, "", 1), errors
+    assert errors.startswith(f"fsdp-flat plan: {told}")
+    assert not caplog.records, "torch logs nothing beside it"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("[1]", "has no"), ("{", "JSONDecodeError"), ('{"model_type": "unheard"}', "unheard")],
+)
+def test_a_config_of_no_model_is_one_line(content: str, told: str, tmp_path: Path, run: Run) -> None:
+    if "unheard" in content:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(content)
+    status, text, errors = run("plan", tmp_path / "config.json", "--ranks", 2)
+    assert (status, text, errors.count("\n")) == (2, "", 1)
+    assert told in errors
+
+
+def test_a_file_that_torch_cannot_read_is_one_line(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "model.pt").write_text("no model")
+    status, text, errors = run("describe", tmp_path / "model.pt", "--ranks", 2, "--allow-pickle")
+    assert (status, text, errors.count("\n")) == (2, "", 1)
+    assert "is no model of torch.save" in errors
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "number"),
+    [
+        ("50GB/s", BYTES_A_SECOND, 50e9),
+        ("400 Gbit/s", BYTES_A_SECOND, 50e9),
+        ("5e10", BYTES_A_SECOND, 5e10),
+        ("989TFLOPS", FLOPS, 989e12),
+        ("4e14", FLOPS, 4e14),
+        ("1P", FLOPS, 1e15),
+    ],
+)
+def test_speeds_are_read_with_prefixes_and_units(text: str, units: dict[str, float], number: float) -> None:
+    assert speed_of("--speed", text, units) == pytest.approx(number)
+    with pytest.raises(OptionError, match="--speed is a positive number a second"):
+        speed_of("--speed", f"{text}x", units)

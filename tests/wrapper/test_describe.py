@@ -115,13 +115,13 @@ def test_a_unit_that_is_kept_after_forward_counts_as_kept_whatever_its_strategy(
 
 
 TABLE = """\
-unit      strategy    dtype    parameters  elements  trainable  shard  gradient  gathered
-Stack     FULL_SHARD  float32           4       117        117    236       236       472
-blocks.0  FULL_SHARD  float32           3       289          0    584         0     1,168
-blocks.1  FULL_SHARD  float32           3       289        136    580       272     1,160
-blocks.2  FULL_SHARD  float32           3       289        289    584       584     1,168
-all                                    13       984        542  1,984     1,092     3,968
-2 shards x 1 replicas; bytes of one rank; gathered at one time: at most 2,808"""
+unit      units  strategy    dtype    parameters  elements  trainable    shard  gradient  gathered
+Stack         1  FULL_SHARD  float32           4       117        117    236 B     236 B     472 B
+blocks.0      1  FULL_SHARD  float32           3       289          0    584 B       0 B   1.17 kB
+blocks.1      1  FULL_SHARD  float32           3       289        136    580 B     272 B   1.16 kB
+blocks.2      1  FULL_SHARD  float32           3       289        289    584 B     584 B   1.17 kB
+all           4                               13       984        542  1.98 kB   1.09 kB   3.97 kB
+2 shards x 1 replicas; sizes of one unit on one rank; gathered at one time: at most 2.81 kB"""
 
 
 def test_a_plan_prints_a_table_and_needs_no_process_group() -> None:
