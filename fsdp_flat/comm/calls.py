@@ -79,12 +79,17 @@ _doing: list[str] = []
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
     """Return this rank's calls in ``group``, and in the group of which it is the host group."""
-    return _calls.setdefault(parent_of(group), Calls())
+    found = _calls.get(group)
+    if found is None:
+        parent = parent_of(group)
+        found = _calls[group] = Calls() if parent is group else calls_of(parent)
+    return found
 
 
 def groups_with_calls() -> list[dist.ProcessGroup]:
     """Return the groups in which this thread makes calls."""
-    return [group for group, calls in list(_calls.items()) if calls.thread == threading.get_ident()]
+    thread = threading.get_ident()
+    return [g for g, calls in list(_calls.items()) if calls.thread == thread and parent_of(g) is g]
 
 
 def barrier_begun() -> None:

@@ -35,9 +35,11 @@ def begin_all_reduce(
     work: Any
     if rank_group.group is not None:
         calls_of(rank_group.group).add(collective)
-    with unseen_by_modes() if is_flags else nullcontext(), named_errors(collective, rank_group):
+    is_watched = tensor.device.type == "cpu"
+    named = nullcontext() if is_watched else named_errors(collective, rank_group)
+    with unseen_by_modes() if is_flags else nullcontext(), named:
         work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
-    if tensor.device.type == "cpu":
+    if is_watched:
         work = WatchedWork(work, rank_group, collective, rank_group.others)
     else:
         work = NamedWork(work, rank_group, lambda: collective)

@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -297,13 +298,10 @@ class WatchedWork:
     def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""
         try:
-            if not self._is_over(min(LOOK_AFTER_S, WARN_AFTER_S)):
-                early = self.raises_early
-                keep_waiting(self._is_over, self.rank_group, self.sources, self.collective, raises_early=early)
+            if not is_over(self.work, min(LOOK_AFTER_S, WARN_AFTER_S)):
+                over, early = partial(is_over, self.work), self.raises_early
+                keep_waiting(over, self.rank_group, self.sources, self.collective, raises_early=early)
         except UsageError:
             raise
         except RuntimeError as error:
             raise failure_in(self.collective, self.rank_group, reason_of(error)) from error
-
-    def _is_over(self, seconds: float) -> bool:
-        return is_over(self.work, seconds)

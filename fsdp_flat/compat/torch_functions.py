@@ -296,7 +296,7 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
 
 
 @functools.wraps(_torch_barrier)
-def barrier(*args: Any, **kwargs: Any) -> Any:
+def _barrier(*args: Any, **kwargs: Any) -> Any:
     """Wait for all ranks of a group as ``torch.distributed.barrier``.
 
     Raises:
@@ -315,7 +315,7 @@ _REPLACEMENTS: dict[Any, Any] = {
     _torch_clip_grad_norm_: clip_grad_norm_,
     _torch_grad: grad,
     _torch_backward: backward,
-    _torch_barrier: barrier,
+    _torch_barrier: _barrier,
 }
 
 
