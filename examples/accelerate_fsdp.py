@@ -38,7 +38,8 @@ sampler = DistributedSampler(examples, accelerator.num_processes, accelerator.pr
 loader = DataLoader(examples, batch_size=32, sampler=sampler)
 for epoch in range(8):
     sampler.set_epoch(epoch)  # another order in each epoch
-    for given, expected in loader:
+    for batch in loader:
+        given, expected = (each.to(accelerator.device) for each in batch)
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(given), expected)
             accelerator.backward(loss)

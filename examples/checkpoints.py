@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from launch import compute_device, process_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,10 +41,14 @@ class Block(nn.Sequential):
         super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
+# Where everything computes: this rank's GPU, or the CPU.
+DEVICE = compute_device()
+
+
 def plain_model(seed: int = 0) -> nn.Module:
     """Creates the plain model, before it is wrapped."""
     torch.manual_seed(seed)
-    return nn.Sequential(*[Block(16) for _ in range(2)])
+    return nn.Sequential(*[Block(16) for _ in range(2)]).to(DEVICE)
 
 
 def sharded_model(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -55,7 +60,7 @@ def sharded_model(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
     """Takes one training step on data that depends on its number; returns the mean loss over all ranks."""
     numbers = torch.randn(64, 16, generator=torch.Generator().manual_seed(number))
-    own = numbers.chunk(dist.get_world_size())[dist.get_rank()]
+    own = numbers.chunk(dist.get_world_size())[dist.get_rank()].to(DEVICE)
     loss = nn.functional.mse_loss(model(own), own.sort().values)
     loss.backward()
     optimizer.step()
@@ -73,7 +78,7 @@ def say(text: str) -> None:
 
 def check(what: str, mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
     """Checks that two dicts of full tensors are equal on this rank, and prints the result."""
-    if sorted(mine) != sorted(others) or not all(torch.equal(mine[name], others[name]) for name in mine):
+    if sorted(mine) != sorted(others) or not all(torch.equal(mine[name].cpu(), others[name].cpu()) for name in mine):
         raise SystemExit(f"{what}: other values on rank {dist.get_rank()}")
     say(f"{what}: same values")
 
@@ -132,7 +137,7 @@ def to_and_from_torch(folder: Path, model: nn.Module) -> None:
     full = model.state_dict()
     theirs = plain_model(seed=3)
     for block in theirs:
-        fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(block, mesh=init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
     state = {"model": get_model_state_dict(theirs)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(theirs, state["model"])
@@ -146,7 +151,7 @@ def to_and_from_torch(folder: Path, model: nn.Module) -> None:
         ours.load_state_dict(state["model"])
     check("written by torch's fully_shard", full, ours.state_dict())
 
-    fsdp1 = FSDP1(plain_model(seed=5), device_id=torch.device("cpu"), use_orig_params=True)
+    fsdp1 = FSDP1(plain_model(seed=5), device_id=DEVICE, use_orig_params=True)
     fsdp1.load_state_dict(full)
     ours, _ = sharded_model(seed=7)
     ours.load_state_dict(fsdp1.state_dict())
@@ -202,11 +207,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="folder for all files")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
     # torch.distributed.checkpoint uses names that torch has deprecated.
     warnings.filterwarnings("ignore", module="torch")
-    run(options.out)
-    dist.destroy_process_group()
+    with process_group(DEVICE):
+        run(options.out)
 
 
 if __name__ == "__main__":

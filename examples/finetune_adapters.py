@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt_model import GPT, Block, GPTConfig, next_token_loss
+from launch import compute_device, process_group
 from stdlib_text import load_text, training_batch
 from torch import nn
 
@@ -50,11 +51,11 @@ def add_adapters(model: nn.Module, rank: int) -> None:
                     setattr(module, name, Adapted(child, rank))
 
 
-def print_bytes(model: nn.Module) -> None:
+def print_bytes(model: nn.Module, device: torch.device) -> None:
     """Prints, on rank 0, the bytes of frozen and of trainable parameters that each rank holds."""
     own = [sum(p.nbytes for p in model.parameters() if p.requires_grad is trainable) for trainable in (False, True)]
-    every = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, torch.tensor(own))
+    every = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.tensor(own, device=device))
     if dist.get_rank() == 0:
         for rank, (frozen, trainable) in enumerate(torch.stack(every).tolist()):
             print(f"rank {rank}: {frozen:,} bytes frozen in bf16, {trainable:,} bytes trainable in fp32", flush=True)
@@ -62,14 +63,22 @@ def print_bytes(model: nn.Module) -> None:
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the adapters by name on rank 0, nothing on the others. Every rank must call this."""
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+    with FSDP.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    ):
         full = model.state_dict()
     return {name: value for name, value in full.items() if "adapter_" in name}
 
 
 def main() -> None:
     """Runs the fine-tuning on every rank."""
-    dist.init_process_group("gloo")
+    device = compute_device()
+    with process_group(device):
+        fine_tune(device)
+
+
+def fine_tune(device: torch.device) -> None:
+    """Trains the adapters, and saves them."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # every rank starts from the same weights; normally they come from a checkpoint
     model = GPT(CONFIG).to(torch.bfloat16)
@@ -77,10 +86,11 @@ def main() -> None:
     model = FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=device,
         use_orig_params=True,  # lets a block mix frozen and trainable parameters
         mixed_precision=MixedPrecision(master_dtype=torch.float32, reduce_dtype=torch.float32),
     )
-    print_bytes(model)
+    print_bytes(model, device)
     adapters = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
     text = load_text().train
@@ -89,7 +99,7 @@ def main() -> None:
         inputs, targets = training_batch(
             text, seed=0, step=index, batch_size=BATCH_SIZE, seq_len=CONFIG.seq_len, rank=rank, num_ranks=num_ranks
         )
-        return next_token_loss(model(inputs).float(), targets).mean() / MICRO_BATCHES
+        return next_token_loss(model(inputs.to(device)).float(), targets.to(device)).mean() / MICRO_BATCHES
 
     for step in range(STEPS):
         first = step * MICRO_BATCHES
@@ -112,7 +122,6 @@ def main() -> None:
         path = os.environ.get("ADAPTERS", "adapters.pt")
         torch.save(adapters_only, path)
         print(f"wrote {path}: {len(adapters_only)} tensors, {sum(v.nbytes for v in adapters_only.values()):,} bytes")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

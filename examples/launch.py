@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -75,12 +76,25 @@ def run_rank(main: Callable[[], None]) -> None:
         os._exit(1)  # not sys.exit: cleanup could wait for ranks that never answer
 
 
+def compute_device() -> torch.device:
+    """Returns this rank's GPU, and makes it current, if this machine has one for each rank; else the CPU."""
+    if torch.accelerator.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 @contextlib.contextmanager
-def process_group(backend: str) -> Iterator[None]:
-    """Initializes the default process group. Every rank must call this."""
+def process_group(device: torch.device) -> Iterator[None]:
+    """Initializes the default process group for tensors on `device`: gloo for CPUs, NCCL for GPUs.
+
+    Every rank must call this.
+    """
     folder = os.environ.get(FOLDER_VARIABLE)
     dist.init_process_group(
-        backend,
+        dist.get_default_backend_for_device(device),
         init_method="env://" if folder is None else (Path(folder) / "store").as_uri(),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -3,6 +3,8 @@
 Run it with ``torchrun --nproc-per-node 2 -m fsdp_flat.run examples/lightning_fsdp.py``.
 """
 
+import os
+
 import lightning as L
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
@@ -45,9 +47,11 @@ class Sorter(L.LightningModule):
 
 
 L.seed_everything(0)  # every rank starts from the same weights
+local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
 trainer = L.Trainer(
-    accelerator="cpu",
-    devices=2,
+    accelerator="auto" if torch.accelerator.device_count() >= local_ranks else "cpu",
+    devices=local_ranks,
+    num_nodes=int(os.environ["WORLD_SIZE"]) // local_ranks,
     strategy=FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="full"),
     max_epochs=8,
     accumulate_grad_batches=2,

@@ -1,6 +1,6 @@
 """Plans the training of a GPT of 6.6 billion parameters without memory, and records steps of a small one on two ranks.
 
-    python examples/plan_and_record.py      no process group, no accelerator; the recording takes two CPU ranks
+    python examples/plan_and_record.py      no process group, no accelerator; the recording starts two ranks
 
 The script writes `plan.txt`, `fit.txt` and `summary.txt`, the pictures `plan.png` and `step.png`, and `step.json` for
 https://ui.perfetto.dev to the output folder. `docs/planning.md` shows them.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Block, GPTConfig, next_token_loss
-from launch import inside_rank, process_group, run_rank, start_ranks
+from launch import compute_device, inside_rank, process_group, run_rank, start_ranks
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, plan, record
@@ -55,11 +55,12 @@ def plan_large(out: Path) -> None:
 
 def record_small(out: Path) -> None:
     """Trains the small model for four steps on every rank, of which rank 0 writes the recording of the last two."""
-    with process_group("gloo"):
+    device = compute_device()
+    with process_group(device):
         torch.manual_seed(0)  # every rank starts from the same weights
-        model = FSDP(GPT(SMALL), auto_wrap_policy=ModuleWrapPolicy({Block}))
+        model = FSDP(GPT(SMALL), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
         optimizer = torch.optim.AdamW(model.parameters())
-        tokens = torch.randint(0, SMALL.vocab, (4, SMALL.seq_len + 1))
+        tokens = torch.randint(0, SMALL.vocab, (4, SMALL.seq_len + 1), device=device)
 
         def step() -> None:
             loss_of(model, tokens).backward()

@@ -11,7 +11,6 @@ folder. With several machines, the output folder must be on a shared file system
 
 import argparse
 import math
-import os
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Block, GPTConfig, next_token_loss
-from launch import JobFailedError, inside_rank, process_group, run_rank, start_ranks
+from launch import JobFailedError, compute_device, inside_rank, process_group, run_rank, start_ranks
 from report import Part, Progress, bytes_of_replication, bytes_per_rank, count_ranks, draw, memory_table
 from stdlib_text import Text, load_text, training_batch, validation_batches
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +58,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="full_shard")
     add("--replicas", type=int, help="hybrid_shard only: replicas of the model, each sharded over ranks / replicas")
     add("--precision", choices=SAME_LOSS, default="fp32")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs, if there is one for each rank")
     add("--use-orig-params", action=argparse.BooleanOptionalAction, default=False)
     add("--steps", type=int, default=200, help="steps to take now, in addition to those before --resume")
     add("--batch-size", type=int, default=12, help="sequences per step, over all ranks together (default: 12)")
@@ -108,10 +107,9 @@ def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> FSDP:
         )
     if args.precision == "bf16":
         options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if device.type == "cuda":
-        options["device_id"] = device
     return FSDP(
         model,
+        device_id=device,
         sharding_strategy=STRATEGIES[args.strategy],
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=args.use_orig_params,
@@ -127,8 +125,8 @@ def full_on_rank_0(model: FSDP) -> AbstractContextManager[None]:
     return FSDP.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True),
-        FullOptimStateDictConfig(rank0_only=True),
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
     )
 
 
@@ -164,11 +162,8 @@ def load_checkpoint(checkpoint: dict[str, Any], model: FSDP, optimizer: torch.op
 
 def train(args: argparse.Namespace) -> None:
     """Runs the training on every rank, from process-group initialization to the generated text."""
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    with process_group("gloo" if device.type == "cpu" else "nccl"):
+    device = compute_device() if args.device == "auto" else torch.device("cpu")
+    with process_group(device):
         check_ranks(args)
         checkpoint = open_checkpoint(args.out / "checkpoint.pt") if args.resume else None
         if dist.get_rank() == 0:

@@ -62,8 +62,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
         mixed_precision: dtypes of compute and reduction.
         ignored_modules: modules whose parameters and buffers are not managed. Their gradients are not reduced.
         param_init_fn: initialises modules that are on the meta device; by default ``reset_parameters``.
-        device_id: the compute device: an index or a device. By default the current accelerator, or the CPU if there is
-            none.
+        device_id: the compute device: an index or a device, to which CPU parameters move. By default a unit computes
+            where its parameters are. If the process group moves no CPU tensors, as NCCL's, CPU parameters move to the
+            current accelerator. Parameters on the meta device, and offloaded ones, follow the group.
         sync_module_states: True broadcasts parameters and buffers from rank 0; ``"auto"`` does so only if ranks differ,
             ``"raise"`` raises then, and False warns.
         forward_prefetch: begin the next unit's all-gather before the current unit runs (on the CPU always).

@@ -11,7 +11,7 @@ from fsdp_flat.comm.agreement import (
     fingerprint,
     fingerprints,
 )
-from fsdp_flat.comm.calls import unit_names
+from fsdp_flat.comm.calls import barrier_begun, doing, unit_names
 from fsdp_flat.comm.custom import (
     PACKINGS,
     AllGather,
@@ -29,7 +29,7 @@ from fsdp_flat.comm.exchanges import (
     exchange_ints,
     true_on_any_rank,
 )
-from fsdp_flat.comm.failures import report_error, reported_failure, while_ranks_live
+from fsdp_flat.comm.failures import named_errors, report_error, reported_failure, while_ranks_live
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
 from fsdp_flat.comm.rank_groups import (
     ALONE,
@@ -38,10 +38,11 @@ from fsdp_flat.comm.rank_groups import (
     ShardingGroups,
     Strategy,
     connected,
-    control_device,
     global_ranks,
+    has_accelerator_backend,
     host_group,
     is_simulated,
+    moves_cpu_tensors,
     outliving_group,
     resolve_groups,
     second_group,
@@ -50,5 +51,6 @@ from fsdp_flat.comm.rank_groups import (
 )
 from fsdp_flat.comm.routes import collectives_for
 from fsdp_flat.comm.streams import Pending, Streams, profiled, unrecorded
+from fsdp_flat.comm.torch_barriers import is_compared, wait_in_barrier
 from fsdp_flat.comm.torch_comm import backend_of
 from fsdp_flat.comm.transfers import P2PChannels

@@ -1,27 +1,36 @@
 """Finds two ranks that wait for each other in different collectives of a group, long before the group's timeout.
 
 Ranks of a group make the same calls in the same order. Each rank keeps the last calls of a group, by number; that is
-all that a step does for it. A rank that has waited for seconds shows its calls in the group's store, again at every
-look, and reads what others show. Where two ranks made different calls of one number, neither of them can end, which is
-an error on both. Nothing else is one: a rank that shows nothing computes or is late, and may come; a rank that shows
-fewer calls may make the others. A difference counts once the other rank has shown it twice while this one waits, so it
-waits too, and what it shows is not left from an earlier wait. After a failure of this rank, which a caller may catch,
-its numbers may differ from those of others, so it shows nothing any more.
+all that a step does for it. A group of NCCL has its calls in common with its host group, on which ranks wait. A rank
+that has waited for seconds shows its calls in the group's store, again at every look, and reads what others show. Where
+two ranks made different calls of one number, neither of them can end, which is an error on both.
+
+``torch.distributed.barrier`` is the caller's own, and has no number. A rank that waits in one shows that too. If it has
+made fewer calls than a rank that waits in a later one, the second waits for a call that the first cannot make before
+the second comes to the barrier. Other calls of ``torch.distributed`` are not known here.
+
+Nothing else is an error: a rank that shows nothing computes or is late, and may come; a rank that shows fewer calls may
+make the others. A difference counts once the other rank has shown it twice while this one waits, so it waits too, and
+what it shows is not left from an earlier wait. After a failure of this rank, which a caller may catch, its numbers may
+differ from those of others, so it shows nothing any more.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_flat.comm.rank_groups import RankGroup
+from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, parent_of
 from fsdp_flat.comm.torch_comm import ask_store
-from fsdp_flat.errors import RankMismatchError
+from fsdp_flat.errors import RankMismatchError, UsageError
 
 # Key, in the store of a group, for what a rank shows.
 _KEY = "fsdp_flat/calls/%d"
@@ -32,13 +41,16 @@ _MOST_CALLS = 64
 class Calls:
     """Holds the last calls of this rank in a group: number, id of the unit or 0, and operation.
 
-    ``has_failed``: a collective of this rank has raised.
+    ``has_failed``: a collective of this rank has raised. ``looks`` numbers what this rank shows. ``thread`` is the one
+    that uses the group: a barrier in another thread says nothing about when it comes.
     """
 
     def __init__(self) -> None:
         self.last: deque[tuple[int, int, str]] = deque(maxlen=_MOST_CALLS)
         self.number = 0
         self.has_failed = False
+        self.looks = itertools.count(1)
+        self.thread = 0
 
     def add(self, operation: str, unit: int = 0) -> None:
         """Note a call, before it sends anything."""
@@ -55,14 +67,54 @@ _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Calls] = weakref.WeakKeyDic
 _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
+class _State:
+    """``has_begun_barriers``: this rank has called ``torch.distributed.barrier(async_op=True)``."""
+
+    has_begun_barriers = False
+
+
+# What this rank is doing, for error texts: the innermost of the caller's operations, such as "summon_full_params".
+_doing: list[str] = []
+
+
 def calls_of(group: dist.ProcessGroup) -> Calls:
-    """Return this rank's calls in ``group``."""
-    return _calls.setdefault(group, Calls())
+    """Return this rank's calls in ``group``, and in the group of which it is the host group."""
+    found = _calls.get(group)
+    if found is None:
+        parent = parent_of(group)
+        found = _calls[group] = Calls() if parent is group else calls_of(parent)
+    return found
+
+
+def groups_with_calls() -> list[dist.ProcessGroup]:
+    """Return the groups in which this thread makes calls."""
+    thread = threading.get_ident()
+    return [g for g, calls in list(_calls.items()) if calls.thread == thread and parent_of(g) is g]
+
+
+def barrier_begun() -> None:
+    """Note that this rank has begun a barrier of torch's without waiting for it, while it may make other calls."""
+    _State.has_begun_barriers = True
 
 
 def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
     """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
-    return _unit_names.setdefault(group, {})
+    return _unit_names.setdefault(parent_of(group), {})
+
+
+class doing:
+    """Names the caller's operation in errors of collectives inside the block."""
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        _doing.append(self._operation)
+
+    def __exit__(self, *_: object) -> None:
+        _doing.pop()
 
 
 def mismatch(rank: int, theirs: str, own_rank: int, ours: str) -> RankMismatchError:
@@ -74,40 +126,96 @@ def mismatch(rank: int, theirs: str, own_rank: int, ours: str) -> RankMismatchEr
     )
 
 
+def _alone(rank: int, collective: str, other: int) -> UsageError:
+    """Return the error for a rank that is in a collective while another one waits for it in a barrier."""
+    return UsageError(
+        f"Rank {rank} of the group waits for rank {other} in {collective}, and rank {other} waits for rank {rank} in "
+        "torch.distributed.barrier(), so neither can go on. Every rank must make the call that is under way on rank "
+        f'{rank}: do not make it on some ranks only, as in "if rank == 0". The barrier goes before or after it on all.'
+    )
+
+
 class Looks:
-    """Compares the calls of ranks during one wait of this rank."""
+    """Compares the calls of ranks during one wait of this rank: in a collective, or in a barrier of torch's.
 
-    def __init__(self, rank_group: RankGroup) -> None:
-        self._rank_group = rank_group
-        self._number = 0
-        # What other ranks have shown, by rank, at the first look that found a difference.
-        self._suspected: dict[int, bytes] = {}
+    ``barrier_ranks`` are the global ranks of that barrier, None for a collective.
+    """
 
-    def difference(self) -> RankMismatchError | None:
-        """Show this rank's calls; return an error if another rank waits too, and has made another call of a number."""
-        group, own_rank = self._rank_group.group, self._rank_group.rank
+    def __init__(self, rank_group: RankGroup, barrier_ranks: Sequence[int] | None = None) -> None:
+        self.rank_group = rank_group
+        self._barrier_ranks = barrier_ranks
+        # What other ranks have shown, by rank, at looks that found a difference.
+        self._suspected: dict[int, set[str]] = {}
+
+    def difference(self) -> Exception | None:
+        """Show this rank's calls; return an error if another rank waits too, and each waits for the other."""
+        group, own_rank = self.rank_group.group, self.rank_group.rank
         assert group is not None
-        if calls_of(group).has_failed:
+        calls = calls_of(group)
+        if calls.has_failed:
             return None
-        self._number += 1
         names = unit_names(group)
         ours: dict[int, list[Any]] = {}
-        for number, unit, operation in calls_of(group).last:
+        for number, unit, operation in calls.last:
             ours[number] = [unit, operation, f"{operation} of unit {names.get(unit)!r}" if unit else operation]
-        shown: dict[int, bytes] = {}
+        if ours and _doing:
+            ours[calls.number][2] += f", in {_doing[-1]}"
+        shown: dict[int, str] = {}
 
         def exchange(store: dist.Store) -> None:
-            store.set(_KEY % own_rank, json.dumps([self._number, *ours.items()]))
-            for rank in self._rank_group.others:
+            position = [next(calls.looks), self._barrier_ranks, _State.has_begun_barriers]
+            store.set(_KEY % own_rank, json.dumps([*position, *ours.items()]))
+            for rank in self.rank_group.others:
                 if store.check([_KEY % rank]):
-                    shown[rank] = store.get(_KEY % rank)
+                    shown[rank] = store.get(_KEY % rank).decode()
 
         with suppress(Exception):  # the group may be gone
-            ask_store(group, exchange)
+            ask_store(parent_of(group), exchange)
         for rank, text in dict(shown).items():
-            for number, (unit, operation, described) in json.loads(text)[1:]:
-                if number in ours and ours[number][:2] != [unit, operation]:
-                    if self._suspected.setdefault(rank, text) != text:
-                        return mismatch(rank, described, own_rank, ours[number][2])
-                    break
+            _, barrier, has_begun, *last = json.loads(text)
+            error = self._error(rank, barrier, has_begun, dict(last), ours, calls.number)
+            if error is None:
+                continue
+            suspected = self._suspected.setdefault(rank, set())
+            suspected.add(text)
+            # The first may be left from an earlier wait. A rank that was stopped may show once more that it waits in a
+            # barrier which has ended meanwhile.
+            if len(suspected) > (1 if barrier is None else 2):
+                # The other rank finds the same, once this one has shown it twice.
+                with suppress(Exception):
+                    ask_store(parent_of(group), exchange)
+                return error
+        return None
+
+    def _error(
+        self,
+        rank: int,
+        barrier: list[int] | None,
+        has_begun: bool,
+        theirs: dict[int, list[Any]],
+        ours: dict[int, list[Any]],
+        number: int,
+    ) -> Exception | None:
+        """Return the error if this rank and another one, in what it shows, wait for each other.
+
+        Args:
+            rank: the other rank.
+            barrier: the global ranks of a barrier of torch's, if it waits there.
+            has_begun: it has begun a barrier without waiting for it, so it may not be the one that is missing there.
+            theirs, ours: the last calls, by number.
+            number: of this rank's last call.
+        """
+        own_rank, last = self.rank_group.rank, max(theirs, default=0)
+        for each, (unit, operation, described) in theirs.items():
+            if each in ours and ours[each][:2] != [unit, operation]:
+                return mismatch(rank, described, own_rank, ours[each][2])
+        waits_in_barrier = self._barrier_ranks is not None
+        if (barrier is not None) == waits_in_barrier:
+            return None
+        if barrier is not None and last < number and not _State.has_begun_barriers and dist.get_rank() in barrier:
+            return _alone(own_rank, ours[max(last + 1, min(ours))][2], rank)
+        assert self.rank_group.group is not None
+        ranks = global_ranks(self.rank_group.group)
+        if number < last and not has_begun and ranks[rank] in (self._barrier_ranks or ()):
+            return _alone(rank, theirs[max(number + 1, min(theirs))][2], own_rank)
         return None

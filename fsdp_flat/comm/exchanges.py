@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.calls import calls_of
-from fsdp_flat.comm.failures import WatchedWork
-from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
+from fsdp_flat.comm.failures import NamedWork, WatchedWork, named_errors
+from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.comm.torch_comm import unseen_by_modes
 
@@ -32,12 +33,16 @@ def begin_all_reduce(
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     work: Any
-    if tensor.device.type == "cpu" and rank_group.group is not None:
+    if rank_group.group is not None:
         calls_of(rank_group.group).add(collective)
-    with unseen_by_modes() if is_flags else nullcontext():
+    is_watched = tensor.device.type == "cpu"
+    named = nullcontext() if is_watched else named_errors(collective, rank_group)
+    with unseen_by_modes() if is_flags else nullcontext(), named:
         work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
-    if tensor.device.type == "cpu":
+    if is_watched:
         work = WatchedWork(work, rank_group, collective, rank_group.others)
+    else:
+        work = NamedWork(work, rank_group, lambda: collective)
     return Pending([work], tensor)
 
 
@@ -55,8 +60,9 @@ def true_on_any_rank(
     found = list(flags)
     for rank_group in connected(rank_groups) if found else ():
         assert rank_group.group is not None
-        tensor = torch.tensor(found, dtype=torch.uint8, device=control_device(rank_group.group, device))
-        begin_all_reduce(tensor, rank_group, largest=True, collective=collective, is_flags=True).wait()
+        tensor = torch.tensor(found, dtype=torch.uint8)
+        host = RankGroup.of(host_group(rank_group.group))
+        begin_all_reduce(tensor, host, largest=True, collective=collective, is_flags=True).wait()
         found = [bool(flag) for flag in tensor.tolist()]
     return found
 
@@ -75,7 +81,7 @@ def exchange_ints(
     size = group.size()
     if size == 1 or is_fake(group):
         return [values] * size
-    own = torch.tensor(values, dtype=torch.int64, device=control_device(group, device))
+    own = torch.tensor(values, dtype=torch.int64)
     return [row.tolist() for row in _gathered(own, group, doing)]
 
 
@@ -105,23 +111,28 @@ def exchange_bytes(
     if len(lengths) == 1 or is_fake(group):
         return [payload] * len(lengths)
     own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
-    rows = _gathered(own.to(control_device(group, device)), group, doing, only_on_rank0=only_on_rank0)
-    return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
+    rows = _gathered(own, group, doing, only_on_rank0=only_on_rank0)
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths)]
 
 
 def _gathered(
     own: torch.Tensor, group: dist.ProcessGroup, doing: str, *, only_on_rank0: bool = False
 ) -> list[torch.Tensor]:
-    """Exchange tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
+    """Exchange CPU tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
+
+    NCCL moves none, so its groups have a host group for them: a rank that waits there can find out why.
 
     A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
     """
+    group = host_group(group)
     # torch.distributed forgets the ranks of a destroyed group, which a thread may still use (outliving_group).
     rank_group = RankGroup(group, group.rank(), group.size())
     rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
     collective = f"an exchange between ranks{doing and f' while {doing}'}"
-    calls_of(group).add(collective)
+    calls = calls_of(group)
+    calls.add(collective)
+    calls.thread = threading.get_ident()
     with unseen_by_modes():
         if only_on_rank0:
             work = dist.gather(own, rows or None, group_dst=0, group=group, async_op=True)

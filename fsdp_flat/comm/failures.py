@@ -17,15 +17,16 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.calls import Looks, calls_of
-from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, is_fake, known_host_group, moves_by_gloo, parent_of
 from fsdp_flat.comm.torch_comm import ask_store, leave_time_for_gloo, unseen_by_modes
-from fsdp_flat.errors import PeerFailureError
+from fsdp_flat.errors import PeerFailureError, UsageError
 
 Made = TypeVar("Made")
 _CPU = torch.device("cpu")
@@ -55,13 +56,16 @@ reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
     """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
 
-    Does nothing unless the group moves CPU tensors by gloo. The reason is worded to follow "rank 1". If it ``follows``
-    from another rank's failure, an earlier report of this rank stays.
+    Ranks read it while they wait on the host, which for groups of NCCL they do in the host group. The reason is worded
+    to follow "rank 1". If it ``follows`` from another rank's failure, an earlier report of this rank stays.
     """
     group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if group is None or not moves_by_gloo(group, _CPU) or (follows and group in reported):
+        if group is None or is_fake(group):
+            return
+        group = parent_of(group)
+        if follows and group in reported:
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")
         number = _num_failures[group] = _num_failures.get(group, 0) + 1
@@ -100,21 +104,21 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tupl
 
     with suppress(Exception):  # the group may be gone
         assert rank_group.group is not None
-        ask_store(rank_group.group, read)
+        ask_store(parent_of(rank_group.group), read)
     return dict(reports)
 
 
 def withdraw_report(group: dist.ProcessGroup | None) -> None:
     """Delete this rank's report of a failure, if there is one, as this rank continues."""
-    if group is not None and group in reported:
-        reported.remove(group)
+    if group is not None and (parent := parent_of(group)) in reported:
+        reported.remove(parent)
         with suppress(Exception):
-            ask_store(group, lambda store: store.delete_key(_KEY % group.rank()))
+            ask_store(parent, lambda store: store.delete_key(_KEY % parent.rank()))
 
 
 def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
     """Return whether one of ``ranks`` has reported more failures than this rank, so that it will send nothing."""
-    own = 0 if rank_group.group is None else _num_failures.get(rank_group.group, 0)
+    own = 0 if rank_group.group is None else _num_failures.get(parent_of(rank_group.group), 0)
     return any(number > own for number, _ in _read_reports(rank_group, ranks).values())
 
 
@@ -124,6 +128,7 @@ def ended_ranks(rank_group: RankGroup) -> list[int]:
     gloo says so when this rank begins to send. It asks nothing of the other rank, and no rank receives what is sent.
     """
     group, found = rank_group.group, []
+    group = group and known_host_group(group)
     if group is not None and moves_by_gloo(group, _CPU):
         with unseen_by_modes():
             nothing = [torch.zeros(1, dtype=torch.uint8)]
@@ -163,6 +168,10 @@ def reports_of_others(rank_group: RankGroup) -> str:
         time.sleep(_POLL_INTERVAL_S)
     lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
     missing = [rank for rank in others if rank not in reports]
+    ended = [rank for rank in ended_ranks(rank_group) if rank in missing]
+    if ended:
+        lines.append(f"rank(s) {ended} have ended without a report: look at the end of their output")
+        missing = [rank for rank in missing if rank not in ended]
     if missing:
         lines.append(f"rank(s) {missing} reported nothing: they have ended, hang, or have not come to this collective")
     return "; ".join(lines)
@@ -208,6 +217,62 @@ def keep_waiting(
             return
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what says most of the text of an error of torch.distributed.
+
+    NCCL puts the place in its source first. The rest of gloo's text is advice, which does not fit if the other rank
+    says why it failed.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    of_nccl = [line for line in lines if line.startswith(("nccl", "Last error"))]
+    return "; ".join(of_nccl).rstrip(". ") or (lines[0].partition(". ")[0] if lines else type(error).__name__)
+
+
+def named(error: BaseException, collective: str, rank_group: RankGroup) -> PeerFailureError:
+    """Return an error that says in which collective ``error``, raised by a backend, came, and what others report."""
+    return failure_in(collective, rank_group, reason_of(error))
+
+
+@contextmanager
+def named_errors(collective: str, rank_group: RankGroup) -> Iterator[None]:
+    """Name the collective in errors of torch.distributed in the block; they stay the cause."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise named(error, collective, rank_group) from error
+
+
+class NamedWork:
+    """Wraps the ``Work`` of a backend whose works do not block the host: errors name the collective (``describe``)."""
+
+    __slots__ = ("describe", "rank_group", "work")
+
+    def __init__(self, work: dist.Work, rank_group: RankGroup, describe: Callable[[], str]) -> None:
+        self.work, self.rank_group, self.describe = work, rank_group, describe
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        """Order the current stream after the work, without waiting for it; raise a PeerFailureError if it failed."""
+        try:
+            self.work.wait()
+        except dist.DistError as error:
+            raise named(error, self.describe(), self.rank_group) from error
+
+
+def is_over(work: dist.Work, seconds: float) -> bool:
+    """Wait for a gloo ``Work`` for so many seconds, and return whether it has ended; raise its error if it failed."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        # The error of a Work that is still running; the group's timeout has a different text.
+        if "Operation timed out" in str(error):
+            return False
+        raise
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class WatchedWork:
     """Wraps a gloo ``Work``: logs once which ranks (``sources``) it waits for, and raises the cause if it fails.
@@ -233,22 +298,10 @@ class WatchedWork:
     def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""
         try:
-            if not self._is_over(min(LOOK_AFTER_S, WARN_AFTER_S)):
-                early = self.raises_early
-                keep_waiting(self._is_over, self.rank_group, self.sources, self.collective, raises_early=early)
-        except PeerFailureError:
+            if not is_over(self.work, min(LOOK_AFTER_S, WARN_AFTER_S)):
+                over, early = partial(is_over, self.work), self.raises_early
+                keep_waiting(over, self.rank_group, self.sources, self.collective, raises_early=early)
+        except UsageError:
             raise
         except RuntimeError as error:
-            # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
-            first = str(error).partition("\n")[0].partition(". ")[0]
-            raise failure_in(self.collective, self.rank_group, first) from error
-
-    def _is_over(self, seconds: float) -> bool:
-        try:
-            self.work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            # The error of a Work that is still running; the group's timeout has a different text.
-            if "Operation timed out" in str(error):
-                return False
-            raise
-        return True
+            raise failure_in(self.collective, self.rank_group, reason_of(error)) from error

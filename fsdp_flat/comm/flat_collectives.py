@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import torch_comm
-from fsdp_flat.comm.calls import unit_names
+from fsdp_flat.comm.calls import calls_of, unit_names
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
-from fsdp_flat.comm.failures import WatchedWork
+from fsdp_flat.comm.failures import NamedWork, WatchedWork, named
 from fsdp_flat.comm.rank_groups import RankGroup, global_ranks
 from fsdp_flat.comm.streams import Pending, unrecorded
 
@@ -49,10 +49,15 @@ class ReusesMemory(Protocol):
 
 
 class Collectives:
-    """Runs the collectives of one shard group of more than one rank on flat tensors: here, those of its backend."""
+    """Runs the collectives of one shard group of more than one rank on flat tensors: here, those of its backend.
 
-    def __init__(self, rank_group: RankGroup) -> None:
+    Errors name the unit by its id ``unit`` and ``name``.
+    """
+
+    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         assert rank_group.group is not None
+        self._unit = unit
+        self._name = name
         self.rank_group = rank_group
         self.group = rank_group.group
         self.rank = rank_group.rank
@@ -93,19 +98,50 @@ class Collectives:
         """Begin to all-gather ``whole``, which contains this rank's slice, and return the works."""
         return [torch_comm.all_gather_single(whole, self._own_slice(whole), group=self.group, async_op=True)]
 
+    def _describe(self, operation: str) -> str:
+        return f"the {operation} of unit {unit_names(self.group).get(self._unit, self._name)!r}"
+
     def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of ``whole``, without views of the slices of thousands of other ranks."""
         numel = whole.numel() // self.size
         return whole[self.rank * numel : (self.rank + 1) * numel]
 
 
-class GlooCollectives(Collectives):
-    """Uses gloo for CPU tensors. Errors name the unit by its id ``unit`` and ``name``."""
+class BackendCollectives(Collectives):
+    """Uses a backend of accelerators, such as NCCL: calls are noted, and errors name the unit.
+
+    The host waits for none of these collectives. It waits for the end of a backward, and by the calls that ranks have
+    noted finds out there if they wait in different ones.
+    """
 
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
-        super().__init__(rank_group)
-        self._unit = unit
-        self._name = name
+        super().__init__(rank_group, unit, name)
+        self._calls = calls_of(self.group)
+        unit_names(self.group).setdefault(unit, name)
+
+    def _gather_into(self, whole: torch.Tensor) -> Sequence[Any]:
+        self._calls.add("the all-gather", self._unit)
+        try:
+            (work,) = super()._gather_into(whole)
+        except dist.DistError as error:
+            raise named(error, self._describe("all-gather"), self.rank_group) from error
+        return [NamedWork(work, self.rank_group, partial(self._describe, "all-gather"))]
+
+    def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
+        self._calls.add("the reduce-scatter", self._unit)
+        out = full.new_empty(full.numel() // self.size)
+        try:
+            work = torch_comm.reduce_scatter_single(out, full, group=self.group, async_op=True)
+        except dist.DistError as error:
+            raise named(error, self._describe("reduce-scatter"), self.rank_group) from error
+        return Pending([NamedWork(work, self.rank_group, partial(self._describe, "reduce-scatter"))], out)
+
+
+class GlooCollectives(Collectives):
+    """Uses gloo for CPU tensors."""
+
+    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
+        super().__init__(rank_group, unit, name)
         self._others = rank_group.others
 
     def _gather_into(self, whole: torch.Tensor) -> Sequence[Any]:
@@ -137,8 +173,7 @@ class GlooCollectives(Collectives):
         return Pending([self._watched(work, "reduce-scatter", self._others)], full, finish)
 
     def _watched(self, work: Any, operation: str, sources: Sequence[int]) -> Any:
-        collective = f"the {operation} of unit {unit_names(self.group).get(self._unit, self._name)!r}"
-        return WatchedWork(work, self.rank_group, collective, sources)
+        return WatchedWork(work, self.rank_group, self._describe(operation), sources)
 
 
 class GlooAcceleratorCollectives(GlooCollectives):

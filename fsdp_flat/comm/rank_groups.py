@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ _CPU = torch.device("cpu")
 # Groups that the library has created, by default group; by ranks, purpose and timeout. torch holds each group that it
 # creates, and each costs connections, so all models share them.
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
+# The host group of each group that has one, and the other way round.
+_hosts: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
+_parents: WeakKeyDictionary[dist.ProcessGroup, ref[dist.ProcessGroup]] = WeakKeyDictionary()
 # By default group and global ranks, the number of groups created of just these.
 _num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # Groups of threads: destroy_process_group() makes torch forget a group, and gloo serves it as long as it is referenced.
@@ -109,9 +112,15 @@ def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend is not None and backend.name() == "gloo"
 
 
-def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device for small tensors of a group: the CPU if it has a CPU backend, else the compute device."""
-    return device if backend_of(group, _CPU) is None else _CPU
+def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Return whether collectives of ``group`` take CPU tensors, unlike those of NCCL."""
+    return is_fake(group) or backend_of(group, _CPU) is not None
+
+
+def has_accelerator_backend(group: dist.ProcessGroup, accelerator: torch.device) -> bool:
+    """Return whether ``group`` has a backend that was made for the accelerator, unlike gloo, such as NCCL."""
+    backend = None if is_fake(group) else backend_of(group, accelerator)
+    return backend is not None and backend.name() != "gloo"
 
 
 def _new_group(
@@ -147,7 +156,22 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if backend_of(group, _CPU) is not None:
         return group
-    return _shared_group(group, global_ranks(group), "host", backend="gloo")
+    # One for each group: calls of both are in one order.
+    host = _shared_group(group, global_ranks(group), f"host of {group.group_name}", backend="gloo")
+    _hosts[group], _parents[host] = ref(host), ref(group)
+    return host
+
+
+def known_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of the same ranks that moves CPU tensors if there is one yet, else ``group``."""
+    known = _hosts.get(group)
+    return (None if known is None else known()) or group
+
+
+def parent_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group that ``group`` is the host group of, else ``group`` itself."""
+    known = _parents.get(group)
+    return (None if known is None else known()) or group
 
 
 def outliving_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

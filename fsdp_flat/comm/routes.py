@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import irecv, isend
 
-from fsdp_flat.comm.failures import ended_ranks
+from fsdp_flat.comm.failures import ended_ranks, named_errors
 from fsdp_flat.comm.flat_collectives import (
+    BackendCollectives,
     CollectiveChoice,
     Collectives,
     CustomCollectives,
@@ -35,7 +36,7 @@ def collectives_for(
     def of_library(rank_group: RankGroup) -> Collectives:
         assert rank_group.group is not None
         if choice.backend or not moves_by_gloo(rank_group.group, device):
-            return Collectives(rank_group)
+            return BackendCollectives(rank_group, unit, name)
         if device.type == "cpu":
             return SharedMemoryCollectives(rank_group, unit, name, choice=choice)
         return GlooAcceleratorCollectives(rank_group, unit, name)
@@ -97,8 +98,12 @@ class GroupChannel:
         for channel in self._to_read:
             channel.wait()
         batch, self._batch = self._batch, []
-        for work in dist.batch_isend_irecv(batch) if batch else ():
-            work.wait()
+        if not batch:
+            return
+        assert self._group is not None
+        with named_errors("a transfer between ranks, for a state dict", RankGroup.of(self._group)):
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
 
 
 def absences(rank_group: RankGroup, *, asks_gloo: bool) -> dict[int, tuple[type[Exception], str]]:

@@ -7,6 +7,7 @@ These are all of them:
 * ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
 * ``torch.autograd.backward``, which ``Tensor.backward`` calls: ``inputs`` may be sharded parameters.
 * ``torch.optim.Optimizer.zero_grad``: gradients that no ``.grad`` shows yet are cleared too.
+* ``torch.distributed.barrier``: a rank that waits for long is seen by ranks that wait for it elsewhere.
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
-from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce, connected
+from fsdp_flat.comm import ALONE, RankGroup, barrier_begun, begin_all_reduce, connected, is_compared, wait_in_barrier
 from fsdp_flat.compat.installation import namespaces
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
@@ -45,6 +46,8 @@ _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
 _UNSCALE = "_unscale_grads_"
 _torch_unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = getattr(GradScaler, _UNSCALE)
 _torch_zero_grad: Callable[..., None] = torch.optim.Optimizer.zero_grad
+_torch_barrier: Callable[..., Any] = dist.barrier
+_BARRIER = inspect.signature(_torch_barrier)
 _torch_ddp_init: Callable[..., None] = DistributedDataParallel.__init__
 
 
@@ -63,7 +66,7 @@ def replace_at_first_unit() -> None:
 def replace_torch_functions() -> None:
     """Replace torch's functions again after :func:`restore_torch_functions`. The first unit does it by itself."""
     if not _State.replaced:
-        _rebind({_torch_clip_grad_norm_: clip_grad_norm_, _torch_grad: grad, _torch_backward: backward})
+        _rebind(_REPLACEMENTS)
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
@@ -76,7 +79,7 @@ def restore_torch_functions() -> None:
     They stay restored until :func:`replace_torch_functions` is called.
     """
     if _State.replaced:
-        _rebind({clip_grad_norm_: _torch_clip_grad_norm_, grad: _torch_grad, backward: _torch_backward})
+        _rebind({new: old for old, new in _REPLACEMENTS.items()})
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
@@ -303,6 +306,33 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
         for handle in unit.handles
         for visible in handle.visible
     }
+
+
+# -- barriers ----------------------------------------------------------------------------------------------------------
+
+
+@functools.wraps(_torch_barrier)
+def _barrier(*args: Any, **kwargs: Any) -> Any:
+    """Wait for all ranks of a group as ``torch.distributed.barrier``.
+
+    Raises:
+        UsageError: (a RuntimeError) another rank waits for this one in a collective of sharded parameters instead.
+    """
+    given = _BARRIER.bind(*args, **kwargs).arguments
+    group = given.get("group") or dist.group.WORLD
+    if given.get("async_op"):
+        barrier_begun()
+    elif group is not None and is_compared(group):
+        return wait_in_barrier(lambda async_op: _torch_barrier(**{**given, "async_op": async_op}), group)
+    return _torch_barrier(*args, **kwargs)
+
+
+_REPLACEMENTS: dict[Any, Any] = {
+    _torch_clip_grad_norm_: clip_grad_norm_,
+    _torch_grad: grad,
+    _torch_backward: backward,
+    _torch_barrier: _barrier,
+}
 
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------

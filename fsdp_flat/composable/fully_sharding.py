@@ -29,7 +29,9 @@ from fsdp_flat.runtime import (
     build_rows,
     check_callable,
     check_outside_units,
-    compute_device_from,
+    current_accelerator,
+    default_device,
+    devices_of,
     is_replicated,
     listed,
     precision_of_rows,
@@ -154,7 +156,9 @@ def fully_shard(
 
     Args:
         module: a module, or several that run one after another and form one unit.
-        mesh: 1-D, to shard over; or 2-D, of which dim 0 replicates and dim 1 shards. Default: all ranks.
+        mesh: 1-D, to shard over; or 2-D, of which dim 0 replicates and dim 1 shards. The parameters
+            move to its device type. Default: all ranks, and the device of the parameters, or the current accelerator
+            if the default group moves no CPU tensors, as NCCL's.
         reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost. A
             number of ranks, a factor of those that shard: groups of that many consecutive ranks hold all parameters
             between forward and backward, which all-gathers in the group; 1 is False, and all ranks is True.
@@ -182,10 +186,10 @@ def fully_shard(
     if shard_placement_fn is not None:
         check_callable("shard_placement_fn", shard_placement_fn)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
-    mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims))
     if offload_policy is not None and not is_a(offload_policy, "OffloadPolicy"):
         raise OptionTypeError(f"offload_policy must be an OffloadPolicy; got {type(offload_policy).__name__}.")
     offloads = is_a(offload_policy, "CPUOffloadPolicy")
+    mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims), members, offloads=offloads)
     options = _options(mp_policy, RowSharding(mesh, offloads, data_dims), reshard_after_forward)
     by_mesh = {mesh: options}
 
@@ -261,7 +265,8 @@ def _ignored(members: Sequence[nn.Module], ignored_params: set[nn.Parameter] | N
     return Ignored(frozenset(modules), frozenset(params))
 
 
-def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_or_default(mesh: DeviceMesh | None, members: Sequence[nn.Module], *, offloads: bool) -> DeviceMesh:
+    """Return the mesh of the call, by default one of all ranks, of the device on which the modules compute."""
     if mesh is not None:
         if not isinstance(mesh, DeviceMesh):
             raise OptionTypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}.")
@@ -276,7 +281,9 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
             "fully_shard needs a process group: call torch.distributed.init_process_group(...) first, and start the "
             "script with torchrun."
         )
-    device, _ = compute_device_from(None)
+    nested = [unit.options.device for member in members for unit in units_of(member)]
+    devices = nested or devices_of(child for member in members for child in modules_of(member))
+    device, _ = default_device(devices, [dist.group.WORLD], offloads=offloads and not nested)
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
@@ -306,7 +313,7 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
     mesh, data_dims = rows.mesh, rows.data_dims
     kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
-    device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
+    device = (None if mesh.device_type == "cpu" else current_accelerator()) or torch.device("cpu")
     options = UnitOptions(
         strategy=strategy,
         groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),

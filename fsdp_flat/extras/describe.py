@@ -114,8 +114,8 @@ class ModelDescription:
         most = size_text(self.most_gathered_nbytes)
         lines.append(f"{shape}; sizes of one unit on one rank; gathered at one time: at most {most}")
         if self.unsynchronized:
-            names = some_of(list(map(repr, self.unsynchronized)), 8)
-            lines.append(f"in no unit, with gradients of each rank's own: {names}")
+            shown = some_of(list(map(repr, self.unsynchronized)), 8)
+            lines.append(f"in no unit, with gradients of each rank's own: {shown}")
         return "\n".join(lines)
 
 

@@ -27,8 +27,8 @@ from fsdp_flat.comm import (
     P2PChannels,
     RankGroup,
     agree,
-    control_device,
     exchange_ints,
+    moves_cpu_tensors,
     true_on_any_rank,
 )
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
@@ -191,9 +191,7 @@ class MatrixOptimizer(Optimizer):
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
         rank_groups, device = index.rank_groups, self._device
         agree(lines, error, rank_groups, device, _ERROR_TEXTS)
-        self._compared = [
-            each for each in rank_groups if each.group is not None and control_device(each.group, device).type == "cpu"
-        ]
+        self._compared = [each for each in rank_groups if each.group is not None and moves_cpu_tensors(each.group)]
         # A step reports errors over groups of which some rank is in further ones.
         is_linked = len(self._compared) > 1
         self._linked = [each for each in self._compared if any(true_on_any_rank([is_linked], [each], device))]

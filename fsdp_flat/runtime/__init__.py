@@ -1,6 +1,7 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
 from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
+from fsdp_flat.runtime.compute_device import current_accelerator, default_device, devices_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
@@ -13,7 +14,6 @@ from fsdp_flat.runtime.options import (
     UnitControl,
     UnitOptions,
     check_callable,
-    compute_device_from,
     listed,
     precision_from,
     precision_of_rows,

@@ -90,6 +90,7 @@ def build_unit(
         was_meta = call.on_meta and materialize(modules, module, options, ignored)
         move_to_device(modules, options, ignored)
         params = _managed_params(module, name, ignored, call.owners, nested)
+        options = _on_device_of(params, nested, options)
         _check_renormalisation(modules, options, ignored)
     except Exception as error:
         if call.on_meta:
@@ -134,6 +135,14 @@ def build_unit(
         hide_compiled_name(child)
     _mark_holders(params, name)
     return unit
+
+
+def _on_device_of(params: Sequence[ManagedParam], nested: Sequence[Unit], options: UnitOptions) -> UnitOptions:
+    """Return options with the accelerator on which ``param_init_fn`` has put the parameters, if no other was chosen."""
+    found = [entry.param.device for entry in params] or [unit.options.device for unit in nested]
+    if options.device_given or options.device.type != "cpu" or not found or found[0].type in ("cpu", "meta"):
+        return options
+    return replace(options, device=found[0])
 
 
 def _mark_holders(params: Iterable[ManagedParam], unit_name: str) -> None:

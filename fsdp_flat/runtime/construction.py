@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -36,11 +37,17 @@ from fsdp_flat.runtime.build import (
     process_groups,
 )
 from fsdp_flat.runtime.casts import keep_full_precision
+from fsdp_flat.runtime.compute_device import (
+    compute_device_from,
+    current_accelerator,
+    default_device,
+    devices_of,
+    groups_from,
+)
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
     Ignored,
     UnitOptions,
-    compute_device_from,
     cpu_offload_from,
     precision_from,
     sync_states_from,
@@ -74,14 +81,17 @@ class Arguments:
 _ARGUMENT_NAMES = tuple(field.name for field in fields(Arguments))
 
 
-def _options_from(arguments: Arguments) -> UnitOptions:
-    """Return the validated options of a unit; other ranks, which may have been given valid ones, get an error too."""
+def _options_from(arguments: Arguments, default: Callable[[], tuple[torch.device, bool]]) -> UnitOptions:
+    """Return the validated options of a unit; other ranks, which may have been given valid ones, get an error too.
+
+    ``default`` returns the device without a ``device_id``, and whether CPU tensors move there.
+    """
     try:
-        return _validated(arguments)
+        return _validated(arguments, default)
     except Exception as error:
         with suppress(Exception):
             needs_two = isinstance(arguments.process_group, tuple) or getattr(arguments.device_mesh, "ndim", 1) == 2
-            device, _ = compute_device_from(None)
+            device = current_accelerator() or torch.device("cpu")
             try:
                 strategy = _strategy_of(arguments)
             except OptionError:
@@ -102,9 +112,23 @@ def _strategy_of(arguments: Arguments) -> Strategy:
     return strategy_from(arguments.sharding_strategy)
 
 
-def _validated(arguments: Arguments) -> UnitOptions:
+def _default_device(module: nn.Module, arguments: Arguments) -> tuple[torch.device, bool]:
+    """Return the device for a module without a ``device_id``, and whether its CPU tensors move there."""
+    ignored: set[nn.Parameter] = set()
+    for given in (arguments.ignored_modules, arguments.ignored_states):
+        for entry in given if isinstance(given, (list, tuple, set, frozenset)) else ():
+            ignored.update(entry.parameters() if isinstance(entry, nn.Module) else [entry])
+    own = devices_of([child for _, child in own_modules(module)], ignored)
+    devices = own or [unit.options.device for unit in units_of(module)]
+    groups = groups_from(arguments.process_group, arguments.device_mesh)
+    offloads = getattr(arguments.cpu_offload, "offload_params", False) is True
+    return default_device(devices, groups, offloads=offloads)
+
+
+def _validated(arguments: Arguments, default: Callable[[], tuple[torch.device, bool]]) -> UnitOptions:
     strategy = _strategy_of(arguments)
-    device, device_given = compute_device_from(arguments.device_id)
+    given = compute_device_from(arguments.device_id)
+    device, device_given = default() if given is None else (given, True)
     precision = precision_from(arguments.mixed_precision)
     cpu_offload = cpu_offload_from(arguments.cpu_offload)
     prefetch = arguments.backward_prefetch
@@ -142,7 +166,8 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     """
     if not isinstance(module, nn.Module):
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
-    options = _options_from(arguments)
+    default = functools.cache(functools.partial(_default_device, module, arguments))
+    options = _options_from(arguments, default)
     plan, ignored, compared = _agreed_plan(module, arguments, options)
     # Ranks have agreed on the plan, and do so again where callers' code runs; another error may be of this rank alone.
     with reported_failure(options.groups.rank_groups):
@@ -155,7 +180,7 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
             given = Arguments(**kwargs)
             key = tuple([id(getattr(given, name)) for name in _ARGUMENT_NAMES])
             if key not in known:
-                known[key] = given, _options_from(given)
+                known[key] = given, _options_from(given, default)
             _, own = known[key]
             nested = units_of(child)
             child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Pending, true_on_any_rank, unrecorded
+from fsdp_flat.comm import Pending, doing, true_on_any_rank, unrecorded
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -140,15 +140,16 @@ def summon_full_params(
             unit.reshard()
     device = torch.device("cpu") if offload_to_cpu else None
     with ExitStack() as stack:
-        for unit in units:
-            shown = not rank0_only or unit.options.groups.primary.rank == 0
-            whole = stack.enter_context(full_params(unit, device=device, show=shown))
-            if with_grads:
-                stack.enter_context(_full_grads(unit, show=shown, writeback=writeback))
-            if writeback:
-                stack.enter_context(_written_back(unit, whole))
-            stack.callback(setattr, unit, "phase", unit.phase)
-            unit.phase = Phase.SUMMONED
+        with doing("summon_full_params"):
+            for unit in units:
+                shown = not rank0_only or unit.options.groups.primary.rank == 0
+                whole = stack.enter_context(full_params(unit, device=device, show=shown))
+                if with_grads:
+                    stack.enter_context(_full_grads(unit, show=shown, writeback=writeback))
+                if writeback:
+                    stack.enter_context(_written_back(unit, whole))
+                stack.callback(setattr, unit, "phase", unit.phase)
+                unit.phase = Phase.SUMMONED
         yield
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.layout import join_fqn
@@ -161,16 +161,17 @@ def broadcast_from_rank_zero(tensors: Iterable[torch.Tensor], groups: ShardingGr
         assert rank_group.group is not None
         source = dist.get_global_rank(rank_group.group, 0)
         works = []
-        for data in targets:
-            received = data.contiguous()
-            # Broadcast bytes: backends support few dtypes (gloo neither float8 nor int16).
-            sent = received.view(-1).view(torch.uint8)
-            works.append((dist.broadcast(sent, src=source, group=rank_group.group, async_op=True), received, data))
-        for work, received, target in works:
-            if work is not None:
-                work.wait()
-            if received is not target:
-                target.copy_(received)
+        with named_errors("the broadcast of rank 0's weights", rank_group):
+            for data in targets:
+                received = data.contiguous()
+                # Broadcast bytes: backends support few dtypes (gloo neither float8 nor int16).
+                sent = received.view(-1).view(torch.uint8)
+                works.append((dist.broadcast(sent, src=source, group=rank_group.group, async_op=True), received, data))
+            for work, received, target in works:
+                if work is not None:
+                    work.wait()
+                if received is not target:
+                    target.copy_(received)
 
 
 # By bytes per element: the dtype for reading the bits, and a pattern, a NaN in every floating-point dtype, that no

@@ -17,7 +17,6 @@ from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime.torch_runtime import BatchNorm
-from fsdp_flat.user_warnings import warn_user
 
 SyncStates = Literal["warn", "broadcast", "auto", "raise"]
 
@@ -103,7 +102,7 @@ class UnitOptions:
     """Holds the validated options of one unit.
 
     Attributes:
-        device_given: the caller passed the device, so parameters are moved there.
+        device_given: parameters on the CPU move to the device: the caller passed it, or the group moves none there.
         sync_states: action if ranks start from different weights.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
         front: how callers meet the unit.
@@ -273,42 +272,6 @@ def sync_states_from(value: object) -> SyncStates:
     if value in ("auto", "raise"):
         return value
     raise OptionError(f'sync_module_states must be True, False, "auto" or "raise"; got {value!r}.')
-
-
-def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
-    """Return the compute device, and whether the caller passed it; for None the accelerator, or the CPU without one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device_id is None:
-        if accelerator is None:
-            return torch.device("cpu"), False
-        return torch.device(accelerator.type, torch.accelerator.current_device_index()), False
-    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
-        raise OptionTypeError(f"device_id must be an int or a torch.device; got {device_id!r}.")
-    if isinstance(device_id, int):
-        if accelerator is None:
-            raise OptionError(
-                f"device_id={device_id} names an accelerator, but this machine has none. Leave device_id out to run on "
-                'the CPU, or pass torch.device("cpu").'
-            )
-        return torch.device(accelerator.type, device_id), True
-    try:
-        device = torch.device(device_id)
-    except RuntimeError as error:
-        raise OptionError(f"device_id={device_id!r} names no device: {error}") from error
-    if device.type == "cpu":
-        return torch.device("cpu"), True
-    if accelerator is None or device.type != accelerator.type:
-        there = "no accelerator" if accelerator is None else f"a {accelerator.type} accelerator"
-        raise OptionError(
-            f"device_id={device_id!r} names a device that cannot compute here; this machine has {there}. Leave "
-            "device_id out to have the best there is."
-        )
-    if device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-        warn_user(
-            f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index."
-        )
-    return device, True
 
 
 def cpu_offload_from(value: Any) -> CPUOffload:

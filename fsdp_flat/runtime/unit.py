@@ -123,6 +123,12 @@ class Unit:
         for mesh in self.meshes:
             mesh.use_context(context)
 
+    def use_device(self, device: torch.device) -> None:
+        """Compute on another device from now on, to which the parameters have moved; the tree gets new streams."""
+        for mesh in self.meshes:
+            mesh.use_device(device)
+        self.options = self.meshes[0].options
+
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import methodcaller
 from typing import Any
 
@@ -34,14 +35,14 @@ class SmallerGroup:
 
     def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
         self.rank_group = subgroup_of(shard, num_ranks)
-        self._device, self._unit, self._name = device, unit, name
+        self.device, self._unit, self._name = device, unit, name
         num_kept = shard.size // num_ranks
         self._ranks = range(self.rank_group.rank * num_kept, (self.rank_group.rank + 1) * num_kept)
         self.use_collectives(CollectiveChoice())
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
         """Use the collectives of ``choice`` in later steps."""
-        collectives = collectives_for(self.rank_group, self._device, choice, unit=self._unit, name=self._name)
+        collectives = collectives_for(self.rank_group, self.device, choice, unit=self._unit, name=self._name)
         assert collectives is not None
         self.collectives = collectives
 
@@ -106,6 +107,14 @@ class UnitMesh:
         self.step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)
         if self.smaller_group is not None:
             self.smaller_group.use_collectives(choice)
+
+    def use_device(self, device: torch.device) -> None:
+        """Compute on another device from now on, to which the handles have moved."""
+        self.options = replace(self.options, device=device)
+        self.collectives = collectives_for(self.groups.shard, device, unit=self.unit_id, name=self.name)
+        if self.smaller_group is not None:
+            self.smaller_group.device = device
+        self.use_collectives(self.choice)
 
     def summary(self) -> str:
         """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""

@@ -28,6 +28,7 @@ from fsdp_flat.comm import (
     begin_all_reduce,
     connected,
     digest_of,
+    doing,
     exchange_if_different,
     fingerprint,
 )
@@ -35,6 +36,7 @@ from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import PLAIN, check_module, is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.group_settings import group_settings
+from fsdp_flat.runtime.options import UnitOptions
 from fsdp_flat.runtime.torch_runtime import is_replicated
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
@@ -288,9 +290,14 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
     units = units_of(model)
     if not units:
         raise OptionError(f"check_replicas takes a sharded model; a {type(model).__name__} without a unit was given.")
-    for unit in units:
-        unit.context.recover()
-    options = units[0].options
+    with doing("check_replicas"):
+        for unit in units:
+            unit.context.recover()
+        return _all_differing(model, optim, units[0].options)
+
+
+def _all_differing(model: nn.Module, optim: torch.optim.Optimizer | None, options: UnitOptions) -> list[str]:
+    """Return the names of tensors and settings that differ between ranks. Every rank must call this."""
     found = RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
     settings = {} if optim is None else group_settings(model, optim)
     prints = {

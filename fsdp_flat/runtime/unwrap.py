@@ -17,7 +17,7 @@ from fsdp_flat.runtime.casts import drop_full_precision
 from fsdp_flat.runtime.full_params import all_gather_full
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.schedule import outermost_of
+from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 # The name component that torch.compile adds.
@@ -51,7 +51,18 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
             clear_padding(handle.flat_param.data, handle.layout, handle.spec.rank)
             unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
+    _follow_parameters(unit)
     return True
+
+
+def _follow_parameters(unit: Unit) -> None:
+    """Have a unit without a ``device_id`` compute where its parameters are now, or those of the units inside it."""
+    nested = units_of(unit.module)
+    found = [h.spec.device for h in unit.handles] or [each.options.device for each in nested if each is not unit]
+    if unit.options.device_given or not found or found[0].type == "meta" or found[0] == unit.options.device:
+        return
+    unit.use_device(found[0])
+    reset_schedule(unit.context.units if isinstance(unit.context, Schedule) else [unit])
 
 
 def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:

@@ -110,10 +110,10 @@ def write_error(folder: str, task: Callable[[], object]) -> None:
     Path(folder, f"rank{dist.get_rank()}").write_text(f"{time.monotonic() - begun:.1f} s, {error}")
 
 
-def told(folder: Path, function: Callable[..., None], *arguments: str) -> dict[int, str]:
+def told(folder: Path, function: Callable[..., None], *arguments: str, num_ranks: int = 4) -> dict[int, str]:
     """Run a function on ranks of its own, and return what each wrote, by rank."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    spawn(function, store.port, *arguments, str(folder), num_ranks=4)
+    spawn(function, store.port, *arguments, str(folder), num_ranks=num_ranks)
     return {int(path.name[-1]): path.read_text() for path in sorted(folder.glob("rank*"))}
 
 

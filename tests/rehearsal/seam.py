@@ -2,7 +2,7 @@
 
 * ``fsdp_flat.runtime.reduction.Streams`` manages the streams of a tree. Here they are recording streams, created in
   the order in which a step first uses them.
-* ``fsdp_flat.runtime.construction.compute_device_from`` returns the accelerator.
+* ``fsdp_flat.runtime.construction.default_device`` returns the accelerator.
 * ``fsdp_flat.comm.torch_comm`` holds aliases of two functions of ``torch.distributed``.
 * :func:`gathering_units` watches the two methods of a unit that begin and end its all-gather.
 * :func:`names_of_storages`, :func:`unsharded_buffers` and :func:`num_unsharded` ask units for their handles, shards,
@@ -41,7 +41,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         replace(fsdp_flat.runtime.reduction, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
-        replace(fsdp_flat.runtime.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
+        replace(fsdp_flat.runtime.construction, "default_device", lambda *_, **__: (DEVICE, False))
         for owner in (dist, torch_comm):
             for name, function in functions.items():
                 if hasattr(owner, name):

@@ -44,7 +44,7 @@ def sharded(run: Rehearsal, build: Callable[[], Any] = Stack, **kwargs: Any) -> 
         model = build()
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     module = fsdp_flat.composable.fully_sharding
-    with mock.patch.object(module, "compute_device_from", return_value=(DEVICE, False)):
+    with mock.patch.object(module, "current_accelerator", return_value=DEVICE):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **kwargs)
         fully_shard(model, mesh=mesh, **kwargs)
