@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, counted
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import UnitOptions, units_of
@@ -99,7 +99,7 @@ class ModelDescription:
         sums = [sum(getattr(unit, column) for unit in self.units) for column in _SUMMED]
         rows.append(("all", "", "", *[f"{number:,}" for number in sums]))
         lines = aligned(rows, left=range(3))
-        shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
+        shape = f"{counted(self.num_shards, 'shards')} x {counted(self.num_replicas, 'replicas')}"
         lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
         return "\n".join(lines)
 

@@ -121,7 +121,7 @@ blocks.0  FULL_SHARD  float32           3       289          0    584         0 
 blocks.1  FULL_SHARD  float32           3       289        136    580       272     1,160
 blocks.2  FULL_SHARD  float32           3       289        289    584       584     1,168
 all                                    13       984        542  1,984     1,092     3,968
-2 shards x 1 replicas; bytes of one rank; gathered at one time: at most 2,808"""
+2 shards x 1 replica; bytes of one rank; gathered at one time: at most 2,808"""
 
 
 def test_a_plan_prints_a_table_and_needs_no_process_group() -> None:
