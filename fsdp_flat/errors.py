@@ -12,6 +12,7 @@
     |-- OptionTypeError        (TypeError)            an argument of the wrong type
     |-- UsageError             (RuntimeError)         a call in the wrong order or on the wrong object
     |   |-- PhaseError         (AssertionError too)   the same, where torch raises AssertionError
+    |   |-- LocalShardError    (ValueError too)       an optimizer that needs full parameters was given local shards
     |   `-- PeerFailureError                          another rank failed; its message is in the text
     |-- UnsupportedError       (NotImplementedError)  a combination that does not exist
     `-- LoadError              (RuntimeError)         a state dict that does not fit the model
@@ -63,6 +64,10 @@ class PhaseError(UsageError, AssertionError):
     """Raised for a :class:`UsageError` for which FSDP1 or FSDP2 raises ``AssertionError``."""
 
 
+class LocalShardError(UsageError, ValueError):
+    """Raised if an optimizer that computes with full parameters, as Muon does, was given local shards."""
+
+
 class PeerFailureError(UsageError):
     """Raised if another rank of the group failed; its rank and message are in the text."""
 
@@ -73,6 +78,12 @@ class UnsupportedError(FsdpFlatError, NotImplementedError):
 
 class LoadError(FsdpFlatError, RuntimeError):
     """Raised if a state dict does not fit the model it is loaded into."""
+
+
+def counted(num: int, noun: str) -> str:
+    """Return a number with a noun, given in its plural ("3 ranks", "1 rank"), which ends in s."""
+    one = noun.removesuffix("ies") + "y" if noun.endswith("ies") else noun.removesuffix("s")
+    return f"{num:,} {one if num == 1 else noun}"
 
 
 def some_of(items: list[str] | tuple[str, ...], most: int, separator: str = ", ") -> str:

@@ -161,10 +161,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             return super().__getattr__(name)
         except AttributeError:
             if name == "_unit":
-                raise UsageError(
-                    "This wrapper is not in use any more (or was never built): fsdp_flat.unwrap has taken its module "
-                    "out. Use the module that unwrap returned."
-                ) from None
+                raise UsageError(runtime.NOT_IN_USE) from None
             if name == FSDP_WRAPPED_MODULE or FSDP_WRAPPED_MODULE not in self.__dict__.get("_modules", {}):
                 raise
             wrapped = self._modules[FSDP_WRAPPED_MODULE]
@@ -378,7 +375,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """
         if not isinstance(state_dict, Mapping):
             raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
-        with state.all_or_nothing(self, strict=strict, assign=assign):
+        loads = state.all_or_nothing(self, strict=strict, assign=assign)
+        with state.with_advice(self, state_dict), loads:
             return super().load_state_dict(state.with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
 
     def _load_from_state_dict(

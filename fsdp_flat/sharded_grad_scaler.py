@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_flat.comm import RankGroup, backend_of, begin_all_reduce
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError, counted
 
 __all__ = ["ShardedGradScaler"]
 
@@ -241,7 +241,7 @@ class ShardedGradScaler(GradScaler):
             raise PhaseError(f"{wanted}; got {type(new_scale).__name__}.")
         if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
             raise PhaseError(
-                f"{wanted}; got {new_scale.numel()} elements on {new_scale.device} with "
+                f"{wanted}; got {counted(new_scale.numel(), 'elements')} on {new_scale.device} with "
                 f"requires_grad={new_scale.requires_grad}."
             )
         return new_scale.reshape(())

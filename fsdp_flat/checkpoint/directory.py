@@ -41,7 +41,7 @@ from fsdp_flat.comm import (
     global_ranks,
 )
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
-from fsdp_flat.runtime import units_of
+from fsdp_flat.runtime import no_units, units_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_settings
 
 _logger = logging.getLogger("fsdp_flat")
@@ -175,7 +175,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     """Return the process group of all ranks that hold a shard or a replica of the model."""
     units = units_of(model)
     if not units:
-        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
+        raise no_units(model)
     params = [entry for unit in units for handle in unit.handles for entry in handle.params]
     groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
     groups += [group for entry in params for group in entry.adapter.mesh_groups if dist.get_world_size(group) > 1]
@@ -442,9 +442,13 @@ def candidates(directory: Path, step: int | None) -> tuple[list[str], list[str]]
                 "alone."
             )
         state = "is empty" if directory.exists() else "does not exist"
-        beside = some_of(_visible(directory.parent), 10) or "nothing"
+        beside = some_of(_visible(directory.parent), 4) or "nothing"
         _logger.warning(
-            "Nothing to load: %s %s (beside it: %s). load_checkpoint returns None.", directory, state, beside
+            "Starting without a checkpoint: %s %s, so load_checkpoint loads nothing and returns None, as in the first "
+            "run of a training. If it should have found one: beside that directory there is %s.",
+            directory,
+            state,
+            beside,
         )
     return [path_of(directory, step).name for step in steps], cut_off
 

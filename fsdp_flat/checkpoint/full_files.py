@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.directory import (
+    COMMIT_NAME,
     LOADING,
     SAVING,
     Consensus,
@@ -24,6 +25,7 @@ from fsdp_flat.checkpoint.directory import (
     boxed_state_dict,
     check_file,
     check_sums,
+    list_steps,
     path_of_user,
     progress_bar,
 )
@@ -38,10 +40,10 @@ from fsdp_flat.checkpoint.safetensors_files import (
     read_safetensors,
 )
 from fsdp_flat.comm import ALONE, RankGroup
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import added_prefix, clean_fqn, misfits
-from fsdp_flat.runtime import RankZeroTensors, unit_of, units_of
+from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits
+from fsdp_flat.runtime import RankZeroTensors, no_units, unit_of, units_of
 from fsdp_flat.state import (
     TEMPLATE,
     BoxedTensor,
@@ -150,7 +152,7 @@ def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
         return sharded[0] if sharded else ALONE
     units = units_of(model)
     if not units:
-        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
+        raise no_units(model)
     return max((unit.options.groups.shard for unit in units), key=lambda group: group.size)
 
 
@@ -537,7 +539,7 @@ def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
         pairs = {prefix + name: name for name in unexpected if prefix + name in lacking}
         advice = f"rename=lambda name: {prefix!r} + name"
     if pairs:
-        found.append(f"load_full(..., {advice}) would find {len(pairs)} names that are missing now")
+        found.append(f"load_full(..., {advice}) would find {counted(len(pairs), 'names')} missing now")
     mapped = set(pairs.values())
     return found + misfits([n for n in missing if n not in pairs], [n for n in unexpected if n not in mapped])
 
@@ -588,9 +590,24 @@ def _files_of(path: Path) -> list[Path]:
     index = path / INDEX_NAME
     if not os.path.lexists(index):
         if not os.path.lexists(path / SINGLE_NAME):
-            raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
+            raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{_held_instead(path)}.")
         return [path / SINGLE_NAME]
     return [index, *files_in_index(index)]
+
+
+def _held_instead(path: Path) -> str:
+    """Return what a directory holds instead of a full model, and what loads that; empty if it is nothing known."""
+    if (path / COMMIT_NAME).exists() or list_steps(path):
+        return (
+            ", but a checkpoint of save_checkpoint. Load it by fsdp_flat.load_checkpoint(directory, model, optimizer), "
+            "or write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"
+        )
+    if (path / ".metadata").exists():
+        return (
+            ", but a checkpoint of torch.distributed.checkpoint. Load it by torch.distributed.checkpoint.load, or "
+            "write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"
+        )
+    return ""
 
 
 def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> None:
@@ -641,5 +658,6 @@ def _from_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
             "or a .safetensors file."
         ) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise LoadError(f"{path} holds no state dict of tensors; save model.state_dict() by itself.")
+        advice = advice_on(state, ()) if isinstance(state, Mapping) else ""
+        raise LoadError(f"{path} holds no state dict of tensors; save model.state_dict() by itself. {advice}".rstrip())
     return dict(state), {name: name for name in state}

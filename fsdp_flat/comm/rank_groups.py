@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_flat.api import ShardingStrategy, member_of
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.torch_comm import backend_of, timeout_of
-from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
 
 _CPU = torch.device("cpu")
 # Groups that the library has created, by default group; by ranks, purpose and timeout. torch holds each group that it
@@ -91,7 +91,7 @@ def connected(rank_groups: Iterable[RankGroup]) -> list[RankGroup]:
 def destroyed_error(group: dist.ProcessGroup) -> UsageError:
     """Create the error for a model whose process group was destroyed."""
     return UsageError(
-        f"A process group of {group.size()} ranks, in which this is rank {group.rank()}, was destroyed "
+        f"A process group of {counted(group.size(), 'ranks')}, in which this is rank {group.rank()}, was destroyed "
         "(torch.distributed.destroy_process_group), and a FullyShardedDataParallel that was made with it is still in "
         "use. Destroy groups after the last step, state_dict and checkpoint; for a new group, load the model's state "
         "into one that is wrapped with it."
@@ -377,8 +377,8 @@ def _node_groups(device: torch.device) -> ShardingGroups:
         local = world if device.type == "cpu" else min(torch.accelerator.device_count(), world)
     if world % local != 0:
         raise OptionError(
-            f"A hybrid strategy without groups shards within a node, but {world} ranks do not divide into nodes of "
-            f"{local}. Pass a 2-D device_mesh or process_group=(shard_group, replicate_group)."
+            f"A hybrid strategy without groups shards within a node, but nodes of {local} do not divide "
+            f"{counted(world, 'ranks')}. Pass a 2-D device_mesh or process_group=(shard_group, replicate_group)."
         )
     nodes = [list(range(start, start + local)) for start in range(0, world, local)]
     shard, _ = dist.new_subgroups_by_enumeration(nodes)

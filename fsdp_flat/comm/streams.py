@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from fsdp_flat.comm.torch_comm import profiler_is_on
+from fsdp_flat.comm.torch_comm import profiler_is_on, transforms_are_active, unseen_by_transforms
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -230,6 +230,11 @@ def unrecorded() -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
         return _out_of_inference_mode()
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Hide an all-gather inside the block from a transform of ``torch.func``, if one is running."""
+    return unseen_by_transforms() if transforms_are_active() else _NOTHING
 
 
 @contextmanager

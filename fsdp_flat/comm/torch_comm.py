@@ -37,6 +37,12 @@ def unseen_by_modes() -> AbstractContextManager[Any]:
     return _python_dispatch._disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
+# Returns whether a transform of ``torch.func`` is running, and a context that hides operations from it, as FSDP2's
+# hooks do: such a transform refuses writes to captured tensors, as those of an all-gather.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+unseen_by_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._DisableFuncTorch
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store of a group; torch has no public accessor for it."""
     store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]

@@ -1,28 +1,25 @@
 """Implements ``install()``, which makes the names of torch's FSDPs resolve to fsdp_flat's, in all imported code.
 
-The private functions at the end have the names, arguments and results of ``torch.distributed.fsdp``'s
-``_common_utils``, ``_traversal_utils``, ``_runtime_utils`` and ``_unshard_param_utils``. A call is dispatched by its
-first argument: torch's function is called for a module that contains none of our wrappers. Our wrapper is both the FSDP
-state and the module. ``torch.distributed.fsdp`` is imported by ``install()`` only.
+Private functions of torch are replaced by functions that choose by their arguments: ours, or an error, where one holds
+an object of ours (``private_names``), else torch's. ``torch.distributed.fsdp`` is imported by ``install()`` only.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import process
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
-
-from fsdp_flat.compat import client_gates
-from fsdp_flat.compat.semi_private import FlatParamHandle, UndocumentedMembers
+from fsdp_flat.compat import client_gates, private_functions
+from fsdp_flat.compat.private_names import JOINED, RAISES, WORKS
 from fsdp_flat.compat.torch_names import (
     FSDP2_MODULES,
     FSDP2_NAMES,
@@ -30,12 +27,10 @@ from fsdp_flat.compat.torch_names import (
     OURS,
     PEER,
     PRIVATE_MODULES,
-    SUBSTITUTES,
     home_of,
     is_inside,
 )
-from fsdp_flat.errors import UsageError
-from fsdp_flat.runtime import summon_full_params
+from fsdp_flat.errors import UsageError, counted
 from fsdp_flat.wrap import _Policy
 
 
@@ -57,7 +52,7 @@ class Installation:
         modules: dict[str, list[str]] = {}
         for module, name in self.replaced:
             modules.setdefault(module, []).append(name)
-        lines = [f"{len(self.replaced)} names in {len(modules)} modules are fsdp_flat's now:"]
+        lines = [f"{counted(len(self.replaced), 'names')} in {counted(len(modules), 'modules')} are fsdp_flat's now:"]
         lines += [f"  {module}: {', '.join(names)}" for module, names in modules.items()]
         if self.left:
             lines.append(f"made of torch's FSDP1 before, and unusable until uninstall(): {', '.join(self.left)}")
@@ -214,23 +209,51 @@ def _subclasses(cls: type) -> list[type]:
 
 @functools.cache
 def _fsdp1_bindings() -> tuple[_Binding, ...]:
-    """Pair all names of FSDP1, once, before anything is replaced."""
+    """Pair all names of FSDP1, and the private ones of both FSDPs, once, before anything is replaced."""
     # Activation checkpointing tests policies by class; a policy of torch's class must pass too.
     _Policy.register(importlib.import_module(f"{PEER}.wrap")._Policy)
     found: list[_Binding] = []
-    either: dict[Any, Callable[..., Any]] = {}
+    private = " ".join(WORKS.values()).split()
     for suffix in (*MIRRORED_MODULES, *PRIVATE_MODULES):
         namespace = vars(importlib.import_module(f"{PEER}.{suffix}" if suffix else PEER))
         for name, theirs in namespace.items():
             # Strategies are in plain lists and tuples.
             is_of_peer = str(getattr(theirs, "__module__", "")).startswith(PEER) or name.endswith("_STRATEGIES")
             home = home_of(suffix, name) if is_of_peer else None
-            if home is not None:
-                ours = getattr(importlib.import_module(home), name)
-                if home == SUBSTITUTES and isinstance(ours, FunctionType):
-                    ours = either.setdefault(theirs, _either(ours, theirs))
-                found.append(_Binding(namespace, name, theirs, ours))
-    return tuple(found)
+            if home is not None and name not in private:
+                found.append(_Binding(namespace, name, theirs, getattr(importlib.import_module(home), name)))
+    return (*found, *_private_bindings())
+
+
+def _private_bindings() -> list[_Binding]:
+    """Pair the functions and classes of the table of private names, wherever torch's modules have bound them."""
+    ours = {}
+    for suffix, names in WORKS.items():
+        for name in names.split():
+            theirs = getattr(_torch_module(suffix), name, None)
+            if theirs is not None:  # older versions lack some
+                ours[theirs] = private_functions.either(getattr(private_functions, name), theirs)
+    for advice, by_module in RAISES.items():
+        for suffix, names in by_module.items():
+            for name in names.split():
+                theirs = getattr(_torch_module(suffix), name, None)
+                if theirs is not None:
+                    ours[theirs] = private_functions.either(private_functions.refusal(name, advice), theirs)
+    for (suffix, name), classes in JOINED.items():
+        theirs = getattr(_torch_module(suffix), name)
+        ours[theirs] = private_functions.joined(theirs, list(map(pkgutil.resolve_name, classes)))
+    by_id = {id(theirs): each for theirs, each in ours.items()}
+    torchs = [vars(module) for name, module in list(sys.modules.items()) if is_inside(name, "torch.distributed")]
+    return [
+        _Binding(namespace, name, value, by_id[id(value)])
+        for namespace in torchs
+        for name, value in list(namespace.items())
+        if id(value) in by_id
+    ]
+
+
+def _torch_module(suffix: str) -> ModuleType:
+    return importlib.import_module(f"torch.distributed.{suffix}")
 
 
 @functools.cache
@@ -246,17 +269,6 @@ def _fsdp2_bindings() -> tuple[_Binding, ...]:
     )
 
 
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ours if its first argument contains one of our wrappers, else torch's."""
-
-    @functools.wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        return (ours if isinstance(first, nn.Module) and _get_fsdp_states(first) else theirs)(*args, **kwargs)
-
-    return call
-
-
 def _guarded_init(self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace torch's constructor while fsdp_flat is installed, to prevent mixing the two by accident.
 
@@ -270,69 +282,3 @@ def _guarded_init(self: Any, *args: Any, **kwargs: Any) -> None:
         "replace (a subclass, a default argument, a container). Call fsdp_flat.install() before importing the code "
         "that made it."
     )
-
-
-# -- private functions of torch, for our wrapper ----------------------------------------------------------------------
-
-
-def _get_module_fsdp_state(module: nn.Module) -> UndocumentedMembers | None:
-    return module if isinstance(module, UndocumentedMembers) else None
-
-
-_get_module_fsdp_state_if_fully_sharded_module = _get_module_fsdp_state
-
-
-def _get_fsdp_states(module: nn.Module) -> list[UndocumentedMembers]:
-    return [child for child in module.modules() if isinstance(child, UndocumentedMembers)]
-
-
-def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[UndocumentedMembers], list[UndocumentedMembers]]:
-    return _get_fsdp_states(module), _get_fsdp_states(module)
-
-
-def _get_fsdp_root_states(module: nn.Module) -> list[UndocumentedMembers]:
-    wrapper: Any = next(iter(_get_fsdp_states(module)), None)
-    return [] if wrapper is None else wrapper.fsdp_modules(module, root_only=True)
-
-
-def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
-    return [handle for wrapper in _get_fsdp_states(module) for handle in wrapper._named_handles()]
-
-
-def _is_fsdp_root(state: Any, module: nn.Module) -> bool:
-    return bool(state.check_is_root())
-
-
-def _lazy_init(state: Any, root_module: nn.Module) -> Any:
-    state.check_is_root()
-    return state
-
-
-def _module_handle(state: UndocumentedMembers, module: nn.Module) -> FlatParamHandle | None:
-    return state._handle
-
-
-def _has_fsdp_params(state: UndocumentedMembers, module: nn.Module) -> bool:
-    return state._has_params
-
-
-def _reshard(state: UndocumentedMembers, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
-    handle.reshard(free_unsharded_flat_param)
-
-
-def _post_backward_final_callback(state: UndocumentedMembers, module: nn.Module) -> None:
-    state.reset_iter_state()  # clients call it to clean up after a step that raised
-
-
-def _unshard_params_for_summon(
-    module: nn.Module,
-    state: UndocumentedMembers,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
-) -> AbstractContextManager[Any]:
-    return summon_full_params(module, False, writeback, rank0_only, offload_to_cpu, with_grads)
-
-
-_unshard_params = summon_full_params

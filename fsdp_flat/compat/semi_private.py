@@ -8,7 +8,7 @@ flat parameter. The wrapper class inherits from :class:`UndocumentedMembers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
@@ -33,7 +33,7 @@ from fsdp_flat.compat.torch_names import (
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, clean_fqn, flat_param_name
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, alignment_numel, clean_fqn, flat_param_name
 from fsdp_flat.runtime import (
     Phase,
     Schedule,
@@ -155,10 +155,50 @@ def _as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
 class GroupMember:
     """Provides the group that a unit is sharded over (with NO_SHARD: replicated over), and this rank in it."""
 
+    _device_handle = property(lambda self: torch.get_device_module(self._unit.options.device))
+    _debug_level = property(lambda self: dist.get_debug_level())
+
     process_group = derived("_unit.options.groups.process_group")
     _use_orig_params = derived("_unit.options.use_orig_params")
     rank = derived("_unit.options.groups.primary.rank")
     world_size = derived("_unit.options.groups.primary.size")
+
+
+class _ParamInfo(NamedTuple):
+    """Locates the first registration of a parameter; ``module_name`` is relative to the unit's module."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+class _SharedParamInfo(NamedTuple):
+    """Locates a further registration of a parameter, and the first one."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module
+    prim_module_name: str
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """Describes the parameters of which this rank's shard holds a part; ends of ``param_offsets`` are inclusive."""
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[torch.Size, ...]
+    param_strides: tuple[tuple[int, ...], ...]
+    param_contiguities: tuple[bool, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+class _OfModules(list[Any]):
+    """Lists things that refer to modules, and is pickled empty: a pickled flat parameter belongs to no model."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ()
 
 
 class _ShardParamInfo(NamedTuple):
@@ -184,6 +224,12 @@ def describe_flat_params(unit: Unit) -> None:
             _num_params=len(infos),
             _fqns=[param_info.fqn for param_info in infos],
             _shapes=[torch.Size(param_info.shape) for param_info in infos],
+            _strides=[torch.empty(param_info.shape, device="meta").stride() for param_info in infos],
+            _contiguities=[True] * len(infos),
+            _param_extensions=[None] * len(infos),
+            _param_infos=_OfModules(_first_sites(handle)),
+            _shared_param_infos=_OfModules(_further_sites(handle)),
+            _modules=_OfModules({site.module: None for entry in handle.params for site in entry.sites}),
             _numels=tuple([param_info.numel for param_info in infos]),
             _numels_with_padding=tuple([numel for numel, _ in numels]),
             _is_padding_mask=[is_padding for _, is_padding in numels],
@@ -195,6 +241,22 @@ def describe_flat_params(unit: Unit) -> None:
             _unpadded_unsharded_size=torch.Size([layout.unpadded_numel]),
             _padded_unsharded_size=torch.Size([layout.numel]),
         )
+
+
+def _first_sites(handle: flat.FlatParamHandle) -> list[_ParamInfo]:
+    return [_located(entry.sites[0]) for entry in handle.params]
+
+
+def _further_sites(handle: flat.FlatParamHandle) -> list[_SharedParamInfo]:
+    return [
+        _SharedParamInfo(*_located(site), *_located(entry.sites[0]))
+        for entry in handle.params
+        for site in entry.sites[1:]
+    ]
+
+
+def _located(site: flat.Site) -> _ParamInfo:
+    return _ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
 
 
 def _numels_and_paddings(layout: FlatLayout) -> list[tuple[int, bool]]:
@@ -211,7 +273,7 @@ def _numels_and_paddings(layout: FlatLayout) -> list[tuple[int, bool]]:
 def forget_tensors(unit: Unit) -> None:
     """Drop the tensors that reading ``_flat_param`` stored on it, which may keep a replaced shard alive."""
     for handle in unit.handles:
-        for name in ("_local_shard", "_full_param_padded", "_params"):
+        for name in ("_local_shard", "_full_param_padded", "_params", "_shared_params"):
             handle.flat_param.__dict__.pop(name, None)
 
 
@@ -229,7 +291,14 @@ class FlatParamHandle(GroupMember):
     _reduce_dtype = derived("_real.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
     device = derived("_real.spec.device")
+    _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
+    _aligned_numel = _ReadOnly(
+        lambda self: alignment_numel(self._fwd_bwd_param_dtype.itemsize, use_orig_params=True) * self._use_orig_params
+    )
     _training_state = _ReadOnly(lambda self: TRAINING_STATES[self._unit.phase][1])
+    _uses_param_mixed_precision = _ReadOnly(lambda self: self._fwd_bwd_param_dtype != self._orig_param_dtype)
+    _uses_reduce_mixed_precision = _ReadOnly(lambda self: self._reduce_dtype != self._orig_param_dtype)
+    _force_full_precision = _ReadOnly(lambda self: self._unit.wants_full_precision)
     uses_sharded_strategy = _ReadOnly(lambda self: self._sharding_strategy is not ShardingStrategy.NO_SHARD)
 
     @property
@@ -240,8 +309,16 @@ class FlatParamHandle(GroupMember):
             _local_shard=flat_param.data,
             _full_param_padded=self._real.buffer.tensor,
             _params=self._real.visible_params() if self._use_orig_params else None,
+            _shared_params=self._shared_params(),
         )
         return flat_param
+
+    def _shared_params(self) -> list[nn.Parameter] | None:
+        """Return the parameter of each further registration, or None without original parameters."""
+        if not self._use_orig_params:
+            return None
+        visible = self._real.visible_params()
+        return [param for param, entry in zip(visible, self._real.params, strict=True) for _ in entry.sites[1:]]
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -268,6 +345,52 @@ class FlatParamHandle(GroupMember):
         if name in HANDLE_STATE or name in ABSENT_ATTRIBUTES:
             raise not_assignable(self, name)
         super().__setattr__(name, value)
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """Return names, shapes and places of the parameters of which this rank's shard holds a part."""
+        param = self._real.flat_param.__dict__
+        columns = (param[name] for name in ("_fqns", "_shapes", "_strides", "_contiguities", "_numels"))
+        found = [
+            (*row, (own.intra_param_start_idx, own.intra_param_end_idx))
+            for *row, own in zip(*columns, param["_shard_param_infos"], strict=True)
+            if own.in_shard
+        ]
+        return FlatParamShardMetadata(*(zip(*found) if found else [()] * len(FlatParamShardMetadata._fields)))
+
+    def param_module_names(self) -> Iterator[tuple[str, str]]:
+        """Yield name and module name of every registration, first ones before further ones."""
+        for name, _, module_name in map(_located, [entry.sites[0] for entry in self._real.params]):
+            yield name, module_name
+        yield from self.shared_param_module_names()
+
+    def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
+        """Yield name and module name of every registration after a parameter's first one."""
+        for info in _further_sites(self._real):
+            yield info.param_name, info.module_name
+
+    @property
+    def _fqns_in_shard(self) -> list[str]:
+        return list(self.shard_metadata().param_names)
+
+    def _get_modules(self) -> set[nn.Module]:
+        return {site.module for entry in self._real.params for site in entry.sites}
+
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        """Do nothing: gradients are those of the parameters, and no flat one has to be kept in line with them."""
+
+    def pre_unshard(self) -> bool:
+        """Return whether :meth:`unshard` will do anything."""
+        return self.needs_unshard()
+
+    def unshard(self) -> None:
+        """Unshard the parameters of the unit. Every rank of the shard group must call this."""
+        self._unit.unshard()
+
+    def post_unshard(self) -> None:
+        """Do nothing: :meth:`unshard` has done all of it."""
+
+    def post_reshard(self) -> None:
+        """Do nothing: :meth:`reshard` has done all of it."""
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat tensor; its storage is empty while the unit is sharded."""

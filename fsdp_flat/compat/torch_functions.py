@@ -10,6 +10,8 @@ These are all of them:
 * ``torch.distributed.barrier``: a rank that waits for long is seen by ranks that wait for it elsewhere.
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
+* The constructor of ``torch.optim.Muon``: local shards raise with what to use instead.
+* The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises.
 
 They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
 when the first unit is built, and :func:`restore_torch_functions` undoes it.
@@ -19,8 +21,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +38,15 @@ from fsdp_flat.comm import ALONE, RankGroup, barrier_begun, begin_all_reduce, co
 from fsdp_flat.compat.installation import namespaces
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, dynamo_disabled, is_managed
-from fsdp_flat.runtime import Schedule, Unit, clear_hidden_gradients, outermost_of, units_holding
+from fsdp_flat.flat import FlatParameter, check_whole, dynamo_disabled, is_managed, owner_of
+from fsdp_flat.runtime import (
+    Schedule,
+    Unit,
+    clear_hidden_gradients,
+    outer_holder_in,
+    outermost_of,
+    units_holding,
+)
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward
@@ -49,18 +59,27 @@ _torch_zero_grad: Callable[..., None] = torch.optim.Optimizer.zero_grad
 _torch_barrier: Callable[..., Any] = dist.barrier
 _BARRIER = inspect.signature(_torch_barrier)
 _torch_ddp_init: Callable[..., None] = DistributedDataParallel.__init__
+_Muon: Any = getattr(torch.optim, "Muon", None)  # since 2.9
+_torch_muon_init: Callable[..., None] = getattr(_Muon, "__init__", nn.Module.__init__)
 
 
 class _State:
-    """Holds whether functions are replaced: None until a unit is built, or a caller has decided."""
+    """Holds whether functions are replaced: None until a unit is built, or a caller has decided.
+
+    Attributes:
+        guarded: constructors of torch's FSDPs by class.
+    """
 
     replaced: bool | None = None
+    guarded: ClassVar[dict[Any, Callable[..., None]]] = {}
 
 
 def replace_at_first_unit() -> None:
     """Replace the functions of torch, unless that was done or undone before."""
     if _State.replaced is None:
         replace_torch_functions()
+    elif _State.replaced:
+        _guard_torch_fsdps()
 
 
 def replace_torch_functions() -> None:
@@ -70,6 +89,9 @@ def replace_torch_functions() -> None:
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
+        if _Muon is not None:
+            _Muon.__init__ = _muon_init
+        _guard_torch_fsdps()
         _State.replaced = True
 
 
@@ -83,6 +105,11 @@ def restore_torch_functions() -> None:
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
+        if _Muon is not None:
+            _Muon.__init__ = _torch_muon_init
+        for kind, init in _State.guarded.items():
+            kind.__init__ = init
+        _State.guarded.clear()
     _State.replaced = False
 
 
@@ -402,3 +429,83 @@ class _AccumulatedByAutograd:
                     param.view_as(param).backward(grad)
             finally:
                 self._runs = False
+
+
+# -- torch.optim.Muon --------------------------------------------------------------------------------------------------
+
+
+@functools.wraps(_torch_muon_init)
+def _muon_init(self: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse local shards before torch does, whose error is about a number of dimensions."""
+    given = list(params)
+    for each in given:
+        listed = each.get("params", ()) if isinstance(each, Mapping) else each
+        entries = [listed] if isinstance(listed, torch.Tensor) else list(listed)
+        for entry in entries:
+            param = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(param, torch.Tensor):
+                check_whole(type(self).__name__, param)
+        if isinstance(each, dict) and not isinstance(listed, torch.Tensor):
+            each["params"] = entries  # it may have been an iterator
+    _torch_muon_init(self, given, *args, **kwargs)
+
+
+# -- torch's FSDPs -----------------------------------------------------------------------------------------------------
+
+
+def _guard_torch_fsdps() -> None:
+    """Have torch's FSDPs refuse what our units have sharded, if they are imported; a later import is noticed later."""
+    fsdp = "torch.distributed.fsdp"
+    wrapper = getattr(sys.modules.get(f"{fsdp}.fully_sharded_data_parallel"), "FullyShardedDataParallel", None)
+    found = [
+        # After install() the name in torch's module is ours, and torch's own class raises for another reason.
+        (wrapper if str(getattr(wrapper, "__module__", "")).startswith(fsdp) else None, _refusing_outer_unit),
+        (getattr(sys.modules.get(f"{fsdp}._fully_shard._fsdp_param_group"), "FSDPParamGroup", None), _refusing_params),
+    ]
+    for kind, refusing in found:
+        # After install() the second is a subclass that joins ours to it.
+        kind = kind.__bases__[0] if kind is not None and "joined" in vars(kind) else kind
+        if kind is not None and kind not in _State.guarded:
+            _State.guarded[kind] = kind.__init__
+            kind.__init__ = refusing(kind.__init__)
+
+
+def _refusing_outer_unit(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of torch's wrapper that refuses a module inside one of our units."""
+
+    @functools.wraps(init)
+    def construct(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        held = outer_holder_in(module) if isinstance(module, nn.Module) else None
+        if held is not None:
+            raise UsageError(
+                f"torch's FullyShardedDataParallel was called on a {type(module).__name__} inside unit {held[1]!r}, "
+                f"whose parameters fsdp_flat has sharded. {_ONE_OF_TWO}"
+            )
+        init(self, module, *args, **kwargs)
+
+    return construct
+
+
+def _refusing_params(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of FSDP2's parameter group that refuses parameters of our units."""
+
+    @functools.wraps(init)
+    def construct(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        for param in params:
+            if is_managed(param):
+                owner = owner_of(param)
+                what = "a flat parameter" if owner is None else owner.describe()
+                raise UsageError(
+                    f"torch's fully_shard was called on {what}, which fsdp_flat has sharded. {_ONE_OF_TWO}"
+                )
+        init(self, params, *args, **kwargs)
+
+    return construct
+
+
+_ONE_OF_TWO = (
+    "One of the two libraries can shard a parameter. Call fsdp_flat.fully_shard or "
+    "fsdp_flat.FullyShardedDataParallel for all of the model (fsdp_flat.install(fully_shard=True) replaces torch's "
+    "names); leave the parameters out (ignored_params of torch's fully_shard); or take the units apart first, by "
+    "fsdp_flat.unwrap."
+)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 
+from fsdp_flat.compat.private_names import JOINED, PASSES, WORKS
+
 PEER = "torch.distributed.fsdp"
 OURS = "fsdp_flat"
-SUBSTITUTES = f"{OURS}.compat.installation"
+SUBSTITUTES = f"{OURS}.compat.private_functions"
 """Module of the names that are there after ``install()`` only: code keeps importing them from torch."""
 
 MIRRORED_MODULES = ("", "api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")
@@ -32,16 +34,8 @@ HOMES = {
     ),
     "NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.compat.semi_private",
     **dict.fromkeys(("_Policy", "_module_wrap_policy", "_or_policy", "_wrap_module_cls_individually"), f"{OURS}.wrap"),
-    **dict.fromkeys(
-        (
-            *("FlatParamHandle", "_get_fsdp_handles", "_get_fsdp_root_states", "_get_fsdp_states"),
-            *("_get_fsdp_states_with_modules", "_get_module_fsdp_state"),
-            *("_get_module_fsdp_state_if_fully_sharded_module", "_has_fsdp_params", "_is_fsdp_root", "_lazy_init"),
-            *("_module_handle", "_post_backward_final_callback", "_reshard", "_unshard_params"),
-            "_unshard_params_for_summon",
-        ),
-        SUBSTITUTES,
-    ),
+    "FlatParamHandle": SUBSTITUTES,
+    **dict.fromkeys((name for names in WORKS.values() for name in names.split()), SUBSTITUTES),
 }
 """Our module for each name that torch's private modules hold, or that is private itself."""
 
@@ -50,12 +44,27 @@ ABSENT_ATTRIBUTES = frozenset(
         *("_all_gather_flat_param", "_alloc_padded_unsharded_flat_param", "_all_reduce_stream"),
         *("_deregister_orig_params", "_exec_order_data", "_free_event_queue", "_free_unsharded_flat_param"),
         *("_fsdp_extension", "_get_unflat_views_aligned", "_get_unflat_views_unaligned"),
-        "_param_infos",
-        *("_post_backward_stream", "_pre_unshard_stream", "_reset_flat_param_grad_info_if_needed"),
-        *("_saved_grad_shard", "_shared_param_infos", "_unshard_params_ctx", "_unshard_stream"),
+        *("_post_backward_stream", "_pre_unshard_stream"),
+        *("_saved_grad_shard", "_unshard_params_ctx", "_unshard_stream"),
         *("_use_low_precision_shard", "_use_sharded_flat_param", "_use_sharded_views"),
         *("_use_unsharded_flat_param", "_use_unsharded_views", "_writeback_orig_params"),
         *("prepare_gradient_for_backward", "prepare_gradient_for_optim", "unflatten_as_params"),
+        *("_buffer_name_to_orig_dtype", "_buffer_names", "_default_stream", "_ignored_buffer_names"),
+        *("_post_backward_callback_queued", "_post_forward_handles", "_pre_forward_handles"),
+        *("_root_pre_forward_handles", "_unshard_event", "_zero_scalar"),
+        *("_check_low_precision_shard", "_check_on_compute_device", "_check_on_cpu", "_check_sharded"),
+        *("_check_sharded_strategy", "_check_storage_allocated", "_check_storage_freed", "_check_unsharded"),
+        *("_free_low_precision_sharded_param", "_get_flat_param_offsets", "_get_shard", "_get_shard_metadata"),
+        *("_get_sharded_size", "_get_unflat_views", "_get_unpadded_shard", "_handle_index", "_has_optim_in_backward"),
+        *("_init_flat_param_and_metadata", "_init_get_unflat_views_fn", "_init_param_reduce_dtypes"),
+        *("_init_setattr_fns", "_init_shard_metadata", "_low_prec_param_dtype_specified"),
+        *("_low_prec_reduce_dtype_specified", "_needs_pre_backward_unshard", "_needs_pre_forward_unshard"),
+        *("_post_forward_index", "_pre_forward_order_index", "_prefetched", "_ran_pre_backward_hook"),
+        *("_reset_is_grad_none", "_setattr_param", "_setattr_tensor", "_skip_writeback_check"),
+        *("_skipped_use_sharded_views", "_unsharded_flat_param_for_skipped_views", "_use_fake_all_gather"),
+        *("_use_fake_reduce", "_use_sharded_grad_views", "_use_unsharded_grad_views", "_validate_tensors_to_flatten"),
+        *("_writeback_tensor", "flatten_tensors", "flatten_tensors_into_flat_param", "init_flat_param_attributes"),
+        *("reshard_grad", "shard", "to_cpu", "unshard_grad"),
     )
 )
 """Attributes of FSDP1's wrappers, handles and flat parameters that have no counterpart here."""
@@ -200,4 +209,6 @@ def counterpart(name: str) -> str | None:
 def is_installed_only(name: str) -> bool:
     """Return whether a name inside ``torch.distributed.fsdp`` is a function that knows our wrappers after install()."""
     module, _, last = name.removeprefix(PEER).removeprefix(".").rpartition(".")
-    return last.startswith("_") and home_of(module, last) == SUBSTITUTES
+    known = [*(names for table in (WORKS, PASSES) for names in table.values()), *(name for _, name in JOINED)]
+    is_ours = home_of(module, last) not in (None, SUBSTITUTES)
+    return last.startswith("_") and not is_ours and any(last in names.split() for names in known)

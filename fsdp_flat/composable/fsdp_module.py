@@ -1,14 +1,9 @@
-"""Defines the class that ``fully_shard`` adds to a module's bases, its state-dict hooks, and FSDP2's view of its units.
-
-torch's pipelining, and trainers that compute a loss in chunks, end a backward by hand through that view.
-"""
+"""Defines the class that ``fully_shard`` adds to a module's bases, and its state-dict hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -17,76 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
+from fsdp_flat.composable.fsdp_state import state_of
 from fsdp_flat.flat import DTensorHandle, FlatParamHandle
-from fsdp_flat.runtime import MemoryState, Phase, ShardedModule, Unit, schedule_of, unit_of
+from fsdp_flat.runtime import MemoryState, Phase, ShardedModule, Unit
+from fsdp_flat.state import with_advice
 from fsdp_flat.user_warnings import warn_user
-
-
-@dataclass(frozen=True, slots=True)
-class FSDPParamGroup:
-    """Presents the parameters of a unit as FSDP2's parameter group."""
-
-    unit: Unit
-
-    def post_backward(self, *_: object) -> None:
-        """Reshard the parameters after backwards without gradient synchronization, unless the caller keeps them.
-
-        The gradients are reduced by the next backward with synchronization, or by
-        ``_root_post_backward_final_callback``. Inside a step nothing is done.
-        """
-        if self.unit.phase is Phase.IDLE:
-            self.unit.end_backward(keeps_graph=False)
-
-
-@dataclass(frozen=True, slots=True)
-class FSDPState:
-    """Presents the units of a module as FSDP2's state of it; two of one unit are equal.
-
-    Attributes:
-        module: the module that ``fully_shard`` was called on.
-        unit: its unit.
-    """
-
-    module: nn.Module
-    unit: Unit
-
-    def _lazy_init(self) -> None:
-        """Make the tree's outermost unit the root; nothing after its first use."""
-        schedule_of(self.module, self.unit)
-
-    @property
-    def _is_root(self) -> bool | None:
-        root = runtime.outermost_of(self.unit)
-        return None if root is None else root is self.unit
-
-    @property
-    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return [FSDPParamGroup(self.unit) for mesh in self.unit.meshes if mesh.handles]
-
-    @property
-    def _fsdp_param_group(self) -> FSDPParamGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
-
-    @property
-    def _state_ctx(self) -> SimpleNamespace:
-        """Return FSDP2's state context, with a state for each module or list of modules, the outermost first."""
-        units = schedule_of(self.module, self.unit).units
-        return SimpleNamespace(all_states=[FSDPState(unit.module, unit) for unit in units])
-
-    @property
-    def _comm_ctx(self) -> object:
-        """Return the object that units with shared streams and memory have in common, which pipelines compare."""
-        return self.unit.context.streams
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce and set the gradients that backwards have left. Every rank must call this."""
-        schedule_of(self.module, self.unit).complete_accumulation()
-
-
-def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the state of a module that ``fully_shard`` was called on; None for any other module."""
-    unit = unit_of(module)
-    return None if unit is None or unit.options.front.has_wrapper else FSDPState(module, unit)
 
 
 class FSDPModule(ShardedModule):
@@ -108,6 +38,13 @@ class FSDPModule(ShardedModule):
             "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor.", DeprecationWarning
         )
         self.set_gradient_divide_factor(factor)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load as the module's own class; the error for other names says what to load instead, if that shows."""
+        if not isinstance(state_dict, Mapping):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        with with_advice(self, state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""

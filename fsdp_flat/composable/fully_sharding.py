@@ -16,8 +16,9 @@ from torch.distributed.tensor import Shard
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
-from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class, state_of
-from fsdp_flat.composable.torch_composable import FullyShardNote
+from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class
+from fsdp_flat.composable.fsdp_state import FSDPState, state_of
+from fsdp_flat.composable.torch_composable import FullyShardNote, StateNote
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (
@@ -28,6 +29,7 @@ from fsdp_flat.runtime import (
     UnitOptions,
     build_rows,
     check_callable,
+    check_not_torchs,
     check_outside_units,
     current_accelerator,
     default_device,
@@ -187,7 +189,10 @@ def fully_shard(
         check_callable("shard_placement_fn", shard_placement_fn)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
     if offload_policy is not None and not is_a(offload_policy, "OffloadPolicy"):
-        raise OptionTypeError(f"offload_policy must be an OffloadPolicy; got {type(offload_policy).__name__}.")
+        raise OptionTypeError(
+            f"offload_policy must be an OffloadPolicy; got {offload_policy!r}. For example "
+            "offload_policy=CPUOffloadPolicy()."
+        )
     offloads = is_a(offload_policy, "CPUOffloadPolicy")
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims), members, offloads=offloads)
     options = _options(mp_policy, RowSharding(mesh, offloads, data_dims), reshard_after_forward)
@@ -201,7 +206,10 @@ def fully_shard(
             by_mesh[other] = _options(mp_policy, rows, reshard_after_forward)
         return by_mesh[other], dim
 
-    unit = build_rows(members, options, _ignored(members, ignored_params), place)
+    ignored = _ignored(members, ignored_params)
+    for member in members:
+        check_not_torchs(member, ignored)
+    unit = build_rows(members, options, ignored, place)
     is_one = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     if is_one and any(mesh.options.strategy.shards for mesh in unit.meshes):
         warn_user(
@@ -216,6 +224,7 @@ def fully_shard(
         member.__class__ = sharded_class(type(member))
         # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
         unit.undo += [member.register_forward_pre_hook(_unshards), FullyShardNote(member), OwnClass(member)]
+        unit.undo.append(StateNote(member, FSDPState(member, unit)))
     return module
 
 
@@ -269,7 +278,10 @@ def _mesh_or_default(mesh: DeviceMesh | None, members: Sequence[nn.Module], *, o
     """Return the mesh of the call, by default one of all ranks, of the device on which the modules compute."""
     if mesh is not None:
         if not isinstance(mesh, DeviceMesh):
-            raise OptionTypeError(f"mesh must be a DeviceMesh; got {type(mesh).__name__}.")
+            raise OptionTypeError(
+                f"mesh must be a DeviceMesh; got {mesh!r}. For example "
+                'mesh=torch.distributed.device_mesh.init_device_mesh("cuda", (num_ranks,)).'
+            )
         if mesh.ndim not in (1, 2):
             raise OptionError(
                 f"mesh must have one dim (shard) or two (replicate, shard); got {mesh.ndim}. Pass a slice of it, "

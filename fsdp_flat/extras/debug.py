@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import SHARDED_HINTS, unsharded_shape
+from fsdp_flat.flat import SHARDED_HINTS, owner_of, unsharded_shape
 
 # Reductions over all elements, with the position of the argument that restricts each to some dims.
 _REDUCTIONS = {
@@ -128,8 +128,9 @@ def _broadcast(given: list[Any]) -> bool:
 
 
 def _refuse(param: nn.Parameter, used_by: str, cause: Exception | None = None) -> NoReturn:
-    owner = param._fsdp_flattened.describe()  # type: ignore[attr-defined]
+    owner = owner_of(param)
+    described = "" if owner is None else f" {owner.describe()}"
     raise UsageError(
-        f"Parameter {owner} was used by {used_by} while it is sharded: this rank holds {param.numel()} of its "
+        f"Parameter{described} was used by {used_by} while it is sharded: this rank holds {param.numel()} of its "
         f"elements. {SHARDED_HINTS}"
     ) from cause

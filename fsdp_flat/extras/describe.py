@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
-from fsdp_flat.errors import OptionError, some_of
+from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.extras.sizes import size_text
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
@@ -110,7 +110,7 @@ class ModelDescription:
             add(name + mark, len(names), first.strategy, ", ".join(first.dtypes), [first])
         add("all", len(self.units), "", "", self.units)
         lines = aligned(rows, left=(0, 2, 3))
-        shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
+        shape = f"{counted(self.num_shards, 'shards')} x {counted(self.num_replicas, 'replicas')}"
         most = size_text(self.most_gathered_nbytes)
         lines.append(f"{shape}; sizes of one unit on one rank; gathered at one time: at most {most}")
         if self.unsynchronized:

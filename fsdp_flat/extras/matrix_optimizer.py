@@ -31,7 +31,7 @@ from fsdp_flat.comm import (
     moves_cpu_tensors,
     true_on_any_rank,
 )
-from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
 from fsdp_flat.extras.matrix_owners import (
     GradStatus,
     OwnedParam,
@@ -341,7 +341,7 @@ class MatrixOptimizer(Optimizer):
         ids = [[id(param) for param in group["params"]] for group in self.param_groups]
         if ids != self._param_ids:
             given, has = (
-                f"{len(groups)} groups of {sum(map(len, groups))} parameters in all"
+                f"{counted(len(groups), 'groups')} of {counted(sum(map(len, groups)), 'parameters')} in all"
                 for groups in (self._param_ids, ids)
             )
             raise UsageError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
 from fsdp_flat.flat import PLAIN, FlatParameter, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
 from fsdp_flat.state import IndexedParam, ParamIndex
@@ -107,8 +107,9 @@ def check_param(index: ParamIndex, param: torch.Tensor) -> None:
         held = index.managed.get(param)
         where = "" if held is None else f" of unit {held[0].unit.name!r}, with {held[0].fqn!r} in it,"
         raise OptionError(
-            f"MatrixOptimizer was given a flat parameter{where} of which this rank holds {param.numel()} elements; it "
-            "needs the parameters themselves. Wrap the model with use_orig_params=True."
+            f"MatrixOptimizer was given a flat parameter{where} of which this rank holds "
+            f"{counted(param.numel(), 'elements')}; it needs the parameters themselves. Wrap the model with "
+            "use_orig_params=True."
         )
     assert isinstance(param, nn.Parameter)
     index.fqns_of(param)

@@ -24,6 +24,7 @@ from fsdp_flat.flat.optimizer_grads import (
     sharded_grad_of,
     show_full_grads,
 )
+from fsdp_flat.flat.optimizers import check_whole
 from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,

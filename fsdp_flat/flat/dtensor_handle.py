@@ -28,6 +28,7 @@ from fsdp_flat.flat.layout_views import (
     split_storage,
 )
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam, check_extensions
+from fsdp_flat.flat.placeholders import call_adviser
 from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
 from fsdp_flat.layout import RowLayout
@@ -64,8 +65,11 @@ class DTensorHandle(FlatParamHandle):
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
         self._show(self.params)
 
+    # Operations on DTensors are defined, and mixing them with plain tensors raises an error of torch's.
+    _make_guard = staticmethod(call_adviser)  # type: ignore[assignment]
+
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
-        return []  # operations on DTensors are defined, and mixing them with plain tensors raises
+        return [module._forward_pre_hooks for module in dict.fromkeys(site.module for _, site in self._sites)]
 
     def _show(self, params: Sequence[ManagedParam]) -> None:
         """Manage ``params``, whose local tensors are views of the shard, in the place of the present ones."""
@@ -263,7 +267,7 @@ class DTensorHandle(FlatParamHandle):
         if self.flat_param.is_meta:
             meta = [self.describe(index) for index, entry in enumerate(self.params) if entry.param.is_meta]
             raise UsageError(
-                f"{len(meta)} parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
+                f"Parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
                 "and initialise them, or load a state dict with assign=True, before the first forward."
             )
         if self.row_sharding.offloads and not self.flat_param.is_cpu:

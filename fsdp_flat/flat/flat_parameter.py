@@ -40,7 +40,7 @@ _FLAT_MARK = _FlatMark(True)
 
 def as_flat_parameter(param: nn.Parameter) -> nn.Parameter:
     """Mark a 1-D parameter as a flat one, and return it."""
-    param.__dict__.update(_is_flat_param=_FLAT_MARK, _fsdp_flattened=_FLAT_MARK)
+    param.__dict__.update(_is_flat_param=_FLAT_MARK, _fsdp_flat_owner=_FLAT_MARK, _fsdp_flattened=True)
     return param
 
 

@@ -94,7 +94,7 @@ class FlatParamHandle(GradientCollector):
         self._select_unsharded(params)
         self.params = tuple(self._shown_instead(params))
         self._sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
-        self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
+        self._guarded, self._guard = self._guarded_hooks(), self._make_guard(self._describe_one_of)
         self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
         self._bindings = self._bind()
         self._show_first(params)
@@ -146,6 +146,9 @@ class FlatParamHandle(GradientCollector):
             [self.unsharded_params[index] for index, _ in self._sites],
             [self.params[index].param for index, _ in self._sites],
         )
+
+    # Creates the forward pre-hook of modules that are called while their parameters are sharded.
+    _make_guard = staticmethod(module_guard)
 
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
         """Return the forward pre-hooks of modules that must not be called with sharded parameters."""
@@ -498,7 +501,8 @@ class FlatParamHandle(GradientCollector):
         self.show_full_params([view.clone() for view in views_of(whole, self.layout)])
         self._saved_grads = None
         for entry in self.params:
-            entry.param.__dict__.pop("_fsdp_flattened", None)
+            for name in ("_fsdp_flat_owner", "_fsdp_flattened"):
+                entry.param.__dict__.pop(name, None)
 
     def full_local(self, index: int) -> torch.Tensor:
         """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""

@@ -12,7 +12,7 @@ import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import LocalShardError, UsageError, counted
 from fsdp_flat.flat.flat_parameter import FlatParameter
 from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
@@ -119,7 +119,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "with use_orig_params=True."
                 )
             if not works_on_slices and (needs_whole or (needs_norms and not _has_all_elements(param))):
-                _check_whole(optimizer, param)
+                check_whole(type(optimizer).__name__, param)
             if needs_all and not works_on_slices:
                 _check_all_here(optimizer, param)
             for name, state in optimizer.state.get(param, {}).items():
@@ -149,11 +149,11 @@ def _shapes_of_part(param: torch.Tensor) -> list[tuple[int, ...]]:
     return [] if whole is None or param.dim() > 1 else [tuple(whole)]
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
-    if param.shape == unsharded_shape(param):
+def check_whole(kind: str, param: torch.Tensor) -> None:
+    """Raise a LocalShardError if an optimizer of class ``kind`` needs full parameters and was given a local shard."""
+    if not is_managed(param) or param.shape == unsharded_shape(param):
         return
-    kind = type(optimizer).__name__
-    raise UsageError(
+    raise LocalShardError(
         f"{kind} computes with full parameters, and it was given {_described(param)}. On local shards {kind} would be "
         f"another algorithm. Use fsdp_flat.MatrixOptimizer(model, {kind}, ...), which needs use_orig_params=True and "
         "makes each parameter full on one rank for the step; or give it parameters that no unit shards "
@@ -196,7 +196,7 @@ def _check_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: st
 
 def _described(param: torch.Tensor) -> str:
     if isinstance(param, FlatParameter):
-        return f"a flat parameter, of which this rank holds {param.numel()} elements"
+        return f"a flat parameter, of which this rank holds {counted(param.numel(), 'elements')}"
     owner = owner_of(param)
     name = "a parameter" if owner is None else owner.describe()
-    return f"{name}, of which this rank holds {param.numel()} elements in one dimension"
+    return f"{name}, of which this rank holds {counted(param.numel(), 'elements')} in one dimension"

@@ -303,7 +303,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class FlattenedBy:
-    """Identifies the unit that flattened a parameter: the value of its ``_fsdp_flattened``.
+    """Identifies the unit that flattened a parameter: the value of its ``_fsdp_flat_owner``.
 
     Attributes:
         fqn: FQN of the parameter relative to the unit's module.
@@ -327,12 +327,12 @@ class FlattenedBy:
 
 def is_managed(param: torch.Tensor) -> bool:
     """Return whether a unit has flattened a parameter, or it is a unit's flat parameter."""
-    return bool(getattr(param, "_fsdp_flattened", False))
+    return bool(getattr(param, "_fsdp_flat_owner", False))
 
 
 def owner_of(param: torch.Tensor) -> FlattenedBy | None:
     """Return the unit that has flattened a parameter; None for a flat parameter, and for any other tensor."""
-    owner = getattr(param, "_fsdp_flattened", None)
+    owner = getattr(param, "_fsdp_flat_owner", None)
     return owner if isinstance(owner, FlattenedBy) else None
 
 
@@ -378,10 +378,11 @@ class ManagedParam:
     def mark(self, owner: FlattenedBy) -> None:
         """Mark the parameter as flattened by a unit, and the one that it replaces."""
         replaced = self.replaced() if self.replaced is not None else None
-        self.param._fsdp_flattened = owner  # type: ignore[attr-defined]
+        # FSDP1's mark is a plain True. A pickled parameter keeps it, and not the owner.
+        self.param.__dict__.update(_fsdp_flat_owner=owner, _fsdp_flattened=True)
         if replaced is not None:
             gone = FlattenedBy(owner.fqn, owner.unit_name, owner.shape, is_replaced=True)
-            replaced._fsdp_flattened = gone  # type: ignore[attr-defined]
+            replaced.__dict__.update(_fsdp_flat_owner=gone, _fsdp_flattened=True)
 
     @property
     def shape(self) -> torch.Size:

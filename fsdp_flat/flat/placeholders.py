@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,6 +30,33 @@ def module_guard(describe: Callable[[nn.Module], str]) -> Callable[..., NoReturn
         )
 
     return guard
+
+
+def call_adviser(describe: Callable[[nn.Module], str]) -> Callable[..., None]:
+    """Create a forward pre-hook that adds advice to torch's error about a plain tensor and a DTensor in one operation.
+
+    It does not raise itself: an operation of DTensors alone is right, also while a unit is sharded.
+    """
+
+    def advise(module: nn.Module, _args: Any) -> None:
+        def explain(_module: nn.Module, _args: Any, _output: Any) -> None:
+            handle.remove()
+            error = sys.exc_info()[1]
+            if isinstance(error, RuntimeError) and _MIXED in str(error) and SHARDED_HINTS not in str(error):
+                error.args = (
+                    f"{error} {type(module).__name__} was called while its parameter {describe(module)} is sharded, "
+                    f"and so a DTensor. {SHARDED_HINTS}",
+                    *error.args[1:],
+                )
+
+        # It runs after this call of the module, whether that raises or not.
+        handle = module.register_forward_hook(explain, always_call=True)
+
+    return advise
+
+
+# Part of torch's error.
+_MIXED = "mixed torch.Tensor and DTensor"
 
 
 class ShardedPlaceholder(torch.Tensor):

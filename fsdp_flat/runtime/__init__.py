@@ -1,9 +1,9 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
-from fsdp_flat.runtime.build import build_rows, check_outside_units, handles_of
+from fsdp_flat.runtime.build import build_rows, check_not_torchs, check_outside_units, handles_of, outer_holder_in
 from fsdp_flat.runtime.compute_device import current_accelerator, default_device, devices_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
-from fsdp_flat.runtime.forward import forward
+from fsdp_flat.runtime.forward import UnitForward, forward
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of
 from fsdp_flat.runtime.memory import MemoryState
@@ -29,7 +29,16 @@ from fsdp_flat.runtime.reduction import predivide_factor
 from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS, is_replicated
-from fsdp_flat.runtime.unit import Unit, clear_hidden_gradients, own_unit, unit_of, units_holding, units_of
+from fsdp_flat.runtime.unit import (
+    NOT_IN_USE,
+    Unit,
+    clear_hidden_gradients,
+    no_units,
+    own_unit,
+    unit_of,
+    units_holding,
+    units_of,
+)
 from fsdp_flat.runtime.unit_mesh import SmallerGroup, UnitMesh
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,

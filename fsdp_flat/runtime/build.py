@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
 from fsdp_flat.errors import OptionError, some_of
@@ -19,6 +20,7 @@ from fsdp_flat.flat import (
     ManagedParam,
     collect_params,
     inside_wrappers,
+    is_managed,
     make_handle,
     to_local_param,
 )
@@ -151,21 +153,52 @@ def _mark_holders(params: Iterable[ManagedParam], unit_name: str) -> None:
         child.__dict__["_fsdp_has_managed_params"] = unit_name
 
 
+def outer_holder_in(module: nn.Module) -> tuple[str, str, nn.Module] | None:
+    """Return a module at or below ``module`` whose parameters a unit around ``module`` manages: path, unit, module."""
+    below = {holder for holder, _ in managed_sites(units_of(module))}
+    for path, child in own_modules(module):
+        if child not in below and "_fsdp_has_managed_params" in child.__dict__:
+            return path, child.__dict__["_fsdp_has_managed_params"], child
+    return None
+
+
+# By class of torch's FSDPs, what shards its parameters. A module inside of one has FSDP1's mark alone.
+_TORCHS = {"FullyShardedDataParallel": "torch's FullyShardedDataParallel", "FSDPModule": "torch's fully_shard"}
+
+
+def check_not_torchs(module: nn.Module, ignored: Ignored) -> None:
+    """Raise an OptionError if torch's FSDP shards a parameter below ``module`` that is not ignored."""
+    for path, child in own_modules(module, ignored):
+        kinds = [each.__name__ for each in type(child).__mro__ if each.__module__.startswith("torch.distributed.fsdp")]
+        by = next((_TORCHS[name] for name in kinds if name in _TORCHS), "")
+        params = list(child.parameters()) if by else []
+        if not by and child.__dict__.get("_is_fsdp_managed_module", False):
+            by = "torch's FSDP"
+            params = [each for each in child._parameters.values() if each is not None]
+            params = [each for each in params if isinstance(each, DTensor) or hasattr(each, "_fsdp_flattened")]
+        if any(not is_managed(each) and not ignored.has(each) for each in params):
+            what = f"{path!r} of {type(module).__name__}" if path else type(module).__name__
+            raise OptionError(
+                f"{what} is sharded by {by} already. One of the two libraries can shard a parameter. Call fsdp_flat's "
+                "for all of the model: fsdp_flat.install(fully_shard=True) before the imports, or python -m "
+                "fsdp_flat.run --fully-shard, replaces torch's names. Or leave the module out: ignored_modules of "
+                "FullyShardedDataParallel, ignored_params of fully_shard."
+            )
+
+
 def check_outside_units(module: nn.Module) -> None:
     """Raise if a module to be sharded holds parameters of a unit around it, which was made before.
 
     With use_orig_params=False the module shows no parameters then, so that its unit would be empty, as in FSDP1: a
     warning.
     """
-    below = {holder for holder, _ in managed_sites(units_of(module))}
-    held = [(path, child) for path, child in own_modules(module) if child not in below]
-    held = [(path, child) for path, child in held if "_fsdp_has_managed_params" in child.__dict__]
-    if not held:
+    held = outer_holder_in(module)
+    if held is None:
         return
-    path, child = held[0]
+    path, unit_name, child = held
     where = f" of its {path!r}" if path else ""
     text = (
-        f"This {type(module).__name__} is part of unit {child.__dict__['_fsdp_has_managed_params']!r} already, which "
+        f"This {type(module).__name__} is part of unit {unit_name!r} already, which "
         f"was made before, of a module around it, and holds the parameters{where}. Shard inner modules before outer "
         "ones, and modules that share one as one unit"
     )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
-from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
+from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, counted, some_of
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
@@ -127,7 +127,7 @@ def _check_values(units: Sequence[Unit]) -> None:
     left = _unwritten([unit for unit in units if unit.options.front.stays_on_meta], params=True)
     if left:
         warn_user(
-            f"{len(left)} parameters left the meta device by to_empty and were never written, so they are NaN: "
+            f"{counted(len(left), 'parameters')} left the meta device by to_empty, never written and so NaN: "
             f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
             "dict, between to_empty and the first forward."
         )

@@ -30,6 +30,7 @@ from fsdp_flat.runtime.build import (
     WRAPPING,
     Construction,
     build_unit,
+    check_not_torchs,
     check_outside_units,
     count_call,
     named_buffers,
@@ -208,6 +209,7 @@ def _agreed_plan(
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states, units_of(module))
         _check_not_managed(module)
+        check_not_torchs(module, ignored)
         plan = WrapPlan(())
         if arguments.auto_wrap_policy is not None:
             inherited = {name: getattr(arguments, name) for name in _ARGUMENT_NAMES}

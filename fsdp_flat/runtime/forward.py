@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from fsdp_flat.comm import profiled
+from fsdp_flat.comm import profiled, transforms_are_active
+from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import (
     VERSION_OF,
     active_compiler,
@@ -284,6 +285,13 @@ def _with_hooked_inputs(record: ForwardRecord, args: tuple[Any, ...], kwargs: di
         given = inputs.trainable() if hooks else []
     if not given:
         return _Call((args, kwargs), (), inputs)
+    if transforms_are_active():
+        raise UnsupportedError(
+            f"Unit {record.unit.name!r} was called inside a transform of torch.func that runs backward (grad, vjp, "
+            "jacrev, hessian), which does not call the hooks by which a unit unshards its parameters. Call backward() "
+            "or torch.autograd.grad; torch.func.jvp and jacfwd; or transform the plain module, by "
+            "torch.func.functional_call with this model's full state dict."
+        )
     aliases = _PostBackwardNode.apply(record, *given)
     hooked = list(map(_HookedInput, given, aliases, map(VERSION_OF, aliases)))
     return _Call((aliases, kwargs) if inputs is None else inputs.replaced(given, aliases), hooked, inputs)

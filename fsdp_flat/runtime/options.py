@@ -192,6 +192,14 @@ def listed(name: str, value: Any, is_valid: Callable[[Any], bool], what: str) ->
     return found
 
 
+def _shown(value: object) -> str:
+    """Return an argument of a wrong type for an error text: one of a built-in type itself, of another its class."""
+    kind = type(value)
+    if isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
 def check_callable(name: str, value: object) -> None:
     """Raise an OptionTypeError if an argument cannot be called."""
     if not callable(value):
@@ -203,13 +211,18 @@ def _check_dtypes(value: Any, *names: str) -> None:
         dtype = getattr(value, name, None)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             kind = "MixedPrecision" if is_a(value, "MixedPrecision") else "MixedPrecisionPolicy"
-            raise OptionTypeError(f"{kind}.{name} must be a torch.dtype or None; got {dtype!r}.")
+            raise OptionTypeError(
+                f"{kind}.{name} must be a torch.dtype or None; got {dtype!r}. For example {name}=torch.bfloat16."
+            )
 
 
 def precision_of_rows(policy: Any) -> Precision:
     """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`."""
     if not is_a(policy, "MixedPrecisionPolicy"):
-        raise OptionTypeError(f"mp_policy must be a MixedPrecisionPolicy; got {type(policy).__name__}.")
+        raise OptionTypeError(
+            f"mp_policy must be a MixedPrecisionPolicy; got {_shown(policy)}. For example "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
+        )
     _check_dtypes(policy, "param_dtype", "reduce_dtype", "output_dtype")
     # A field of torch's class since 2.15.
     if getattr(policy, "param_dtype_override_fn", None) is not None:
@@ -224,9 +237,11 @@ def precision_of_rows(policy: Any) -> Precision:
 def precision_from(value: Any) -> Precision:
     """Convert a ``MixedPrecision`` (ours or torch's) or None to a :class:`Precision`."""
     value = MixedPrecision() if value is None else value
-    kind = type(value)
     if not (is_a(value, "MixedPrecision") and hasattr(value, "cast_root_forward_inputs")):
-        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got a {kind.__module__}.{kind.__qualname__}.")
+        raise OptionTypeError(
+            f"mixed_precision must be a MixedPrecision; got {_shown(value)}. For example "
+            "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
+        )
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype")
     _check_dtypes(value, *names)
     for name in names:
@@ -278,5 +293,8 @@ def cpu_offload_from(value: Any) -> CPUOffload:
     """Return a ``CPUOffload`` (ours or torch's), or ours for None."""
     value = CPUOffload() if value is None else value
     if not is_a(value, "CPUOffload"):
-        raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(value).__name__}.")
+        raise OptionTypeError(
+            f"cpu_offload must be a CPUOffload; got {_shown(value)}. For example "
+            "cpu_offload=CPUOffload(offload_params=True)."
+        )
     return value

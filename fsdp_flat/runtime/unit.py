@@ -23,9 +23,10 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import Pending, profiled, unrecorded
-from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
+from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of, without
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
@@ -209,7 +210,7 @@ class Unit:
         self.log_event("unshard")
         context = self.context
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
-        with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
+        with profiled("all_gather", self.name), unrecorded(), untransformed(), context.streams.all_gathers:
             # The all-gather sends the values of now, whatever changes before it is complete.
             self.gathered_version = self.current_version()
             for mesh in self.meshes:
@@ -251,7 +252,7 @@ class Unit:
         streams = self.context.streams
         # A caller's all-gather may take memory at its end; the library's place what they have.
         takes_memory = [mesh for mesh in self.meshes if mesh.choice.all_gather is not None]
-        with profiled("all_gather_wait", self.name):
+        with profiled("all_gather_wait", self.name), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in pendings:
                     pending.wait()
@@ -548,10 +549,27 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit if isinstance(unit, Unit) else None
 
 
+NOT_IN_USE = (
+    "This wrapper is not in use any more (or was never built): fsdp_flat.unwrap has taken its module out. Use the "
+    "module that unwrap returned."
+)
+
+
+def no_units(model: nn.Module) -> FsdpFlatError:
+    """Return the error for a model without units, where some are needed."""
+    if FSDP_WRAPPED_MODULE in model._modules:
+        return UsageError(NOT_IN_USE)
+    return OptionError(
+        f"{type(model).__name__} holds no FullyShardedDataParallel, and no module that fully_shard was called on. "
+        "Shard the model first."
+    )
+
+
 def own_unit(module: nn.Module) -> Unit:
-    """Return the unit of a module that is known to have one."""
+    """Return the unit of a module that has one; raise a UsageError for a wrapper that ``unwrap`` has emptied."""
     unit = unit_of(module)
-    assert unit is not None
+    if unit is None:
+        raise UsageError(NOT_IN_USE)
     return unit
 
 

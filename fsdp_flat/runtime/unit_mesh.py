@@ -19,6 +19,7 @@ from fsdp_flat.comm import (
     unit_names,
     unrecorded,
 )
+from fsdp_flat.errors import counted
 from fsdp_flat.flat import FlatParamHandle, join_inputs
 from fsdp_flat.runtime.options import UnitOptions
 from fsdp_flat.runtime.reduction import CommContext
@@ -119,14 +120,14 @@ class UnitMesh:
     def summary(self) -> str:
         """Return the strategy, numbers of ranks, dtypes, and bytes of this rank's shard, in one line."""
         shard, replicate = self.groups.shard.size, self.groups.replicate.size
-        ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else f"{shard} ranks"
+        ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else counted(shard, "ranks")
         kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in self.handles}
         dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
         of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
         num_params = sum(len(handle.layout.param_infos) for handle in self.handles)
         nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in self.handles)
         name = self.options.strategy.member.name
-        return f"{name} over {ranks}, {num_params} parameters{of_dtypes}, {nbytes:,} bytes a rank"
+        return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"
 
     def begin_all_gather(self, context: CommContext) -> list[Pending]:
         """Begin the all-gathers of the handles, over the smaller group if the handles keep shards for it.

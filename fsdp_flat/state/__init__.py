@@ -1,7 +1,14 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
 from fsdp_flat.state.codecs import CODECS, BoxedTensor, CodecRow, codec_of, settings_for
-from fsdp_flat.state.model_load import ModelLoad, all_or_nothing, end_load, load_unit, with_wrapper_versions
+from fsdp_flat.state.model_load import (
+    ModelLoad,
+    all_or_nothing,
+    end_load,
+    load_unit,
+    with_advice,
+    with_wrapper_versions,
+)
 from fsdp_flat.state.model_save import (
     TEMPLATE,
     get_state_dict_type,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.comm import RankGroup
-from fsdp_flat.errors import LoadError, UnsupportedError
+from fsdp_flat.errors import LoadError, UnsupportedError, counted
 from fsdp_flat.flat import DTensorAdapter
 from fsdp_flat.layout import (
     Interval,
@@ -117,7 +117,7 @@ class FlatCodec(StateDictCodec):
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         local = local_chunk(value, target.label)
         if local is None or local.shape != target.local.shape or shape_of(value) != target.shape:
-            held = "nothing readable" if local is None else f"{local.numel()} elements"
+            held = "nothing readable" if local is None else counted(local.numel(), "elements")
             raise LoadError(
                 f"{target.label}: a local state dict fits the wrapping and number of ranks that wrote it only. Got a "
                 f"{type(value).__name__} of shape {shape_of(value)}, of which rank {target.param.rank_group.rank} "

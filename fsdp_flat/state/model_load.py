@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
-from fsdp_flat.errors import LoadError
+from fsdp_flat.errors import LoadError, counted
 from fsdp_flat.flat import Site, modules_of
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
-from fsdp_flat.runtime import Unit, unit_of, units_of
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
+from fsdp_flat.runtime import Unit, own_unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
 from fsdp_flat.state.model_save import flat_shard, placeholder_of, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
+    ParamIndex,
     StateDictCodec,
     StateShard,
     dtype_of,
@@ -59,7 +60,8 @@ class ModelLoad:
         self.wrapper = wrapper
         self.missing: list[str] = []
         self.errors: list[str] = []
-        self._is_begun = False
+        self._is_begun = self._has_flats = False
+        self._sharded: list[str] = []
         self.plan = LoadPlan()
         self.units: list[Unit] = []
         self.has_chunks = self.has_own = False
@@ -173,9 +175,20 @@ class ModelLoad:
                     self.plan.describe(target, f"{shape_of(value)} without chunks")
                 self.decode(decoder, value, target)
         self._placeholders.clear()
+        if self._sharded:
+            num, first = len(self._sharded), self._sharded[0]
+            self.errors.append(
+                f"This load expects full tensors, but {counted(num, 'entries')} of the state dict "
+                f"{'is a sharded tensor' if num == 1 else 'are sharded tensors'}, {first!r} the first: it is a "
+                "SHARDED_STATE_DICT. Load it inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+            )
+            self._sharded.clear()
 
     def decode(self, codec: StateDictCodec, value: Any, target: StateShard) -> None:
         """Plan the load of a value, or list its error."""
+        if isinstance(codec, FullCodec) and isinstance(value, ShardedTensor):
+            self._sharded.append(target.label)
+            return
         if not codec.fits(value, target):
             self.errors.append(
                 f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape_of(value))} from "
@@ -188,6 +201,12 @@ class ModelLoad:
             self.errors.append(str(error))
         except Exception as error:
             self.errors.append(f"{target.label}: a value of type {type(value).__name__} cannot be loaded: {error}")
+
+    def add_flat_error(self, text: str) -> None:
+        """List the error of a flat parameter, once for all units."""
+        if not self._has_flats:
+            self.errors.append(text)
+        self._has_flats = True
 
     def _hide_placeholders(self) -> None:
         for unit in dict.fromkeys(target.param.unit for target, _, _ in self._placeholders):
@@ -246,6 +265,20 @@ def all_or_nothing(wrapper: nn.Module, *, strict: bool, assign: bool) -> Iterato
         load.release()
 
 
+@contextmanager
+def with_advice(model: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Add to an error of ``load_state_dict`` inside the block what to load instead, if the state dict shows it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is RuntimeError:  # torch's own
+            index = ParamIndex(model)
+            names = {fqn for param in index.params for fqn in param.fqns} | set(index.dtensors_by_name)
+            if advice := advice_on(state_dict, names):
+                error.args = (f"{error}\n\t{advice}", *error.args[1:])
+        raise
+
+
 def end_load(module: nn.Module, keys: Any) -> None:
     """Clean the names in errors, as a load hook; at the outermost wrapper end the load."""
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
@@ -302,8 +335,7 @@ def load_unit(
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         load = ModelLoad(wrapper, strict=False, assign=assign)
         load.begin(missing, errors)
-    unit = unit_of(wrapper)
-    assert unit is not None
+    unit = own_unit(wrapper)
     unit.check_idle("load_state_dict")
     settings = settings_of(unit)
     # Boxes are loaded as such, whichever type is set.
@@ -394,7 +426,7 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     if params:
         for key in flats:
             del state_dict[key]
-        load.errors.append(
+        load.add_flat_error(
             f"{prefix + flats[0].removeprefix(inner)}: an entry of a LOCAL_STATE_DICT, which is loaded as it was "
             "saved: inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), with the wrapping and number "
             f"of ranks that wrote it. This load of unit {unit.name!r} expects entries by parameter names, "

@@ -24,7 +24,7 @@ from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_ran
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, local_part, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
-from fsdp_flat.runtime import RankZeroTensors, Unit, full_params, unit_of, units_of
+from fsdp_flat.runtime import RankZeroTensors, Unit, full_params, own_unit, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -146,8 +146,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     if args:
         warn_user("Positional arguments to state_dict are deprecated by torch; use keywords.")
         kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
-    unit = unit_of(wrapper)
-    assert unit is not None
+    unit = own_unit(wrapper)
     prefix = kwargs.get("prefix", "")
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))

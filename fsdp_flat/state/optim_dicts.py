@@ -18,7 +18,7 @@ from fsdp_flat.api import (
     StatePart,
     member_of,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, counted
 from fsdp_flat.flat import check_module
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
@@ -200,9 +200,10 @@ def rekey_optim_state_dict(
         num_saved = sum(len(group["params"]) for group in groups)
         if len(groups) > 1 or num_saved < len(order):
             warn_user(
-                f"The optimizer state dict has {num_saved} positions in {len(groups)} parameter group(s) and no names "
-                f"for them, and the model has {len(order)} parameters; as in FSDP1 they are taken to be in the order "
-                "of model.parameters(). If the optimizer had its parameters in another order, pass it as optim=. "
+                f"The optimizer state dict has {counted(num_saved, 'positions')} in "
+                f"{counted(len(groups), 'parameter groups')} and no names for them, and the model has "
+                f"{counted(len(order), 'parameters')}; as in FSDP1 they are taken to be in the order of "
+                "model.parameters(). If the optimizer had its parameters in another order, pass it as optim=. "
                 "States of an optimizer that is built from model.named_parameters() have names."
             )
     if kinds and (str in kinds) == to_names:

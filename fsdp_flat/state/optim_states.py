@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fingerprint, global_ranks
-from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, some_of
+from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.codecs import contained_tensors, holds_tensors
 from fsdp_flat.state.shards import (
@@ -196,7 +196,7 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
             if len(states) > 1:
                 raise UnsupportedError(
                     f"State {name!r} of unit {first.unit.name!r} has a handler, but belongs to a flat parameter of "
-                    f"{len(states)} parameters, {first.fqn!r} the first. Pass use_orig_params=True."
+                    f"{counted(len(states), 'parameters')}, {first.fqn!r} the first. Pass use_orig_params=True."
                 )
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_flat.checkpoint.directory import progress_bar
-from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.errors import FsdpFlatError, OptionError, counted
 from fsdp_flat.tools.checkpoint_diff import compared_parts, differences
 from fsdp_flat.tools.checkpoint_readers import has_steps, is_checkpoint, open_checkpoint, problems_of
 from fsdp_flat.tools.checkpoint_writers import WriteOptions, write_checkpoint
@@ -73,8 +73,9 @@ def show_checkpoint(path: Path, *, allow_pickle: bool, as_json: bool) -> int:
     data = {**about, "tensors": [_described(tensor) for tensor in tensors], "values": values}
     head = (
         f"{checkpoint.path}: {about['kind']}, written by {about['writer']}"
-        + ("" if checkpoint.num_ranks is None else f", {checkpoint.num_ranks} ranks")
-        + f"; {len(tensors)} tensors, {size_text(checkpoint.nbytes)} in {len(checkpoint.files)} files"
+        + ("" if checkpoint.num_ranks is None else f", {counted(checkpoint.num_ranks, 'ranks')}")
+        + f"; {counted(len(tensors), 'tensors')}, {size_text(checkpoint.nbytes)} in "
+        + counted(len(checkpoint.files), "files")
     )
     rows = [
         [
@@ -131,7 +132,7 @@ def show_problems(path: Path, *, allow_pickle: bool, as_json: bool) -> int:
     except FsdpFlatError as error:
         num, problems = 0, [str(error)]
     data = {"path": str(path), "num_tensors": num, "problems": problems}
-    good = f"{path}: {num} tensors are complete and undamaged"
+    good = f"{path}: {counted(num, 'tensors')} complete and undamaged"
     show(data, *(problems or [good]), as_json=as_json)
     return int(bool(problems))
 
@@ -152,7 +153,7 @@ def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickl
         for each in found
     ]
     table = TextTable(("name", "differs in", "A", "B", "norm of A>", "norm of B>", "largest difference>"), rows)
-    equal = f"{len(a.tensors)} tensors and {len(a.values)} values are equal, bit by bit"
+    equal = f"{counted(len(a.tensors), 'tensors')} and {counted(len(a.values), 'values')} are equal, bit by bit"
     data = {"a": str(path_a), "b": str(path_b), "num_compared": len(a.tensors), "differences": list(map(asdict, found))}
     show(data, table if found else equal, as_json=as_json)
     return int(bool(found))
@@ -168,6 +169,7 @@ def convert_checkpoint(
     with bar(checkpoint.nbytes) as update:
         write_checkpoint(checkpoint, target, kind, options, update)
     made = open_checkpoint(target, allow_pickle=allow_pickle)
-    text = f"{target}: {made.kind}, {len(made.tensors)} tensors, {size_text(made.nbytes)} in {len(made.files)} files"
+    text = f"{target}: {made.kind}, {counted(len(made.tensors), 'tensors')}, {size_text(made.nbytes)} in "
+    text += counted(len(made.files), "files")
     show(_summary(made), text, as_json=as_json)
     return 0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_flat.comm.torch_comm import profiler_is_on
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import UsageError, counted
 from fsdp_flat.extras.describe import ModelDescription, aligned, describe
 from fsdp_flat.tools.step_trace import StepTrace, Work, read_trace
 from fsdp_flat.tools.text import size_text
@@ -79,7 +79,7 @@ class Recording:
         trace = self.trace
         times = [(work, trace.seconds_of(work)) for work in Work]
         lines = [
-            f"{trace.num_backwards} backwards in {_ms(trace.seconds)} on "
+            f"{counted(trace.num_backwards, 'backwards')} in {_ms(trace.seconds)} on "
             f"{'an accelerator' if trace.is_accelerator else 'the CPU'}",
             ", ".join(f"{work.value} {_ms(time)}" for work, time in times if time),
             f"compute waited for communication: {_ms(self.exposed_seconds)}, {self._share(self.exposed_seconds)}",
@@ -122,8 +122,8 @@ class Recording:
         if again:
             nbytes = sum(unit.gathered_nbytes for unit in units) - self.units.most_gathered_nbytes
             found.append(
-                f"{len(again)} units are all-gathered twice a step. SHARD_GRAD_OP (reshard_after_forward=False) does "
-                f"it once, for up to {size_text(nbytes)} more a rank."
+                f"{counted(len(again), 'units')} all-gathered twice a step. SHARD_GRAD_OP "
+                f"(reshard_after_forward=False) does it once, for up to {size_text(nbytes)} more a rank."
             )
         wide = sum(unit.gathered_nbytes for unit in units if unit.dtypes == ("float32",))
         if wide:
@@ -135,7 +135,8 @@ class Recording:
         small = [unit for unit in units if 0 < unit.gathered_nbytes < _SMALL * largest]
         if len(small) > 1:
             found.append(
-                f"{len(small)} units, as {small[0].name!r}, have less than {_SMALL:.0%} of the bytes of the largest. "
+                f"{counted(len(small), 'units')} with less than {_SMALL:.0%} of the bytes of the largest, as "
+                f"{small[0].name!r}. "
                 "Wrap larger modules: each unit costs two all-gathers and a reduce-scatter."
             )
         if len(units) == 1 and largest:

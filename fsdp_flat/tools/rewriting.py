@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsdp_flat.errors import counted
+
 if TYPE_CHECKING:
     from fsdp_flat.tools.migrate_source import Migrated
 
@@ -90,7 +92,10 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
         for found in findings:
             print(found, file=sys.stderr)
         is_done = "changed" if options.write else "to change"
-        print(f"{len(changed)} of {len(files)} files {is_done}, {num_unsure} findings to check", file=sys.stderr)
+        print(
+            f"{len(changed)} of {counted(len(files), 'files')} {is_done}, {counted(num_unsure, 'findings')} to check",
+            file=sys.stderr,
+        )
         print(after, end="", file=sys.stderr)
     if num_unsure:
         return 2

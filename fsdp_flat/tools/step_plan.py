@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, counted
 from fsdp_flat.extras.describe import ModelDescription, aligned
 from fsdp_flat.tools.model_run import Checkpointed, StepEntry, step_entries
 from fsdp_flat.tools.optimizer_run import MakeOptimizer, optimizer_nbytes
@@ -178,7 +178,7 @@ class StepPlan(ModelDescription):
         from fsdp_flat.tools.pictures import draw_plan
 
         peak = self.peak
-        ranks = f"{self.num_shards} shards x {self.num_replicas} replicas"
+        ranks = f"{counted(self.num_shards, 'shards')} x {counted(self.num_replicas, 'replicas')}"
         title = f"{self.units[0].name}, {self.units[0].strategy}, {ranks}: {size_text(self.peak_nbytes)} a rank"
         draw_plan(self.moments, Path(path), title=f"{title}, in {peak.phase.value}", limit_nbytes=self.limit_nbytes)
 

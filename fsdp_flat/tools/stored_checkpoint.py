@@ -131,7 +131,7 @@ class TensorInFiles:
             num_read += into.numel()
         if num_read != full.numel():
             raise LoadError(
-                f"{self.name!r}, rows {start} to {stop}: the files hold {num_read:,} elements of {full.numel():,}."
+                f"{self.name!r}, rows {start} to {stop}: the files hold {num_read:,} of {full.numel():,} elements."
             )
         return full
 

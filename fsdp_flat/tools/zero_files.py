@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_flat.errors import LoadError
+from fsdp_flat.errors import LoadError, counted
 from fsdp_flat.tools.stored_checkpoint import Keys, Part, StoredCheckpoint, TensorInFiles, flattened
 from fsdp_flat.tools.torch_archives import StoredTensor, damaged_record, read_archive
 
@@ -61,8 +61,8 @@ def open_zero3(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     num_ranks = max(num_ranks) if isinstance(num_ranks, (list, tuple)) else num_ranks
     if stages != {3} or num_ranks != len(files):
         raise LoadError(
-            f"{path} is of ZeRO stage {sorted(stages)} on {num_ranks} ranks, with files of {len(files)}; stage 3 is "
-            "read, with the files of all ranks."
+            f"{path} is of ZeRO stage {sorted(stages)} on {counted(num_ranks, 'ranks')}, with files of {len(files)}; "
+            "stage 3 is read, with the files of all ranks."
         )
     tensors: dict[Keys, TensorInFiles] = {}
     shapes = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.errors import OptionError, PhaseError, UsageError, some_of
+from fsdp_flat.errors import OptionError, PhaseError, UsageError, counted, some_of
 from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap.policies import (
@@ -265,7 +265,7 @@ def _warn_of_one_unit(root: nn.Module, ignored_params: set[nn.Parameter]) -> Non
 
     sizes = [(numel_of(child), describe_module(child, path)) for path, child in root.named_modules() if path]
     largest = sorted(sizes, key=lambda entry: entry[0], reverse=True)[:_MAX_LISTED]
-    described = ", ".join(f"{name} of {numel:,} elements" for numel, name in largest if numel)
+    described = ", ".join(f"{name} of {counted(numel, 'elements')}" for numel, name in largest if numel)
     warn_user(
         f"auto_wrap_policy chooses no module below {type(root).__name__}, so the whole model becomes one unit of "
         f"{numel_of(root):,} elements. Its largest modules: {described}. Choose some of these, for example by "

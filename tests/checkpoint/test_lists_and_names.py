@@ -126,7 +126,7 @@ def test_a_file_whose_names_have_a_prefix_is_loaded_by_the_argument_that_the_err
     written(tmp_path / "full.pt", {**{f"model.{name}": value for name, value in state.items()}, "head": torch.ones(2)})
     model = shard(seeded())
     before = whole_state(model)
-    text = f"load_full(..., prefix='model.') would find {len(state)} names that are missing now"
+    text = f"load_full(..., prefix='model.') would find {len(state)} names missing now"
     with pytest.raises(LoadError, match=re.escape(f"{text}; not in the model: 'head'. Nothing")) as caught:
         load_full(model, tmp_path / "full.pt")
     assert "last.bias" not in str(caught.value), "names that the argument maps are not listed"

@@ -111,7 +111,7 @@ def test_a_hybrid_strategy_with_a_policy_shards_within_what_the_launcher_calls_a
             range(rank // local * local, rank // local * local + local)
         )
     os.environ["LOCAL_WORLD_SIZE"] = "3"
-    with pytest.raises(OptionError, match="4 ranks do not divide into nodes of 3"):
+    with pytest.raises(OptionError, match="nodes of 3 do not divide 4 ranks"):
         resolve(HYBRIDS[0], has_policy=True)
 
 

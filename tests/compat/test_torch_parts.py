@@ -196,12 +196,12 @@ def test_private_functions_stay_torchs_for_modules_that_are_not_ours() -> None:
     from torch.distributed.fsdp import _common_utils as common
 
     peer = shard_by_peer(seeded())
-    expected = common._get_module_fsdp_state
+    expected = common._FSDPState
     with fsdp_flat.installed():
-        assert common._get_module_fsdp_state is not expected
+        assert common._FSDPState is not expected
         assert common._get_module_fsdp_state(nn.Linear(2, 2)) is None
         assert common._get_module_fsdp_state(peer) is peer
-    assert common._get_module_fsdp_state is expected
+    assert common._FSDPState is expected
 
 
 @on_ranks(2)

@@ -296,7 +296,7 @@ def test_arguments_that_cannot_be_used_are_refused_and_change_nothing() -> None:
         ([], {}, ValueError, "an empty list of modules"),
         (nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "ModuleList, which has no forward"),
         (sharded, {}, ValueError, "Stack is sharded already"),
-        (seeded(), {"mesh": "all"}, TypeError, "must be a DeviceMesh; got str"),
+        (seeded(), {"mesh": "all"}, TypeError, "must be a DeviceMesh; got 'all'"),
         (seeded(), {"mesh": mesh}, ValueError, "one dim .* or two .*got 3"),
         (seeded(), {"offload_policy": CPUOffload(True)}, TypeError, "must be an OffloadPolicy; got CPUOffload"),
         (seeded(), {"shard_placement_fn": lambda param: 1}, ValueError, "must return a Shard or None; got 1"),

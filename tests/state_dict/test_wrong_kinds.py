@@ -22,7 +22,7 @@ WRONG = [
     (LOCAL, SHARDED, r"0\._flat_param: an entry of a LOCAL_STATE_DICT.*unit '0'.*'0\.weight' the first"),
     (FULL, LOCAL, r"0\._flat_param: this load is of a LOCAL_STATE_DICT.*unit '0'.*FULL_STATE_DICT or a SHARDED"),
     (SHARDED, LOCAL, r"1\._flat_param: this load is of a LOCAL_STATE_DICT.*unit '1'.*FULL_STATE_DICT or a SHARDED"),
-    (SHARDED, FULL, r"0\.weight: a sharded tensor.*unit '0' expects a full one.*SHARDED_STATE_DICT\)"),
+    (SHARDED, FULL, r"4 entries of the state dict are sharded tensors, '0\.weight' the first.*SHARDED_STATE_DICT\)"),
 ]
 
 

@@ -54,5 +54,5 @@ def test_offloaded_training_gives_the_same_numbers_to_the_bit(
 
 @on_ranks(2)
 def test_something_else_than_cpu_offload_is_refused(rank: int) -> None:
-    with pytest.raises(TypeError, match="cpu_offload must be a CPUOffload; got bool"):
+    with pytest.raises(TypeError, match="cpu_offload must be a CPUOffload; got True"):
         sharded(small_model(), cpu_offload=True)

@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedEMA, ShardingStrategy, debug, register_forward_method, unshard_for
 from fsdp_flat.composable import trace
+from fsdp_flat.flat import is_managed, unsharded_shape
 from tests.support import on_ranks
 from tests.support.kit import full_params
 from tests.surface.models import (
@@ -265,7 +266,7 @@ def test_a_copied_or_pickled_parameter_is_plain_and_belongs_to_no_unit(rank: int
             assert type(twin) is nn.Parameter
             assert torch.equal(twin, param)
             assert twin.requires_grad
-            assert not (use_orig_params and getattr(twin, "_fsdp_flattened", False))
+            assert not (use_orig_params and is_managed(twin))
         assert "Parameter containing" in repr(param)
 
 
@@ -352,7 +353,7 @@ FREE_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 @on_ranks(2)
 def test_in_debug_a_sharded_original_parameter_is_any_parameter_element_by_element(rank: int) -> None:
     params = sharded(small_model(), use_orig_params=True).parameters()
-    weight = next(param for param in params if param.numel() not in (0, math.prod(param._fsdp_flattened.shape)))
+    weight = next(param for param in params if param.numel() not in (0, math.prod(unsharded_shape(param))))
     for name, operation in FREE_OPERATIONS.items():
         try:
             with debug():

@@ -165,7 +165,7 @@ ERRORS: dict[str, tuple[Callable[[Any], dict[str, Any]], type[Exception], type[E
         ValueError,
         ['"auto"', "'always'"],
     ),
-    "an offload that is a bool": (lambda m: {"cpu_offload": True}, OptionTypeError, TypeError, ["CPUOffload", "bool"]),
+    "an offload that is a bool": (lambda m: {"cpu_offload": True}, OptionTypeError, TypeError, ["CPUOffload", "True"]),
     "a precision that is a dtype": (
         lambda m: {"mixed_precision": torch.bfloat16},
         OptionTypeError,

@@ -121,7 +121,7 @@ blocks.0      1  FULL_SHARD  float32           3       289          0    584 B  
 blocks.1      1  FULL_SHARD  float32           3       289        136    580 B     272 B   1.16 kB
 blocks.2      1  FULL_SHARD  float32           3       289        289    584 B     584 B   1.17 kB
 all           4                               13       984        542  1.98 kB   1.09 kB   3.97 kB
-2 shards x 1 replicas; sizes of one unit on one rank; gathered at one time: at most 2.81 kB"""
+2 shards x 1 replica; sizes of one unit on one rank; gathered at one time: at most 2.81 kB"""
 
 
 def test_a_plan_prints_a_table_and_needs_no_process_group() -> None:

@@ -106,7 +106,7 @@ def _connection_of(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | Non
         connection = _connections[group] = _connect(rank_group, group)
         way = "gloo" if connection is None else "shared memory"
         if isinstance(connection, Hosts):
-            way = f"shared memory within {len(connection.ranks)} hosts, and by gloo once between them"
+            way = f"shared memory within each of {len(connection.ranks)} hosts, and by gloo once between them"
         _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
     return _connections[group]
 
