@@ -415,8 +415,7 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
     with disk.discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
         try:
             if error is None and values.is_prepared:
-                written = write_files(values.tensors, writing, together.rank, update)
-                records = disk.records_of(writing, disk.FILES_OF_RANK.format(together.rank))
+                written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])
         except Exception as raised:
             error = raised
@@ -426,11 +425,9 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
                 disk.check_all_here(writing, each_records)
                 # One more file, as if of a further rank.
-                last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
-                write_metadata([*each_written, last], writing)
-                names = disk.FILES_OF_RANK.format(together.size), ".metadata"
-                own = [disk.records_of(writing, name) for name in names]
-                disk.commit(directory, values.step, {k: v for each in (*each_records, *own) for k, v in each.items()})
+                last, own = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
+                own |= write_metadata([*each_written, last], writing)
+                disk.commit(directory, values.step, {k: v for each in (*each_records, own) for k, v in each.items()})
                 _prune(directory, values.step, keep_last)
         except Exception as raised:
             error = raised

@@ -1,11 +1,14 @@
 """Writes and reads the files of torch.distributed.checkpoint, each rank by itself.
 
-torch's planners, storage writer, storage reader and ``dcp.load`` do the work. Two things are done here instead.
+torch's planners, storage reader and ``dcp.load`` do the work. Three things are done here instead.
 
 Coordination: ``dcp.save`` gathers a pickled plan from each rank, scatters the merged plans, gathers the results and
 broadcasts the metadata; with cached plans, the last two, for which rank 0 takes less time than here. Here each rank
 writes its files at once, rank 0 merges JSON rows from each, and nothing is sent back. docs/performance.md has the
 figures of all three (``python -m benchmarks.plans``) and of whole saves (``python -m benchmarks.saves``).
+
+Writing: torch's writer keeps a CPU copy of every tensor of a file until the file is complete, and computes no checksum.
+Here one tensor at a time is copied, and the checksum is computed as bytes are written.
 
 Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``DefaultLoadPlanner.load_bytes`` loads with
 ``weights_only=False``, so both run code that a file names. Here both read tensors and plain values only.
@@ -18,6 +21,7 @@ import math
 import os
 import pickle
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -39,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict, check_file, naming
+from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, check_file, naming, records_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits
@@ -63,8 +67,31 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
 
 
-def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]) -> list[Any]:
-    """Write this rank's files of a checkpoint, and return a row for each part, which JSON can hold.
+class _SummedFile(io.BufferedWriter):
+    """Computes the CRC-32 of a file that is written from its begin to its end, as ``torch.save`` does.
+
+    Attributes:
+        crc32: that of the bytes written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return super().write(data)
+
+    def seekable(self) -> bool:
+        return False
+
+
+def write_files(
+    state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]
+) -> tuple[list[Any], Records]:
+    """Write this rank's files of a checkpoint.
+
+    Returns a row for each part, which JSON can hold, and the records of the files.
 
     Args:
         state: nested dicts of tensors, and of ``bytes`` made by ``torch.save``.
@@ -72,32 +99,51 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         rank: the rank, which names the files.
         update: called with the size of each tensor in bytes as it is written.
     """
-    # Files are on disk (sync_files) before their record is.
-    planner, writer = _SavePlanner(update), dcp.FileSystemWriter(path, sync_files=True)
-    planner.set_up_planner(state, writer.storage_meta())
-    writer.set_up_storage_writer(False)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    # The writer names files by the position of a plan in the list of all ranks' plans.
-    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
+    planner = _SavePlanner(update)
+    planner.set_up_planner(state)
+    plan = planner.finish_plan(planner.create_local_plan())
+    path.mkdir(parents=True, exist_ok=True)
+    rows: list[Any] = []
+    file = path / f"__{rank}_0.distcp"
     try:
-        written = {result.index: result for result in writer.write_data(planner.finish_plan(plan), planner).wait()}
+        # Its record says what is on disk, so it is flushed first.
+        with naming(file), _SummedFile(file) as written:
+            for item, data in _on_host(planner, plan.items):
+                start = written.tell()
+                if isinstance(data, io.BytesIO):
+                    written.write(data.getbuffer())
+                else:
+                    torch.save(data, written)
+                tensor, kind = item.tensor_data, list[Any]()
+                if tensor is not None:
+                    chunk = tensor.chunk
+                    kind = [item.type.name, chunk.offsets, chunk.sizes, str(tensor.properties.dtype), tensor.size]
+                # The planner's data: the nested keys of a flattened name.
+                keys, length = plan.planner_data[item.index.fqn], written.tell() - start
+                rows.append([keys, kind, length, file.name, start, length])
+            written.flush()
+            os.fsync(written.fileno())
+            record = {"size": written.tell(), "crc32": written.crc32}
     except RuntimeError as error:
         # torch's text is about positions in a file; that of a full disk is the cause.
         if (cause := _system_error(error)) is None:
             raise
         with naming(path):
             raise cause from error
-    rows: list[Any] = []
-    for item in plan.items:
-        result, tensor, kind = written[item.index], item.tensor_data, list[Any]()
-        if tensor is not None:
-            chunk = tensor.chunk
-            kind = [item.type.name, chunk.offsets, chunk.sizes, str(tensor.properties.dtype), tensor.size]
-        where = result.storage_data
-        # The planner's data: the nested keys of a flattened name.
-        keys = plan.planner_data[item.index.fqn]
-        rows.append([keys, kind, result.size_in_bytes, where.relative_path, where.offset, where.length])
-    return rows
+    return rows, {file.name: record}
+
+
+def _on_host(
+    planner: _SavePlanner, items: Sequence[WriteItem]
+) -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+    """Yield each part with its data on the CPU; a tensor without the rest of its storage, which would be saved too."""
+    for item in items:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu()
+            if data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()
+        yield item, data
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -117,8 +163,8 @@ class _MetadataWriter(dcp.FileSystemWriter):
         return str(self.path)
 
 
-def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
-    """Write the metadata of a checkpoint, on one rank, from the results of :func:`write_files` by rank.
+def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> Records:
+    """Write the metadata of a checkpoint, on one rank, from the rows of :func:`write_files` by rank; return its record.
 
     Of a part that several ranks have written, the first counts. Raises if the parts do not make up the tensors.
     """
@@ -138,6 +184,7 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
     _, metadata = planner.create_global_plan(plans)
     # The writer keeps the last result of each part.
     writer.finish(metadata, results[::-1])
+    return records_of(path, ".metadata")
 
 
 def _item(fqn: str, kind: list[Any]) -> WriteItem:
