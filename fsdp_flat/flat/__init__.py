@@ -16,6 +16,7 @@ from fsdp_flat.flat.optimizer_grads import (
     sharded_grad_of,
     show_full_grads,
 )
+from fsdp_flat.flat.optimizers import note_unwrapped
 from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,
@@ -42,6 +43,7 @@ from fsdp_flat.flat.torch_flat import (
     VERSION_OF,
     active_compiler,
     concatenated_mesh,
+    dtensor_of,
     dynamo_disabled,
     dynamo_disabled_here,
     flattened_mesh,
