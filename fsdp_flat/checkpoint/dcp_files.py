@@ -17,12 +17,13 @@ Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``Defau
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pickle
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -48,7 +49,10 @@ from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
+from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
+
+_logger = logging.getLogger("fsdp_flat")
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -141,6 +145,9 @@ def _on_host(
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             data = data.detach().cpu()
+            if type(data) is not torch.Tensor:
+                # A subclass that views plain data, which torch.load(weights_only=True) would not read.
+                data = data.as_subclass(torch.Tensor)
             if data.untyped_storage().nbytes() != data.nbytes:
                 data = data.clone()
         yield item, data
@@ -233,7 +240,16 @@ class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a checkpoint, without communication; unpickles only the types of tensor metadata, and only once."""
+    """Reads a checkpoint, without communication; unpickles only the types of tensor metadata, and only once.
+
+    Args:
+        path: the checkpoint's directory.
+        parts: the begins of the names that are read; other values may be damaged. By default all are read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], parts: tuple[str, ...] = ()) -> None:
+        super().__init__(path)
+        self._parts = parts
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -242,7 +258,8 @@ class SafeReader(dcp.FileSystemReader):
         try:
             found: Metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
             sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path.parent) if entry.is_file()}
-            problem = next(chain(_misplaced(found, sizes), _incomplete(found)), None)
+            parts = self._parts or ("",)
+            problem = next(chain(_misplaced(found, parts, sizes), _incomplete(found, parts)), None)
         except LoadError:
             raise
         except Exception as error:
@@ -290,9 +307,11 @@ class SafeReader(dcp.FileSystemReader):
             raise LoadError(f"{self.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
 
 
-def _misplaced(found: Metadata, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the values that are not in a file of the checkpoint, of which ``sizes`` are given in bytes."""
+def _misplaced(found: Metadata, parts: tuple[str, ...], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the values of ``parts`` that are not in a file of the checkpoint, of which ``sizes`` are given in bytes."""
     for index, place in (found.storage_data or {}).items():
+        if not index.fqn.startswith(parts):
+            continue
         size = sizes.get(place.relative_path)
         if size is None:
             yield f"{index.fqn!r} is in {place.relative_path!r}, which is no file of the checkpoint"
@@ -301,9 +320,11 @@ def _misplaced(found: Metadata, sizes: Mapping[str, int]) -> Iterator[str]:
             yield f"{index.fqn!r} is in {where} of {place.relative_path}, which has {size}"
 
 
-def _incomplete(found: Metadata) -> Iterator[str]:
-    """Yield the values of which a part is missing, or is larger than its place: torch would leave out what it lacks."""
+def _incomplete(found: Metadata, parts: tuple[str, ...]) -> Iterator[str]:
+    """Yield the values of ``parts`` that are incomplete or larger than their place: torch would leave out the rest."""
     for fqn, entry in found.state_dict_metadata.items():
+        if not fqn.startswith(parts):
+            continue
         if not isinstance(entry, TensorStorageMetadata):
             if MetadataIndex(fqn) not in found.storage_data:
                 yield f"{fqn!r} is missing"
@@ -350,6 +371,9 @@ def load_files(
         plain: dict[str, Any] = reader.read_value("plain")
         template: dict[str, Any] = {}
         template["model"], own_names = _model_template(model, reader)
+        constants = {name: template["model"][name].clone() for name in _constants_of_params(model, template["model"])}
+        if optim is None and "optim" in plain and together.rank == 0:
+            _log_left_out(reader, plain["optim"]["state"])
         if optim is not None:
             if "optim" not in plain:
                 raise LoadError(
@@ -359,12 +383,22 @@ def load_files(
             states, deferred = _optim_template(model, contents, reader)
             template["optim"] = {"state": states}
         reader.read_into(template)
+        differing = [name for name, own in constants.items() if not torch.equal(own, template["model"].pop(name))]
+        if differing:
+            raise LoadError(
+                f"{reader.path} has other values of {some_of(differing, 6)} than the model: they belong to a quantized "
+                "parameter, and its module saves them and does not load them. Quantize the model from the weights that "
+                "the saved one was quantized from (from_pretrained of the same files), and load then. Nothing was "
+                "loaded."
+            )
         if optim is not None:
             parts: list[dict[str, dict[str, Any]]] = [plain["optim"]["state"], states, deferred]
             rows: dict[str, dict[str, Any]] = {}
             for fqn, row in (item for part in parts for item in part.items()):
                 rows.setdefault(fqn, {}).update(row)
             state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
+            if plain["optim"].get("has_wrappers") and not any(map(contents.state.get, contents.params)):
+                create_states(optim)
             loaded = load_optim_state(model, contents, state, is_final=True)
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
@@ -373,6 +407,20 @@ def load_files(
     values = {**template["model"], **plain["model"]}
     model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
     return extra
+
+
+def _log_left_out(reader: SafeReader, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Log that a load without an optimizer leaves the saved states out, and how to load them."""
+    states = [(fqn, name) for fqn, row in rows.items() for name in row]
+    states += [tuple(key.rsplit(".", 1)) for key in reader.tensors_in("optim.state.")]  # type: ignore[misc]
+    of_how_many, names = len({fqn for fqn, _ in states}), sorted({name for _, name in states})
+    _logger.warning(
+        "%s has an optimizer's states (%s, of %d parameters) and settings, which are left out: no optimizer was "
+        "given. To load them, pass it: load_checkpoint(directory, model, optim).",
+        reader.path,
+        some_of(names, 6) or "none yet",
+        of_how_many,
+    )
 
 
 def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -395,6 +443,25 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     if problems:
         raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
     return template, own
+
+
+def _constants_of_params(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names below those of a parameter, which its module saves and does not load.
+
+    They are those of a quantization, as bitsandbytes' ``Linear4bit`` saves them.
+    """
+    found: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        takes_others = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+        for name, _ in module.named_parameters(recurse=False):
+            found[clean_fqn(f"{path}.{name}".lstrip("."))] = takes_others
+    parents = {name: [found[owner] for owner in _owners(name) if owner in found] for name in names}
+    return sorted(name for name, takes_others in parents.items() if takes_others and not any(takes_others))
+
+
+def _owners(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _optim_template(
