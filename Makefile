@@ -100,8 +100,8 @@ $(INSTALLED): setup.py constraints.txt
 	.venv-clients/bin/python -m pip install -q -c constraints.txt torch numpy
 	.venv-clients/bin/python -m pip install -q -c constraints.txt -c constraints-clients.txt -e '.[test,clients]'
 	# Without all dependencies: of torchtitan the test imports one file; torchtnt uses these where it trains.
-	.venv-clients/bin/python -m pip install -q --no-deps -c constraints-clients.txt torchtitan torchtnt \
-		mypy-extensions pyre-extensions setuptools==79.0.1 tabulate typing-inspect
+	.venv-clients/bin/python -m pip install -q --no-deps -c constraints-clients.txt torchtitan torchtnt torchao \
+		bitsandbytes mypy-extensions pyre-extensions setuptools==79.0.1 tabulate typing-inspect
 	touch $@
 
 clean:

@@ -107,7 +107,7 @@ def measure_dcp(ranks: int, params: int, path: Path, *, is_cached: bool) -> list
 
 def measure_texts(ranks: int, params: int, path: Path) -> list[list[Any]]:
     """Do the same as ``save_checkpoint`` does it, for every rank."""
-    rows = [write_files(state_of(rank, ranks, params), path, rank, lambda _: None) for rank in range(ranks)]
+    rows = [write_files(state_of(rank, ranks, params), path, rank, lambda _: None)[0] for rank in range(ranks)]
     # A rank's text also has the sizes of its files.
     sent = [json.dumps([each, {}, ""]).encode() for each in rows]
     _, seconds = _timed(lambda: write_metadata([json.loads(each)[0] for each in sent], path))

@@ -23,10 +23,12 @@ from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
-from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError
+from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError, UnsupportedError, some_of
+from fsdp_flat.flat import local_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import RankZeroTensors, Settings, differing_settings, group_settings, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+from fsdp_flat.state.plain_states import boxed, has_wrappers, is_wrapper
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
 
@@ -128,9 +130,11 @@ def save_checkpoint(
             is no training step. The save replaces a checkpoint of the same number.
         keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
             removed is logged, and the save succeeds.
-        background: copy the shards to the CPU and return; a thread writes them while training continues. The next
-            save of the model waits for it. Call ``wait()`` on the result to find out whether it succeeded; a failure is
-            also logged. The process does not end before, and may destroy its process groups meanwhile.
+        background: begin to copy the shards to the CPU and return; a thread writes them while training continues. On
+            an accelerator later work of the current stream waits for the copies, which go to pinned memory; that is
+            kept for the next save, as long as the model. The next save of the model waits for this one. Call
+            ``wait()`` on the result to find out whether it succeeded; a failure is also logged. The process does not
+            end before, and may destroy its process groups meanwhile.
         progress: show a progress bar on rank 0, if tqdm is installed. By default on a terminal only, for a save in the
             foreground that takes more than two seconds.
 
@@ -216,12 +220,13 @@ class CheckpointValues:
         self._index = ParamIndex(model)
         self.rank_zeros = RankZeroTensors(model)
         self._together = together
+        self._copies = units_of(model)[0].context.streams.kept_copies
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         self._refusal: Exception | None = None
         self._same: list[str] = []
         self._settings: Settings = {}
         self._is_alike = self._has_equal_rank_zeros = True
-        self._is_compared = False
+        self._is_compared = self._has_wrappers = False
 
     def collect(
         self,
@@ -247,12 +252,13 @@ class CheckpointValues:
             disk.check_step(step)
             disk.check_number(keep_last, "keep_last", 1)
             self.bar = progress_bar("Saving", asked=progress, here=rank == 0 and (progress or not copy))
-            self._add_model(copy=copy)
+            self._add_model()
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             if optim is not None:
                 self._settings = group_settings(self._model, optim)
                 contents = contents_of(optim, self._index)
                 check_optim(contents, self._index)
+                self._has_wrappers = has_wrappers(contents.state)
             if rank == 0:
                 self._prepare(step)
         except Exception as error:
@@ -261,10 +267,12 @@ class CheckpointValues:
             # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
             self.integers([0] * (1 + len(self._index.params)), None)
         else:
-            self._add_optim(contents, copy=copy)
+            self._add_optim(contents)
         if self.error is None:
             try:
                 self._keep_share()
+                if copy:
+                    self._copy_to_host()
             except Exception as error:
                 self.error = error
 
@@ -277,22 +285,30 @@ class CheckpointValues:
         except OSError as error:
             self.error = error
 
-    def _add_model(self, *, copy: bool) -> None:
+    def _add_model(self) -> None:
         """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
         from fsdp_flat.checkpoint.dcp_files import packed
 
         for unit in units_of(self._model):
             unit.check_idle("save_checkpoint")
         # The state dict of a compiled model has torch.compile's prefix in its names.
-        found = {clean_fqn(name): value for name, value in boxed_state_dict(self._model, copy=copy).items()}
+        found = {clean_fqn(name): value for name, value in boxed_state_dict(self._model).items()}
         self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        if made_of_others := [name for name, value in self.tensors["model"].items() if is_wrapper(value)]:
+            kind = type(local_of(found[made_of_others[0]])).__name__
+            raise UnsupportedError(
+                "The model's state dict has tensors made of other tensors, quantized ones for instance: "
+                f"{some_of(list(map(repr, made_of_others)), 6)}, the first a {kind}. A checkpoint holds plain tensors, "
+                "so nothing was saved. Keep them out of the state dict by a hook (register_state_dict_post_hook) or as "
+                "buffers that are not persistent, and save them apart."
+            )
         plain = {name: value for name, value in found.items() if name not in self.tensors["model"]}
         # A copy: a thread may write them while training changes the live ones.
         self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
 
-    def _add_optim(self, contents: OptimContents, *, copy: bool) -> None:
+    def _add_optim(self, contents: OptimContents) -> None:
         """Compare all ranks, and add the states of the optimizer; one with a handler is merged on one rank."""
-        config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
+        config = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
         codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
         found: dict[str, Any] = {"state": {}}
         error: Exception | None = None
@@ -318,7 +334,7 @@ class CheckpointValues:
             }
             self._rows[fqn] = {name: value for name, value in row.items() if name not in tensors[fqn]}
         self.tensors["optim"] = {"state": tensors}
-        self.plain["optim"] = {"param_groups": found.get("param_groups")}
+        self.plain["optim"] = {"param_groups": found.get("param_groups"), "has_wrappers": self._has_wrappers}
 
     def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
@@ -326,15 +342,16 @@ class CheckpointValues:
         unmanaged = [name for name in self.tensors.get("model", ()) if name not in self._index.by_name]
         compared = (unmanaged, self.rank_zeros.prints, self._settings)
         digests = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
-        own = [self.step, int(self.is_prepared), *digests, *values]
+        own = [self.step, int(self.is_prepared), int(self._has_wrappers), *digests, *values]
         rows = self._together.integers(own, self._refusal or error, self._same)
         self._is_compared = True
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
-        self._is_alike = len({row[2] for row in rows}) == 1
-        self._has_equal_rank_zeros = len({row[3] for row in rows}) == 1
-        if len({row[4] for row in rows}) > 1:
+        self._has_wrappers = any(row[2] for row in rows)
+        self._is_alike = len({row[3] for row in rows}) == 1
+        self._has_equal_rank_zeros = len({row[4] for row in rows}) == 1
+        if len({row[5] for row in rows}) > 1:
             self._check_settings()
-        return [row[5:] for row in rows]
+        return [row[6:] for row in rows]
 
     def _check_settings(self) -> None:
         """Raise if settings of the same parameter differ between ranks. Every rank must call this."""
@@ -387,6 +404,19 @@ class CheckpointValues:
         rows = mine({fqn: row for fqn, row in self._rows.items() if row and has_own_rows(fqn)})
         self.rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
 
+    def _copy_to_host(self) -> None:
+        """Replace the tensors by copies, which may be read after :meth:`wait_for_copies`."""
+        rows = [self.tensors["model"], *self.tensors.get("optim", {"state": {}})["state"].values()]
+        places = [(row, name, boxed(value)) for row in rows for name, value in row.items()]
+        each_parts = [value.parts if isinstance(value, BoxedTensor) else (value,) for *_, value in places]
+        copies = iter(self._copies.copied([part.detach() for parts in each_parts for part in parts]))
+        for row, name, value in places:
+            row[name] = value.with_parts(copies) if isinstance(value, BoxedTensor) else next(copies)
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies for a save in the background are complete."""
+        self._copies.wait()
+
     @property
     def nbytes(self) -> int:
         """Size of this rank's tensors in bytes."""
@@ -414,9 +444,9 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
     writing = disk.writing_path(directory, values.step)
     with disk.discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
         try:
+            values.wait_for_copies()
             if error is None and values.is_prepared:
-                written = write_files(values.tensors, writing, together.rank, update)
-                records = disk.records_of(writing, disk.FILES_OF_RANK.format(together.rank))
+                written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])
         except Exception as raised:
             error = raised
@@ -426,11 +456,9 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
                 disk.check_all_here(writing, each_records)
                 # One more file, as if of a further rank.
-                last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
-                write_metadata([*each_written, last], writing)
-                names = disk.FILES_OF_RANK.format(together.size), ".metadata"
-                own = [disk.records_of(writing, name) for name in names]
-                disk.commit(directory, values.step, {k: v for each in (*each_records, *own) for k, v in each.items()})
+                last, own = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
+                own |= write_metadata([*each_written, last], writing)
+                disk.commit(directory, values.step, {k: v for each in (*each_records, own) for k, v in each.items()})
                 _prune(directory, values.step, keep_last)
         except Exception as raised:
             error = raised
@@ -555,7 +583,7 @@ def load_checkpoint(
         directory: the directory given to :func:`save_checkpoint`, or that of one checkpoint (``step-00000100``), under
             any name.
         model: a wrapped model, or a module that holds wrappers.
-        optim: its optimizer; None ignores the saved optimizer state.
+        optim: its optimizer; with None the saved optimizer states are left out, which rank 0 logs.
         step: load this checkpoint, and raise if it is incomplete.
         progress: show a progress bar of the comparison on rank 0, if tqdm is installed. By default on a terminal only,
             after two seconds.
@@ -611,5 +639,6 @@ def load_checkpoint(
     if skipped and together.rank == 0:
         warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.")
     assert found is not None
-    extra = load_files(SafeReader(path), model, optim, together=together)
+    parts = ("model.", "plain", "extra.") if optim is None else ()
+    extra = load_files(SafeReader(path, parts), model, optim, together=together)
     return LoadedCheckpoint(found.step, path, extra, tuple(skipped))

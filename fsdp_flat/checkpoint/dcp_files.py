@@ -1,11 +1,14 @@
 """Writes and reads the files of torch.distributed.checkpoint, each rank by itself.
 
-torch's planners, storage writer, storage reader and ``dcp.load`` do the work. Two things are done here instead.
+torch's planners, storage reader and ``dcp.load`` do the work. Three things are done here instead.
 
 Coordination: ``dcp.save`` gathers a pickled plan from each rank, scatters the merged plans, gathers the results and
 broadcasts the metadata; with cached plans, the last two, for which rank 0 takes less time than here. Here each rank
 writes its files at once, rank 0 merges JSON rows from each, and nothing is sent back. docs/performance.md has the
 figures of all three (``python -m benchmarks.plans``) and of whole saves (``python -m benchmarks.saves``).
+
+Writing: torch's writer keeps a CPU copy of every tensor of a file until the file is complete, and computes no checksum.
+Here one tensor at a time is copied, and the checksum is computed as bytes are written.
 
 Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``DefaultLoadPlanner.load_bytes`` loads with
 ``weights_only=False``, so both run code that a file names. Here both read tensors and plain values only.
@@ -14,11 +17,13 @@ Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``Defau
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -39,12 +44,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, boxed_state_dict, check_file, naming
+from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, check_file, naming, records_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
+from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
+
+_logger = logging.getLogger("fsdp_flat")
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -63,8 +71,31 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
 
 
-def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]) -> list[Any]:
-    """Write this rank's files of a checkpoint, and return a row for each part, which JSON can hold.
+class _SummedFile(io.BufferedWriter):
+    """Computes the CRC-32 of a file that is written from its begin to its end, as ``torch.save`` does.
+
+    Attributes:
+        crc32: that of the bytes written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return super().write(data)
+
+    def seekable(self) -> bool:
+        return False
+
+
+def write_files(
+    state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]
+) -> tuple[list[Any], Records]:
+    """Write this rank's files of a checkpoint.
+
+    Returns a row for each part, which JSON can hold, and the records of the files.
 
     Args:
         state: nested dicts of tensors, and of ``bytes`` made by ``torch.save``.
@@ -72,32 +103,54 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         rank: the rank, which names the files.
         update: called with the size of each tensor in bytes as it is written.
     """
-    # Files are on disk (sync_files) before their record is.
-    planner, writer = _SavePlanner(update), dcp.FileSystemWriter(path, sync_files=True)
-    planner.set_up_planner(state, writer.storage_meta())
-    writer.set_up_storage_writer(False)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    # The writer names files by the position of a plan in the list of all ranks' plans.
-    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
+    planner = _SavePlanner(update)
+    planner.set_up_planner(state)
+    plan = planner.finish_plan(planner.create_local_plan())
+    path.mkdir(parents=True, exist_ok=True)
+    rows: list[Any] = []
+    file = path / f"__{rank}_0.distcp"
     try:
-        written = {result.index: result for result in writer.write_data(planner.finish_plan(plan), planner).wait()}
+        # Its record says what is on disk, so it is flushed first.
+        with naming(file), _SummedFile(file) as written:
+            for item, data in _on_host(planner, plan.items):
+                start = written.tell()
+                if isinstance(data, io.BytesIO):
+                    written.write(data.getbuffer())
+                else:
+                    torch.save(data, written)
+                tensor, kind = item.tensor_data, list[Any]()
+                if tensor is not None:
+                    chunk = tensor.chunk
+                    kind = [item.type.name, chunk.offsets, chunk.sizes, str(tensor.properties.dtype), tensor.size]
+                # The planner's data: the nested keys of a flattened name.
+                keys, length = plan.planner_data[item.index.fqn], written.tell() - start
+                rows.append([keys, kind, length, file.name, start, length])
+            written.flush()
+            os.fsync(written.fileno())
+            record = {"size": written.tell(), "crc32": written.crc32}
     except RuntimeError as error:
         # torch's text is about positions in a file; that of a full disk is the cause.
         if (cause := _system_error(error)) is None:
             raise
         with naming(path):
             raise cause from error
-    rows: list[Any] = []
-    for item in plan.items:
-        result, tensor, kind = written[item.index], item.tensor_data, list[Any]()
-        if tensor is not None:
-            chunk = tensor.chunk
-            kind = [item.type.name, chunk.offsets, chunk.sizes, str(tensor.properties.dtype), tensor.size]
-        where = result.storage_data
-        # The planner's data: the nested keys of a flattened name.
-        keys = plan.planner_data[item.index.fqn]
-        rows.append([keys, kind, result.size_in_bytes, where.relative_path, where.offset, where.length])
-    return rows
+    return rows, {file.name: record}
+
+
+def _on_host(
+    planner: _SavePlanner, items: Sequence[WriteItem]
+) -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+    """Yield each part with its data on the CPU; a tensor without the rest of its storage, which would be saved too."""
+    for item in items:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu()
+            if type(data) is not torch.Tensor:
+                # A subclass that views plain data, which torch.load(weights_only=True) would not read.
+                data = data.as_subclass(torch.Tensor)
+            if data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()
+        yield item, data
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -117,8 +170,8 @@ class _MetadataWriter(dcp.FileSystemWriter):
         return str(self.path)
 
 
-def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
-    """Write the metadata of a checkpoint, on one rank, from the results of :func:`write_files` by rank.
+def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> Records:
+    """Write the metadata of a checkpoint, on one rank, from the rows of :func:`write_files` by rank; return its record.
 
     Of a part that several ranks have written, the first counts. Raises if the parts do not make up the tensors.
     """
@@ -138,6 +191,7 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
     _, metadata = planner.create_global_plan(plans)
     # The writer keeps the last result of each part.
     writer.finish(metadata, results[::-1])
+    return records_of(path, ".metadata")
 
 
 def _item(fqn: str, kind: list[Any]) -> WriteItem:
@@ -186,7 +240,16 @@ class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a checkpoint, without communication; unpickles only the types of tensor metadata, and only once."""
+    """Reads a checkpoint, without communication; unpickles only the types of tensor metadata, and only once.
+
+    Args:
+        path: the checkpoint's directory.
+        parts: the begins of the names that are read; other values may be damaged. By default all are read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], parts: tuple[str, ...] = ()) -> None:
+        super().__init__(path)
+        self._parts = parts
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -195,7 +258,8 @@ class SafeReader(dcp.FileSystemReader):
         try:
             found: Metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
             sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path.parent) if entry.is_file()}
-            problem = next(chain(_misplaced(found, sizes), _incomplete(found)), None)
+            parts = self._parts or ("",)
+            problem = next(chain(_misplaced(found, parts, sizes), _incomplete(found, parts)), None)
         except LoadError:
             raise
         except Exception as error:
@@ -243,9 +307,11 @@ class SafeReader(dcp.FileSystemReader):
             raise LoadError(f"{self.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
 
 
-def _misplaced(found: Metadata, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the values that are not in a file of the checkpoint, of which ``sizes`` are given in bytes."""
+def _misplaced(found: Metadata, parts: tuple[str, ...], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the values of ``parts`` that are not in a file of the checkpoint, of which ``sizes`` are given in bytes."""
     for index, place in (found.storage_data or {}).items():
+        if not index.fqn.startswith(parts):
+            continue
         size = sizes.get(place.relative_path)
         if size is None:
             yield f"{index.fqn!r} is in {place.relative_path!r}, which is no file of the checkpoint"
@@ -254,9 +320,11 @@ def _misplaced(found: Metadata, sizes: Mapping[str, int]) -> Iterator[str]:
             yield f"{index.fqn!r} is in {where} of {place.relative_path}, which has {size}"
 
 
-def _incomplete(found: Metadata) -> Iterator[str]:
-    """Yield the values of which a part is missing, or is larger than its place: torch would leave out what it lacks."""
+def _incomplete(found: Metadata, parts: tuple[str, ...]) -> Iterator[str]:
+    """Yield the values of ``parts`` that are incomplete or larger than their place: torch would leave out the rest."""
     for fqn, entry in found.state_dict_metadata.items():
+        if not fqn.startswith(parts):
+            continue
         if not isinstance(entry, TensorStorageMetadata):
             if MetadataIndex(fqn) not in found.storage_data:
                 yield f"{fqn!r} is missing"
@@ -303,6 +371,9 @@ def load_files(
         plain: dict[str, Any] = reader.read_value("plain")
         template: dict[str, Any] = {}
         template["model"], own_names = _model_template(model, reader)
+        constants = {name: template["model"][name].clone() for name in _constants_of_params(model, template["model"])}
+        if optim is None and "optim" in plain and together.rank == 0:
+            _log_left_out(reader, plain["optim"]["state"])
         if optim is not None:
             if "optim" not in plain:
                 raise LoadError(
@@ -312,12 +383,22 @@ def load_files(
             states, deferred = _optim_template(model, contents, reader)
             template["optim"] = {"state": states}
         reader.read_into(template)
+        differing = [name for name, own in constants.items() if not torch.equal(own, template["model"].pop(name))]
+        if differing:
+            raise LoadError(
+                f"{reader.path} has other values of {some_of(differing, 6)} than the model: they belong to a quantized "
+                "parameter, and its module saves them and does not load them. Quantize the model from the weights that "
+                "the saved one was quantized from (from_pretrained of the same files), and load then. Nothing was "
+                "loaded."
+            )
         if optim is not None:
             parts: list[dict[str, dict[str, Any]]] = [plain["optim"]["state"], states, deferred]
             rows: dict[str, dict[str, Any]] = {}
             for fqn, row in (item for part in parts for item in part.items()):
                 rows.setdefault(fqn, {}).update(row)
             state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
+            if plain["optim"].get("has_wrappers") and not any(map(contents.state.get, contents.params)):
+                create_states(optim)
             loaded = load_optim_state(model, contents, state, is_final=True)
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
@@ -326,6 +407,20 @@ def load_files(
     values = {**template["model"], **plain["model"]}
     model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
     return extra
+
+
+def _log_left_out(reader: SafeReader, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Log that a load without an optimizer leaves the saved states out, and how to load them."""
+    states = [(fqn, name) for fqn, row in rows.items() for name in row]
+    states += [tuple(key.rsplit(".", 1)) for key in reader.tensors_in("optim.state.")]  # type: ignore[misc]
+    of_how_many, names = len({fqn for fqn, _ in states}), sorted({name for _, name in states})
+    _logger.warning(
+        "%s has an optimizer's states (%s, of %d parameters) and settings, which are left out: no optimizer was "
+        "given. To load them, pass it: load_checkpoint(directory, model, optim).",
+        reader.path,
+        some_of(names, 6) or "none yet",
+        of_how_many,
+    )
 
 
 def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -348,6 +443,25 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     if problems:
         raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
     return template, own
+
+
+def _constants_of_params(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names below those of a parameter, which its module saves and does not load.
+
+    They are those of a quantization, as bitsandbytes' ``Linear4bit`` saves them.
+    """
+    found: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        takes_others = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+        for name, _ in module.named_parameters(recurse=False):
+            found[clean_fqn(f"{path}.{name}".lstrip("."))] = takes_others
+    parents = {name: [found[owner] for owner in _owners(name) if owner in found] for name in names}
+    return sorted(name for name, takes_others in parents.items() if takes_others and not any(takes_others))
+
+
+def _owners(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _optim_template(

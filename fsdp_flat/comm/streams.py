@@ -14,11 +14,13 @@ All units of a tree share one object. It ensures this order, without ``record_st
   reduce-scatter reads is kept until compute has waited for that reduce-scatter.
 * copies to the host go into pinned memory. The host waits for them once, at the end of a backward, because an optimizer
   on the CPU reads them next.
+* a save in the background copies shards and states on a stream of its own (:class:`HostCopies`); compute waits for the
+  copies, and the thread that writes them, but not the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +30,9 @@ from torch.autograd.profiler import record_function
 from fsdp_flat.comm.torch_comm import profiler_is_on, transforms_are_active, unseen_by_transforms
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_BLOCK_NBYTES = 1 << 26
+# In a block each tensor begins at a multiple of this.
+_ALIGNMENT = 64
 
 
 class Pending:
@@ -89,6 +94,7 @@ class Streams:
         self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
+        self._kept_copies: HostCopies | None = None
         self.all_gathers: AbstractContextManager[Any] = _NOTHING
         self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
         self.reduce_scatters: AbstractContextManager[Any] = _NOTHING
@@ -181,6 +187,12 @@ class Streams:
         self._host_copies = self._current().record_event()
         return copy
 
+    @property
+    def kept_copies(self) -> HostCopies:
+        """Copies of the tree's tensors on the host; their memory is kept as long as this object."""
+        self._kept_copies = self._kept_copies or HostCopies(self._device, self._new_stream)
+        return self._kept_copies
+
     def shards_read(self) -> None:
         """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
         self._host_reads = self._all_gather.record_event()
@@ -192,6 +204,65 @@ class Streams:
         for event in events:
             if event is not None:
                 event.synchronize()
+
+
+class HostCopies:
+    """Copies tensors to the host without a wait, into pinned memory that is kept for the next copies.
+
+    Copies run on a stream of their own. As much memory is kept as the last copies took, in blocks of 64 MiB, and one of
+    its own for a larger tensor: torch rounds pinned memory up to a power of two.
+    """
+
+    def __init__(self, device: torch.device, new_stream: Callable[[torch.device], Any]) -> None:
+        self._device = device
+        self._new_stream = new_stream
+        self._stream: Any = None
+        self._complete: Any = None
+        self._sources: Sequence[torch.Tensor] = ()
+        self._blocks: list[torch.Tensor] = []
+
+    def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies on the host, to be read after :meth:`wait`, which no copy made before may be read after.
+
+        Work issued to the current stream from now on runs after the copies, so that it may overwrite the tensors.
+        """
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return [tensor.to("cpu", copy=True) for tensor in tensors]
+        if self._stream is None:
+            self._stream = self._new_stream(self._device)
+        current, places = torch.accelerator.current_stream(self._device), self._places(tensors)
+        self._stream.wait_stream(current)
+        with self._stream:
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+        self._complete = self._stream.record_event()
+        current.wait_event(self._complete)
+        # Their memory must not be given back to another stream before.
+        self._sources = tensors
+        return places
+
+    def _places(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return pinned memory for each tensor, from the kept blocks in their order as far as these suffice."""
+        kept, self._blocks = self._blocks, []
+        found, used = list[torch.Tensor](), 0
+        for tensor in tensors:
+            if not self._blocks or used + tensor.nbytes > self._blocks[-1].numel():
+                nbytes = max(tensor.nbytes, _BLOCK_NBYTES)
+                at = next((at for at, block in enumerate(kept) if block.numel() == nbytes), None)
+                fresh = None if at is not None else torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                self._blocks.append(kept.pop(at) if at is not None else fresh)  # type: ignore[arg-type]
+                used = 0
+            place = self._blocks[-1][used : used + tensor.nbytes]
+            found.append(place.view(tensor.dtype).view(tensor.shape))
+            used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+    def wait(self) -> None:
+        """Block the host until the last copies are complete."""
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete.synchronize()
+        self._sources = ()
 
 
 class _StreamContext:

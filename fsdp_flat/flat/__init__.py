@@ -24,7 +24,7 @@ from fsdp_flat.flat.optimizer_grads import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.flat.optimizers import check_whole
+from fsdp_flat.flat.optimizers import check_whole, note_unwrapped
 from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,
@@ -51,6 +51,7 @@ from fsdp_flat.flat.torch_flat import (
     VERSION_OF,
     active_compiler,
     concatenated_mesh,
+    dtensor_of,
     dynamo_disabled,
     dynamo_disabled_here,
     flattened_mesh,

@@ -6,11 +6,13 @@ import functools
 import math
 import re
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_flat.errors import LocalShardError, UsageError, counted
 from fsdp_flat.flat.flat_parameter import FlatParameter
@@ -37,6 +39,7 @@ class _Watch:
     Attributes:
         handles: the handles of every unit.
         checked: by optimizer that was checked, the ids of its parameters, and their handles.
+        unwrapped: by parameter that an optimizer of an unwrapped model holds, its description and its shape as a shard.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class _Watch:
             torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[FlatParamHandle]]
         ]
         self.checked = weakref.WeakKeyDictionary()
+        self.unwrapped: Any = WeakTensorKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -85,6 +89,38 @@ def watch_steps_on(handle: FlatParamHandle) -> None:
     _watch().checked.clear()
 
 
+def note_unwrapped(params: Mapping[torch.Tensor, tuple[str, torch.Size]]) -> None:
+    """Check each optimizer before its next step for parameters of a unit that was taken apart.
+
+    ``params`` has the description of each parameter that an optimizer held, and its shape as a shard.
+    """
+    _watch().unwrapped.update(params)
+    _watch().checked.clear()
+
+
+def _check_unwrapped(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
+    """Raise a UsageError if a parameter is none of the unwrapped model any more, or has states of a shard."""
+    told, shape = _watch().unwrapped.get(param, ("", None))
+    states = optimizer.state.get(param, {}).items()
+    if told:
+        problem = f"holds {told}, which unwrap has replaced by ordinary parameters, so its steps change nothing"
+    elif shape is None or shape == param.shape:
+        return
+    elif stale := [name for name, state in states if isinstance(state, torch.Tensor) and state.shape == shape]:
+        problem = (
+            f"has a state {stale[0]!r} of shape {tuple(shape)}, that of a local shard, of a parameter that unwrap has "
+            f"made full, with shape {tuple(param.shape)}"
+        )
+    else:
+        return
+    raise UsageError(
+        f"{type(optimizer).__name__} {problem}. Build an optimizer from the parameters of the model that unwrap "
+        "returned. To go on with its states, take state = FSDP.optim_state_dict(model, optimizer) as a FULL_STATE_DICT "
+        "before unwrap(model), and load FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, plain_model) "
+        "into the new optimizer."
+    )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UsageError if an optimizer holds replaced parameters, needs unsharded ones, or has states of those.
 
@@ -103,6 +139,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             owner = owner_of(param)
+            _check_unwrapped(optimizer, param)
             if hasattr(param, "_fsdp_flat_index"):
                 raise UsageError(
                     f"{type(optimizer).__name__} holds an unsharded parameter of shape {tuple(param.shape)}, which "

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import (
-    clear_padding,
-)
+from fsdp_flat.flat import clear_padding, note_unwrapped
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import drop_full_precision
 from fsdp_flat.runtime.full_params import all_gather_full
@@ -76,7 +74,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Units are all-gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
     the Parameter objects stay the same. Gradients are dropped, and an optimizer that was built for the wrapped model
-    has state in the shapes of shards: build a new one. The old wrappers raise when they are used.
+    has state in the shapes of shards: build a new one. The next step of an old one that cannot work raises a
+    UsageError; the old wrappers raise when they are used.
 
     Every rank must call this, between steps.
 
@@ -106,7 +105,11 @@ def unwrap(model: nn.Module) -> nn.Module:
         unit.adopt_changes()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
         for handle, whole in zip(unit.handles, wholes, strict=True):
+            held = {param: param.shape for param in handle.visible_params()}
             handle.unflatten(whole)
+            left = {site.module._parameters.get(site.name) for entry in handle.params for site in entry.sites}
+            gone = f"parameters of unit {unit.name!r}, {handle.params[0].fqn!r} the first"
+            note_unwrapped({param: ("" if param in left else gone, shape) for param, shape in held.items()})
         unit.buffers.cast(full=True)
     modules = list(model.modules())
     wrappers = {child for child in modules if (own := unit_of(child)) is not None and own.options.front.has_wrapper}

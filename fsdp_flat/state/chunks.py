@@ -81,10 +81,12 @@ class ChunkCodec(StateDictCodec):
         plan.commit()
         tensors, found = ShardedTensors(), []
         for spec, chunk, rank_group in chunks:
-            chunk = chunk.cpu() if config.offload_to_cpu else chunk
             if spec.mesh is not None:
-                found.append(dtensor(chunk, spec.shape, spec.mesh, spec.placements))
+                # DTensor.from_local would move a chunk on the CPU back to the mesh's device.
+                made = dtensor(chunk, spec.shape, spec.mesh, spec.placements)
+                found.append(made.cpu() if config.offload_to_cpu else made)
             else:
+                chunk = chunk.cpu() if config.offload_to_cpu else chunk
                 found.append(chunk if rank_group.size == 1 else tensors.make(chunk, spec.shape, rank_group))
         return found
 

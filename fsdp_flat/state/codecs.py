@@ -173,6 +173,10 @@ class BoxedTensor(torch.Tensor):
             "ShardedTensors or DTensors, or use FULL_STATE_DICT."
         )
 
+    def with_parts(self, given: Iterator[torch.Tensor]) -> BoxedTensor:
+        """Return a tensor of the same boxes with the next tensors as its parts."""
+        return self._with(lambda _: next(given))
+
     def _with(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BoxedTensor:
         parts = [fn(part) for part in self.parts]
         kind = parts[0] if parts else self

@@ -23,6 +23,7 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
+from fsdp_flat.state.plain_states import is_wrapper, like_present
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
@@ -150,12 +151,14 @@ class _OptimLoad:
                 continue
             owner = self._contents.owners.get(visible)
             row = self._managed_row(visible, entries, rows, owner)
+            self._keep_class(row, visible)
             is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
             if is_here and first.fqn in positions:
                 state[keys[positions[first.fqn]]] = row
         for param, name in index.others.items():
             if name in by_name and name in positions:
                 row = {key: self._unmanaged_state(key, value, param) for key, value in by_name[name].items()}
+                self._keep_class(row, param)
                 state[keys[positions[name]]] = row
         _warn_left_out(index, positions, by_name)
         groups = given.get("param_groups")
@@ -164,6 +167,16 @@ class _OptimLoad:
         if groups and self._contents.groups and not named:
             _check_groups(self._contents.groups, index, groups, is_final=is_final)
         return {"state": state, "param_groups": _groups(positions, keys, groups)}
+
+    def _keep_class(self, row: dict[str, Any], param: nn.Parameter) -> None:
+        """Plan to put states that the optimizer has as tensors made of others into such tensors, quantized for one."""
+        wrapped = {key: value for key, value in self._contents.state.get(param, {}).items() if is_wrapper(value)}
+
+        def put() -> None:
+            row.update({key: like_present(row[key], value) for key, value in wrapped.items() if key in row})
+
+        if wrapped:
+            self.plan.call(put, last=True)
 
     def _managed_row(
         self,

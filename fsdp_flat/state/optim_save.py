@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from fsdp_flat.state.optim_states import (
     read_plain,
     read_states,
 )
+from fsdp_flat.state.plain_states import plain_states
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
@@ -91,6 +93,7 @@ def save_optim_state(
     plain: dict[IndexedParam, PlainRow] = {}
     values: dict[Place, Any] = {}
     try:
+        contents = replace(contents, state=plain_states(contents.state, index, in_boxes=peers is not None))
         names, states = _names(index, contents), read_states(index, contents)
         if not is_alone:
             keeps_dtensors = peers is None and not isinstance(codec, FullCodec)
@@ -118,7 +121,7 @@ def save_optim_state(
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
         values |= _merged_states(states, config, in_turn=peers is not None)
-    rows = {**_rows(states, values), **_others(index, contents, codec, config)}
+    rows = {**_rows(states, values), **_others(index, contents, codec, config, copies=peers is None)}
     if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}
     order, *held = names
@@ -172,8 +175,8 @@ def _rows(states: Sequence[ParamState], values: Mapping[Place, Any]) -> Rows:
     return rows
 
 
-def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config) -> Rows:
-    """Return by name the states of parameters that no unit manages."""
+def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config, *, copies: bool) -> Rows:
+    """Return by name the states of parameters that no unit manages; without ``copies`` tensors as they are."""
     held, offload = set(contents.params), config.offload_to_cpu
     found: Rows = {}
     for param, name in index.others.items():
@@ -181,7 +184,12 @@ def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, c
             row = contents.state[param]
             if param in index.dtensors:
                 row = {key: codec.of_dtensor(row[key], config) for key in sorted(row)}
-            found[name] = {k: copied_state(v, "cpu" if offload or is_scalar(v) else None) for k, v in row.items()}
+            found[name] = {
+                key: value
+                if not copies and isinstance(value, torch.Tensor) and not is_scalar(value)
+                else copied_state(value, "cpu" if offload or is_scalar(value) else None)
+                for key, value in row.items()
+            }
     return found
 
 

@@ -172,10 +172,10 @@ def test_a_directory_that_ranks_do_not_share_is_an_error_before_a_checkpoint_is_
 
 @on_ranks(2)
 def test_a_file_of_another_rank_with_another_size_is_an_error(tmp_path: Path, rank: int) -> None:
-    records = "fsdp_flat.checkpoint.directory.records_of"
+    write = dcp_files.write_files
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(records, lambda *_: {"__1_0.distcp": {"size": 1 << 40, "crc32": 0}})
+            patch.setattr(WRITE, lambda *args: (write(*args)[0], {"__1_0.distcp": {"size": 1 << 40, "crc32": 0}}))
         with pytest.raises(
             OptionError if rank == 0 else PeerFailureError, match=r"1099511627776 bytes.*finds \d+ bytes"
         ):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import iter_full_state_dict, load_full, save_full
+from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_full
+from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
@@ -472,3 +474,47 @@ def test_a_directory_without_the_files_of_a_model_is_refused(
     for path, message in ((tmp_path, text), (tmp_path / "nowhere", "nowhere does not exist.")):
         with pytest.raises(LoadError, match=re.escape(message)):
             load_full(FSDP(nn.Linear(2, 2)), path)
+
+
+# -- what a save of a checkpoint reads and keeps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_a_checkpoint_is_written_without_being_read_back(background: bool, tmp_path: Path, rank: int) -> None:
+    """Part 6 of "On a GPU as on a CPU": the checksum is computed as bytes are written."""
+    model, read = shard(seeded()), list[str]()
+
+    def record(path: Path, *args: Any) -> Any:
+        read.append(path.name)
+        return computed(path, *args)
+
+    computed = disk._record
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disk, "_record", record)
+        path = save_checkpoint(tmp_path, model, background=background).wait()
+    assert read == [".metadata"] * (rank == 0)
+    commit = disk.read_commit(path)
+    assert {name for name in commit.files if name.endswith(".distcp")} == {f"__{each}_0.distcp" for each in range(3)}
+    assert commit.files == disk.records_of(path, "__*") | disk.records_of(path, ".metadata")
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_written_with_one_copy_of_a_tensor_at_a_time(tmp_path: Path) -> None:
+    """Part 6 of "On a GPU as on a CPU": torch's writer keeps copies of all tensors of a file."""
+    model, copies, most = shard(seeded()), list[weakref.ref[torch.Tensor]](), 0
+    own = {each.untyped_storage().data_ptr() for unit in units_of(model) for each in (unit.handles[0].flat_param.data,)}
+
+    def save(value: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in own:
+            copies.append(weakref.ref(value))
+        most = max(most, sum(each() is not None for each in copies))
+        saved(value, *args, **kwargs)
+
+    saved = torch.save
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "save", save)
+        save_checkpoint(tmp_path, model)
+    assert len(copies) > 3
+    assert most <= 2

@@ -163,7 +163,7 @@ def test_a_rank_that_fails_alone_after_the_comparison_fails_the_save_on_all(
     model = FSDP(inner, ignored_states=[inner.free])
     optimizer = trained(model)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **_options: Any) -> Any:
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:

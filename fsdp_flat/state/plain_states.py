@@ -1,0 +1,143 @@
+"""Turns optimizer states that are tensor subclasses, and counts on an accelerator, into plain tensors, and back.
+
+A quantized state (of torchao's ``AdamW8bit``, for one) is a wrapper of several tensors, of which a state dict cannot
+hold a part. It is saved as the values that it stands for, which fit any sharding. A load copies them into a state of
+the optimizer's own class, if the optimizer has states already, which may round values a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.flat import dtensor_of, local_of
+from fsdp_flat.layout import Box, Interval
+from fsdp_flat.state.codecs import BoxedTensor
+from fsdp_flat.state.shards import ParamIndex
+from fsdp_flat.state.torch_state import dtensor
+
+States = Mapping[nn.Parameter, Mapping[str, Any]]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Return whether a value is a tensor made of other tensors, or a DTensor whose local tensor is one."""
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):
+        return False
+    local = local_of(value)
+    return not isinstance(local, (DTensor, BoxedTensor)) and hasattr(local, "__tensor_flatten__")
+
+
+def has_wrappers(state: States) -> bool:
+    """Return whether any state is a tensor made of other tensors."""
+    return any(is_wrapper(value) for row in state.values() for value in row.values())
+
+
+def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
+    """Return an optimizer's states without tensors made of others, and with counts on the CPU.
+
+    With ``in_boxes`` values of such tensors are CPU tensors, and of DTensors boxes, as checkpoints have them.
+    """
+    found = {param: dict(row) for param, row in state.items()}
+    counts = [
+        (row, name, value)
+        for row in found.values()
+        for name, value in row.items()
+        if type(value) is torch.Tensor and not value.dim() and value.device.type != "cpu"
+    ]
+    for (row, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
+        row[name] = value
+    wrapped = {name for row in found.values() for name, value in row.items() if is_wrapper(value)}
+    for param, row in found.items() if wrapped else ():
+        for name in wrapped & row.keys():
+            if is_wrapper(row[name]):
+                row[name] = _plain(row[name], name, param, index, in_boxes=in_boxes)
+            elif isinstance(row[name], torch.Tensor) and row[name].dtype in (torch.bfloat16, torch.float16):
+                # The states of parameters that are too small for the optimizer to quantize; ranks save one dtype.
+                row[name] = row[name].float()
+    return found
+
+
+def _on_cpu(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of 0-dim tensors on the CPU; the host waits once for each dtype, and not for each tensor."""
+    found: dict[int, torch.Tensor] = {}
+    for dtype, device in dict.fromkeys((each.dtype, each.device) for each in values):
+        places = [at for at, each in enumerate(values) if (each.dtype, each.device) == (dtype, device)]
+        copies = torch.stack([values[at] for at in places]).cpu()
+        found.update((at, copy.clone()) for at, copy in zip(places, copies, strict=True))
+    return [found[at] for at in range(len(values))]
+
+
+def _plain(value: torch.Tensor, name: str, param: nn.Parameter, index: ParamIndex, *, in_boxes: bool) -> torch.Tensor:
+    """Return the values of a tensor made of others, in full precision."""
+    local = local_of(value)
+    dtype = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else local.dtype
+    try:
+        plain = torch.empty(local.shape, dtype=dtype, device="cpu" if in_boxes else local.device)
+        with torch.no_grad():
+            plain.copy_(local)
+    except Exception as error:
+        fqn = repr(index.fqns_of(param)[0]) if index.has(param) else f"a parameter of shape {tuple(param.shape)}"
+        raise UnsupportedError(
+            f"State {name!r} of {fqn} is a {type(local).__name__}, a tensor made of other tensors, whose values cannot "
+            f"be copied into a plain tensor: {error!r}. Nothing was saved. Use an optimizer that keeps plain tensors, "
+            "or whose tensors implement copy_; or save the model alone."
+        ) from error
+    if not isinstance(value, DTensor):
+        return plain
+    if not in_boxes:
+        return dtensor(plain, tuple(value.shape), value.device_mesh, value.placements)
+    return _boxed(value, plain)
+
+
+def boxed(value: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor as a tensor of boxes, which is saved in the same way; any other tensor itself."""
+    return _boxed(value, local_of(value)) if isinstance(value, DTensor) else value
+
+
+def _boxed(value: DTensor, local: torch.Tensor) -> BoxedTensor:
+    # A DTensor says so itself what torch.distributed.checkpoint writes of it.
+    chunks = value.__create_chunk_list__()
+    places = [Box(tuple(chunk.offsets), tuple(chunk.sizes), Interval(0, local.numel())) for chunk in chunks]
+    return BoxedTensor(value.shape, places, [local], local.dtype, local.device)
+
+
+def like_present(value: torch.Tensor, present: Any) -> torch.Tensor:
+    """Return a loaded state as the optimizer has it at present: the same values, in a tensor of the same class.
+
+    The value itself is returned if the present state is no tensor made of others, or has another shape.
+    """
+    if not is_wrapper(present) or value.shape != present.shape or is_wrapper(value):
+        return value
+    local: Any = local_of(present)
+    names, context = local.__tensor_flatten__()
+    inner = {name: getattr(local, name).clone() for name in names}
+    made: torch.Tensor = type(local).__tensor_unflatten__(inner, context, local.shape, local.stride())
+    with torch.no_grad():
+        made.copy_(local_of(value))
+    return dtensor_of(made, present._spec) if isinstance(present, DTensor) else made
+
+
+def create_states(optim: torch.optim.Optimizer) -> None:
+    """Have an optimizer create its states, by a step with zero gradients and a learning rate of zero.
+
+    ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` does the same before it loads.
+    """
+    params = [param for group in optim.param_groups for param in group["params"] if param.requires_grad]
+    grads, rates = [param.grad for param in params], [group["lr"] for group in optim.param_groups]
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for group, rate in zip(optim.param_groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        # Not optim.step, in which a learning-rate scheduler counts.
+        type(optim).step(optim)
+    finally:
+        for group, rate in zip(optim.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
