@@ -17,11 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
 from tests.rehearsal.memory import MemoryRecorder
 from tests.rehearsal.streams import Machine
 
 DEVICE = torch.device("meta")
+# torch keeps the list of functions that create tensors from its first use on, which must not be inside a block below.
+_device_constructors()
 
 
 def _reporting(machine: Machine, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
