@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+import importlib.metadata
+import sys
+
 from packaging.version import Version
 
 # setup.py and README name it too, and `make test-versions` tests it.
@@ -16,10 +18,24 @@ def check_torch(version: str) -> None:
         ImportError: it is older than :data:`OLDEST`.
     """
     if Version(version).release < Version(OLDEST).release:
+        import torch
+
         raise ImportError(
             f"fsdp_flat needs torch {OLDEST} or newer, and this is torch {version} from {torch.__file__}. "
             f"Install a newer one: pip install 'torch>={OLDEST}'."
         )
 
 
-check_torch(str(torch.__version__))
+def installed_version() -> str:
+    """Return the version of torch, without importing it where its package says: the command's help needs no torch."""
+    if "torch" not in sys.modules:
+        try:
+            return importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    import torch
+
+    return str(torch.__version__)
+
+
+check_torch(installed_version())
