@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import sys
 
 from packaging.version import Version
@@ -29,8 +30,12 @@ def check_torch(version: str) -> None:
 def installed_version() -> str:
     """Return the version of torch, without importing it where its package says: the command's help needs no torch."""
     if "torch" not in sys.modules:
+        spec = importlib.util.find_spec("torch")
         try:
-            return importlib.metadata.version("torch")
+            package = importlib.metadata.distribution("torch")
+            # Another torch may come first on the path than the one that pip knows.
+            if spec is not None and spec.origin == str(package.locate_file("torch/__init__.py")):
+                return package.version
         except importlib.metadata.PackageNotFoundError:
             pass
     import torch
