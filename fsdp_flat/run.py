@@ -11,8 +11,6 @@ import sys
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from fsdp_flat.compat import client_gates, install
-
 _USAGE = """\
 usage: python -m fsdp_flat.run [options] script.py [arguments of the script ...]
        python -m fsdp_flat.run [options] -m module [arguments of the module ...]
@@ -56,6 +54,8 @@ def main(arguments: list[str]) -> None:
     rest = rest[is_module:]
     if not rest:
         _fail("no module named after -m" if is_module else "no script given")
+    from fsdp_flat.compat import client_gates, install  # here: the help needs no torch
+
     client_gates.start_processes_with(("-m", "fsdp_flat.run", *(["--fully-shard"] if fully_shard else [])))
     done = install(fully_shard)
     if given - {"f"}:

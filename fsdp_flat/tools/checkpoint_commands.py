@@ -10,7 +10,13 @@ from typing import Any
 from fsdp_flat.checkpoint.directory import progress_bar
 from fsdp_flat.errors import FsdpFlatError, OptionError, counted
 from fsdp_flat.tools.checkpoint_diff import compared_parts, differences
-from fsdp_flat.tools.checkpoint_readers import has_steps, is_checkpoint, open_checkpoint, problems_of
+from fsdp_flat.tools.checkpoint_readers import (
+    has_steps,
+    is_checkpoint,
+    looks_like_checkpoint,
+    open_checkpoint,
+    problems_of,
+)
 from fsdp_flat.tools.checkpoint_writers import WriteOptions, write_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
 from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, dotted_name
@@ -22,11 +28,16 @@ def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
     if not folder.is_dir():
         raise OptionError(f"{folder} is no folder; show one checkpoint by: fsdp-flat show {folder}")
     found: list[dict[str, Any]] = []
-    for path in [folder] if is_checkpoint(folder) else sorted(folder.iterdir()):
+    inside = sorted(folder.iterdir())
+    # A folder with a model's files may have folders of checkpoints beside them, as the Trainer's has.
+    is_one = is_checkpoint(folder) and not any(
+        path.is_dir() and (looks_like_checkpoint(path) or has_steps(path)) for path in inside
+    )
+    for path in [folder] if is_one else inside:
         if path.suffix in (".writing", ".removing", ".replaced"):
             found.append({"name": path.name, "problem": "unfinished"})
-        elif is_checkpoint(path) or has_steps(path):
-            found.append({"name": path.name, **_summary_or_problem(path, allow_pickle)})
+        elif looks_like_checkpoint(path) or has_steps(path):
+            found.append({"name": path.name or path.resolve().name, **_summary_or_problem(path, allow_pickle)})
     rows = [
         [
             each["name"],
@@ -159,6 +170,12 @@ def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickl
     return int(bool(found))
 
 
+_NO_CONFIG = (
+    "There is no config.json beside these files, so from_pretrained will not know the model: "
+    "write a folder and pass --config."
+)
+
+
 def convert_checkpoint(
     source: Path, target: Path, kind: str | None, options: WriteOptions, *, allow_pickle: bool, as_json: bool
 ) -> int:
@@ -171,5 +188,7 @@ def convert_checkpoint(
     made = open_checkpoint(target, allow_pickle=allow_pickle)
     text = f"{target}: {made.kind}, {counted(len(made.tensors), 'tensors')}, {size_text(made.nbytes)} in "
     text += counted(len(made.files), "files")
-    show(_summary(made), text, as_json=as_json)
+    config = kind == "safetensors" and target.is_dir() and (target / "config.json").exists()
+    unknown = "" if kind != "safetensors" or config else _NO_CONFIG
+    show({**_summary(made), "has_config": bool(config)}, text, *([unknown] if unknown else []), as_json=as_json)
     return 0

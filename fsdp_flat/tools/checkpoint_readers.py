@@ -28,13 +28,13 @@ from fsdp_flat.tools.stored_checkpoint import (
     flattened,
 )
 from fsdp_flat.tools.torch_archives import (
+    Described,
     StoredSubclass,
     StoredTensor,
     contiguous_stride,
     damaged_record,
     read_archive,
 )
-from fsdp_flat.tools.zero_files import open_zero3, zero_files
 from fsdp_flat.user_warnings import warn_user
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
@@ -60,6 +60,11 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
             return opened(path, allow_pickle)
     if path.is_file():
         return _open_torch_file(path, allow_pickle)
+    if any(path.glob("*.distcp")):
+        raise LoadError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint without its file .metadata, written last: "
+            "the save was cut off, or the file was not copied (its name is hidden). Copy it, or save again."
+        )
     raise OptionError(
         f"{path} is no checkpoint: it holds {some_of(sorted(each.name for each in path.iterdir()), 8) or 'nothing'}. "
         "Expected .metadata, *.safetensors, checkpoints named step-00000100, or files of torch.save."
@@ -73,6 +78,11 @@ def is_checkpoint(path: Path) -> bool:
         # A folder of single files is listed file by file unless their names count ranks.
         return found not in (None, _open_newest) and (found is not _open_rank_files or _counts_ranks(_rank_files(path)))
     return path.suffix in (".safetensors", *TORCH_SUFFIXES)
+
+
+def looks_like_checkpoint(path: Path) -> bool:
+    """Return whether a path is a checkpoint, or a checkpoint of torch.distributed.checkpoint without its metadata."""
+    return is_checkpoint(path) or (path.is_dir() and any(path.glob("*.distcp")))
 
 
 # -- this library's, and torch.distributed.checkpoint's ----------------------------------------------------------------
@@ -271,7 +281,7 @@ def _open_torch_files(path: Path, files: list[Path], allow_pickle: bool) -> Stor
     tensors: dict[Keys, TensorInFiles] = {}
     values: dict[Keys, Any] = {}
     for rank, file in enumerate(files):
-        for keys, value in flattened(read_archive(file, allow_pickle=allow_pickle)):
+        for keys, value in flattened(_state_of(read_archive(file, allow_pickle=allow_pickle), file)):
             if isinstance(value, StoredSubclass) and (parts := parts_of(value, file, rank)) is not None:
                 before = tensors[keys].parts if keys in tensors else ()
                 tensors[keys] = TensorInFiles(keys, value.shape, value.dtype, (*before, *parts))
@@ -291,6 +301,18 @@ def _open_torch_files(path: Path, files: list[Path], allow_pickle: bool) -> Stor
     )
 
 
+def _state_of(saved: Any, file: Path) -> Any:
+    """Return what a file holds; raise a LoadError for a module that was pickled as a whole."""
+    state = saved.state if isinstance(saved, Described) else getattr(saved, "__dict__", None)
+    if isinstance(state, Mapping) and {"_parameters", "_modules"} <= state.keys():
+        kind = saved.kind if isinstance(saved, Described) else f"{type(saved).__module__}.{type(saved).__qualname__}"
+        raise LoadError(
+            f"{file} is a pickled module, {kind}, not a state dict. Where its class can be imported, and if you "
+            f"trust the file: torch.save(torch.load({str(file)!r}, weights_only=False).state_dict(), ...)."
+        )
+    return saved
+
+
 def _problems_of_archives(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
         if (bad := damaged_record(path)) is not None:
@@ -302,7 +324,6 @@ _FORMATS: tuple[tuple[Finds, Callable[[Path, bool], StoredCheckpoint]], ...] = (
     (has_steps, _open_newest),
     (lambda path: (path / ".metadata").is_file(), _open_dcp),
     (_has_safetensors, _open_safetensors),
-    (lambda path: bool(zero_files(path)), open_zero3),
     (lambda path: bool(_rank_files(path)), _open_rank_files),
 )
 

@@ -49,12 +49,36 @@ class WriteOptions:
         model_only: leave out everything but the model, also where the kind could hold it.
         num_ranks: the ranks whose files a "dcp" or "sharded" checkpoint has.
         max_file_bytes: maximum size of the tensors of a safetensors file, exceeded by a single larger one only.
+        config: the file config.json of the model, for a folder of safetensors; by default that beside the source.
+        dtype: what floating-point tensors of the model become, in safetensors.
     """
 
     key: str | None = None
     model_only: bool = False
     num_ranks: int = 1
     max_file_bytes: int = 5_000_000_000
+    config: Path | None = None
+    dtype: torch.dtype | None = None
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """Return the floating-point dtype of a name like "bfloat16"; raise an OptionError for others."""
+    if name is None:
+        return None
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(f"--dtype names a floating-point type, as bfloat16, float16 or float32; got {name!r}.")
+    return found
+
+
+def config_of(source: Path, options: WriteOptions) -> Path | None:
+    """Return the file config.json that describes a model: the one that was given, or one beside its files."""
+    if options.config is not None:
+        if not options.config.is_file():
+            raise OptionError(f"--config {options.config}: there is no such file.")
+        return options.config
+    folders = [source.parent] if source.is_file() else [source, source.parent]
+    return next((path for folder in folders if (path := folder / "config.json").is_file()), None)
 
 
 def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: WriteOptions, update: Update) -> None:
@@ -76,6 +100,8 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
         raise OptionError(f"{path} exists; name a file or folder to make.")
     if options.num_ranks < 1:
         raise OptionError(f"The number of ranks must be at least 1; got {options.num_ranks}.")
+    if kind != "safetensors" and (options.config is not None or options.dtype is not None):
+        raise OptionError("--config and --dtype are for --to safetensors.")
     partial_path = path.with_name(f"{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove(partial_path)
@@ -145,29 +171,63 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
             aliases[tensor.name] = same
         else:
             tensors[tensor.name] = tensor
-    files = divided({name: tensor.nbytes for name, tensor in tensors.items()}, options.max_file_bytes)
+    files = divided(
+        {name: _nbytes_as(tensor, options.dtype) for name, tensor in tensors.items()}, options.max_file_bytes
+    )
     if path.name.endswith(".safetensors.partial"):
         if len(files) > 1:
             raise OptionError(f"The model is larger than one file of {options.max_file_bytes:,} bytes; name a folder.")
-        _write_safetensors_file(path, tensors, aliases, update)
+        if options.config is not None:
+            raise OptionError("config.json is written into a folder, and one file was named; name a folder.")
+        _write_safetensors_file(path, tensors, aliases, options.dtype, update)
         return
     path.mkdir()
     for file, names in files.items():
         group = {name: tensors[name] for name in names}
-        _write_safetensors_file(path / file, group, {a: same for a, same in aliases.items() if same in group}, update)
+        same_there = {alias: same for alias, same in aliases.items() if same in group}
+        _write_safetensors_file(path / file, group, same_there, options.dtype, update)
     if len(files) > 1:
-        index = index_of(files, sum(tensor.nbytes for tensor in tensors.values()))
+        index = index_of(files, sum(_nbytes_as(tensor, options.dtype) for tensor in tensors.values()))
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    config = config_of(source.path, options)
+    if config is not None:
+        _write_config(config, path / "config.json", options.dtype)
+
+
+def _write_config(config: Path, to: Path, dtype: torch.dtype | None) -> None:
+    """Copy config.json, with the dtype that was chosen."""
+    try:
+        settings = json.loads(config.read_text())
+    except ValueError as error:
+        raise OptionError(f"{config} is no JSON: {error}") from error
+    if dtype is not None:
+        # transformers 5 writes dtype, earlier versions torch_dtype; both read either.
+        name = "dtype" if "dtype" in settings else "torch_dtype"
+        settings[name] = str(dtype).removeprefix("torch.")
+    to.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _as(tensor: TensorInFiles, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype to write a tensor in: the one that was chosen counts for floating-point tensors."""
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _nbytes_as(tensor: TensorInFiles, dtype: torch.dtype | None) -> int:
+    return tensor.numel * _as(tensor, dtype).itemsize
 
 
 def _write_safetensors_file(
-    path: Path, tensors: Mapping[str, TensorInFiles], aliases: Mapping[str, str], update: Update
+    path: Path,
+    tensors: Mapping[str, TensorInFiles],
+    aliases: Mapping[str, str],
+    dtype: torch.dtype | None,
+    update: Update,
 ) -> None:
-    templates = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    templates = {name: torch.empty(t.shape, dtype=_as(t, dtype), device="meta") for name, t in tensors.items()}
     writer = FileWriter(path, templates, {"format": "pt", **aliases})
     try:
         for name, tensor in tensors.items():
-            writer.write(name, tensor.full())
+            writer.write(name, tensor.full().to(_as(tensor, dtype)))
             update(tensor.nbytes)
         writer.commit()
     except BaseException:

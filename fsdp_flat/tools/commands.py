@@ -8,19 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+# Modules that import torch are imported by the commands that need them: --help and --version need none.
 import typer
 from typer.exceptions import TyperException
 
 from fsdp_flat.errors import FsdpFlatError
-from fsdp_flat.tools.checkpoint_commands import (
-    convert_checkpoint,
-    show_checkpoint,
-    show_differences,
-    show_folder,
-    show_problems,
-)
-from fsdp_flat.tools.checkpoint_writers import WriteOptions
-from fsdp_flat.tools.plan_command import PlanFlags, show_plan
 from fsdp_flat.tools.text import nbytes_of
 from fsdp_flat.version import __version__
 
@@ -72,6 +64,8 @@ def _options(
 ) -> int:
     if version:
         print(json.dumps({"version": __version__}) if as_json else f"fsdp-flat {__version__}")
+    elif as_json:
+        raise typer.BadParameter("--json comes after the command, or with --version")
     elif context.invoked_subcommand is None:
         print(context.get_help(), file=sys.stderr)
         raise typer.Exit(2)
@@ -104,18 +98,24 @@ def _ls(
     as_json: Json = False,
 ) -> int:
     """List the checkpoints in a folder."""
+    from fsdp_flat.tools.checkpoint_commands import show_folder
+
     return show_folder(folder, allow_pickle=allow_pickle, as_json=as_json)
 
 
 @app.command("show", epilog="Example: fsdp-flat show run/step-00000100")
 def _show(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
     """Show what a checkpoint holds."""
+    from fsdp_flat.tools.checkpoint_commands import show_checkpoint
+
     return show_checkpoint(path, allow_pickle=allow_pickle, as_json=as_json)
 
 
 @app.command("verify", epilog="Example: fsdp-flat verify run/step-00000100")
 def _verify(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
     """Check that a checkpoint is complete and undamaged."""
+    from fsdp_flat.tools.checkpoint_commands import show_problems
+
     return show_problems(path, allow_pickle=allow_pickle, as_json=as_json)
 
 
@@ -128,6 +128,8 @@ def _diff(
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints: names, shapes, values."""
+    from fsdp_flat.tools.checkpoint_commands import show_differences
+
     return show_differences(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)
 
 
@@ -143,11 +145,19 @@ def _convert(
     key: Key = None,
     model_only: ModelOnly = False,
     max_file: MaxFile = "5GB",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Floating-point type to write, as bfloat16.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="The model's config.json, for safetensors; else that beside the source."),
+    ] = None,
     allow_pickle: Pickle = False,
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint as one of another kind."""
-    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file))
+    from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
+    from fsdp_flat.tools.checkpoint_writers import WriteOptions, dtype_of
+
+    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file), config, dtype_of(dtype))
     return convert_checkpoint(a, b, to, options, allow_pickle=allow_pickle, as_json=as_json)
 
 
@@ -160,6 +170,9 @@ def _consolidate(
     as_json: Json = False,
 ) -> int:
     """Merge the model of a checkpoint into one file."""
+    from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
+    from fsdp_flat.tools.checkpoint_writers import WriteOptions
+
     kind = "safetensors" if b.suffix == ".safetensors" else "full"
     options = WriteOptions(key, model_only=True, max_file_bytes=sys.maxsize)
     return convert_checkpoint(a, b, kind, options, allow_pickle=allow_pickle, as_json=as_json)
@@ -176,6 +189,9 @@ def _reshard(
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint as that of another number of ranks."""
+    from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
+    from fsdp_flat.tools.checkpoint_writers import WriteOptions
+
     options = WriteOptions(key, model_only, ranks)
     return convert_checkpoint(a, b, None, options, allow_pickle=allow_pickle, as_json=as_json)
 
@@ -238,6 +254,8 @@ def _plan(
     as_json: Json = False,
 ) -> int:
     """Answer whether training fits: bytes of a rank."""
+    from fsdp_flat.tools.plan_command import PlanFlags, show_plan
+
     flags = PlanFlags(
         wrap=wrap,
         strategy=strategy,
@@ -275,6 +293,8 @@ def _describe(
     as_json: Json = False,
 ) -> int:
     """Show the units that wrapping would make."""
+    from fsdp_flat.tools.plan_command import PlanFlags, show_plan
+
     flags = PlanFlags(
         wrap=wrap, strategy=strategy, replicas=replicas, api=api, precision=precision, reduce_dtype=reduce_dtype
     )

@@ -636,4 +636,7 @@ def _imports(module: cst.Module, name: str) -> bool:
     parts = [part for line in module.body if isinstance(line, cst.SimpleStatementLine) for part in line.body]
     found = [alias for part in parts if isinstance(part, cst.Import) for alias in part.names]
     plain = [alias.evaluated_name for alias in found if alias.asname is None]
+    if name.partition(".")[0] in plain:
+        # `import torch` binds the name, and `import torch.distributed as dist` has made the attribute.
+        plain += [alias.evaluated_name for alias in found]
     return any(each == name or each.startswith(f"{name}.") for each in plain)

@@ -37,6 +37,7 @@ class Sharding:
         by_size: arguments of ``size_based_auto_wrap_policy``.
         first: statements about the ``{model}`` before it is sharded.
         imports: names that the text needs, dotted.
+        broadcasts: whether ``first`` broadcasts the model, which takes it to be on the process group's device.
         differs: what will behave differently.
     """
 
@@ -46,6 +47,7 @@ class Sharding:
     first: list[str] = field(default_factory=list)
     imports: set[str] = field(default_factory=lambda: {"fsdp_flat.fully_shard"})
     differs: list[str] = field(default_factory=list)
+    broadcasts: bool = False
 
 
 def sharding_of(source: Source, call: cst.Call, *, is_outermost: bool) -> Sharding:
@@ -65,6 +67,8 @@ def sharding_of(source: Source, call: cst.Call, *, is_outermost: bool) -> Shardi
             raise Left(f"the argument {name} is not known")
         if source.code(value) != "None":
             _RULES[name](source, value, sharding)
+    if sharding.broadcasts:
+        _move_first(source, given.get("device_id"), sharding)
     if "HYBRID" in source.code(source.value_of(given.get("sharding_strategy", cst.Name("None")))) and (
         "mesh" not in sharding.arguments
     ):
@@ -299,7 +303,17 @@ def _sync(source: Source, value: cst.BaseExpression, sharding: Sharding) -> None
             "    torch.distributed.broadcast(tensor.data, src=0)",
         )
         sharding.imports.add("torch.distributed")
+        sharding.broadcasts = True
+
+
+def _move_first(source: Source, device: cst.BaseExpression | None, sharding: Sharding) -> None:
+    """Move the model to its device before it is broadcast, as the wrapper does: NCCL broadcasts no tensors of a CPU."""
+    if device is None or source.code(device) == "None":
         sharding.differs.append("the model is broadcast where it is: move it to the device of the process group before")
+        return
+    # It is evaluated where the wrapper's argument was.
+    text = source.code(device).replace("{", "{{").replace("}", "}}")
+    sharding.first.insert(0, f"{{model}}.to({text})")
 
 
 def _mesh(source: Source, value: cst.BaseExpression, sharding: Sharding) -> None:
