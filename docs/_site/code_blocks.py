@@ -15,7 +15,12 @@ from markdown.extensions.toc import slugify
 # The page whose first block has the imports and the model of the other pages, and its heading there.
 FIRST_PAGE, FIRST_HEADING = "getting_started.md", "the-model"
 # Pages whose blocks use names of an example, a test or a client's model, as the page itself says.
-_OTHER_CONTEXT = ("checkpoints.md", "migrating.md", "planning.md", "matrix_optimizers.md")
+_OTHER_CONTEXT = (
+    "checkpoints.md",
+    "migrating.md",
+    "planning.md",
+    "matrix_optimizers.md",
+)
 _PARTS = re.compile(
     r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$|^<!-- run\n(?P<hidden>.*?)^-->$|^#+ +(?P<heading>[^\n]*)$",
     re.DOTALL | re.MULTILINE,
@@ -34,8 +39,18 @@ def names_of(code: str) -> tuple[set[str], set[str]]:
             used.add(step.argval)
     for inner in _functions_in(compiled):
         steps = list(dis.get_instructions(inner))
-        stored = {step.argval for step in steps if step.opname == "STORE_NAME"}  # of a class
-        used |= {step.argval for step in steps if step.opname in {"LOAD_GLOBAL", "LOAD_NAME"}} - defined - stored
+        stored = {
+            step.argval for step in steps if step.opname == "STORE_NAME"
+        }  # of a class
+        used |= (
+            {
+                step.argval
+                for step in steps
+                if step.opname in {"LOAD_GLOBAL", "LOAD_NAME"}
+            }
+            - defined
+            - stored
+        )
     return defined, used - set(vars(builtins)) - {"__name__"}
 
 
@@ -58,7 +73,9 @@ def with_origins(markdown: str, page: str, first_page: str) -> str:
     if page not in (*_OTHER_CONTEXT, FIRST_PAGE):
         first = next(part for part in _PARTS.finditer(first_page) if part["code"])
         path = posixpath.relpath(FIRST_PAGE, posixpath.dirname(page) or ".")
-        origin = dict.fromkeys(names_of(first["code"])[0], f"[Getting started]({path}#{FIRST_HEADING})")
+        origin = dict.fromkeys(
+            names_of(first["code"])[0], f"[Getting started]({path}#{FIRST_HEADING})"
+        )
     current = ""
 
     def marked(part: re.Match[str]) -> str:

@@ -86,13 +86,17 @@ def wrapped(markdown: str) -> str:
         lines = []
         for line in match[1].splitlines():
             is_sentence = "  " not in line.strip() and line[:1] not in "+-$"
-            lines += textwrap.wrap(
-                line,
-                _COLUMNS,
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            ) if is_sentence and len(line) > _COLUMNS else [line]
+            lines += (
+                textwrap.wrap(
+                    line,
+                    _COLUMNS,
+                    subsequent_indent="    ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                if is_sentence and len(line) > _COLUMNS
+                else [line]
+            )
         return match[0].replace(match[1], "\n".join(lines) + "\n")
 
     return _OUTPUT.sub(narrow, markdown)
@@ -102,13 +106,18 @@ def on_page_content(html: str, **_: Any) -> str:
     """Put names of tests behind a word that opens them, and make each picture a link to itself."""
 
     def behind(match: re.Match[str]) -> str:
-        names = [re.sub(r"(::|/|_)", r"\1<wbr>", name) for name in _TEST.findall(match[1])]
+        names = [
+            re.sub(r"(::|/|_)", r"\1<wbr>", name) for name in _TEST.findall(match[1])
+        ]
         shown = "".join(f"<li><code>{name}</code></li>" for name in names)
         title = "1 test" if len(names) == 1 else f"{len(names)} tests"
         return f'<td><details class="tests"><summary>{title}</summary><ul>{shown}</ul></details></td>'
 
     html = _TESTS.sub(behind, html)
-    return _PICTURE.sub(lambda match: f'<a href="{match[1]}" title="Open the picture">{match[0]}</a>', html)
+    return _PICTURE.sub(
+        lambda match: f'<a href="{match[1]}" title="Open the picture">{match[0]}</a>',
+        html,
+    )
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:

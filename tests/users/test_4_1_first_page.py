@@ -57,7 +57,9 @@ def test_a_broken_link_is_found() -> None:
 
 def test_the_first_paragraph_says_what_it_is_and_how_far_each_device_is() -> None:
     first = " ".join(README.split("\n\n")[1].split())
-    for words in ("FSDP1", "fully_shard", "CPU (gloo): tested", "Accelerators", "not run on a real one yet"):
+    devices = ("CPU (gloo): tested", "One NVIDIA H200", "two ranks that shared the GPU", "communication emulated")
+    not_run = ("Several GPUs over NVLink or InfiniBand", "not run.**")
+    for words in ("FSDP1", "fully_shard", *devices, *not_run):
         assert words in first
 
 
