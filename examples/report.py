@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 KINDS = ("parameters", "gradients", "optimizer state")
-MISSING = "{name} is not installed, so there will be no {what}; get it with: pip install 'fsdp-flat[demo]'"
+MISSING = "{name} is not installed, so there will be no {what}; get it with: pip install tqdm matplotlib"
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ Exit status: 0, nothing is left to do; 1, changes are pending (never with ``--wr
 or errors. A second run on the result changes nothing.
 
 Only imports and paths into ``torch.distributed.fsdp`` change; all other bytes stay. With ``--json`` the result, the
-patch included, is JSON. Needs libcst: ``pip install 'fsdp-flat[migrate]'``.
+patch included, is JSON. Needs libcst: ``pip install libcst``.
 """
 
 from __future__ import annotations

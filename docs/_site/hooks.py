@@ -1,11 +1,14 @@
-"""Hooks of mkdocs: the site contains the files that its pages link to, fetches nothing, and breaks long names."""
+"""Hooks of mkdocs: the site contains the files that its pages link to, fetches nothing, and fits its columns."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import posixpath
 import re
+import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -19,9 +22,28 @@ _FOLDER = "files"
 _FETCHED = re.compile(
     r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
 )
-# The name of a test, as `folder/test_file.py::test_name`.
+# A cell of a table with nothing but names of tests, as `folder/test_file.py::test_name`.
+_TESTS = re.compile(r"<td>((?:\s*<code>[\w/]+\.py::\w+</code>)+)</td>")
 _TEST = re.compile(r"<code>([\w/]+\.py::\w+)</code>")
+_PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
+# What a program prints, on a page that shows it.
+_OUTPUT = re.compile(r"^```(?:text|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_COLUMNS = 100
 _log = logging.getLogger("mkdocs.hooks.site")
+
+
+def _loaded(name: str) -> ModuleType:
+    """Load a file beside this one, which is in no package."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"site_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_blocks = _loaded("code_blocks")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -52,13 +74,48 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
             else match[0]
         )
 
-    return _OUTSIDE.sub(inside, markdown)
+    linked = _OUTSIDE.sub(inside, markdown)
+    first_page = (ROOT / "docs" / _blocks.FIRST_PAGE).read_text()
+    return _blocks.with_origins(wrapped(linked), page.file.src_uri, first_page)
+
+
+def wrapped(markdown: str) -> str:
+    """Wrap the sentences of outputs; tables, which have columns two spaces apart, and patches stay as they are."""
+
+    def narrow(match: re.Match[str]) -> str:
+        lines = []
+        for line in match[1].splitlines():
+            is_sentence = "  " not in line.strip() and line[:1] not in "+-$"
+            lines += (
+                textwrap.wrap(
+                    line,
+                    _COLUMNS,
+                    subsequent_indent="    ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+                if is_sentence and len(line) > _COLUMNS
+                else [line]
+            )
+        return match[0].replace(match[1], "\n".join(lines) + "\n")
+
+    return _OUTPUT.sub(narrow, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Let names of tests, which are longer than a column of a table is wide, break."""
-    return _TEST.sub(
-        lambda match: "<code>" + re.sub(r"(::|/|_)", r"\1<wbr>", match[1]) + "</code>",
+    """Put names of tests behind a word that opens them, and make each picture a link to itself."""
+
+    def behind(match: re.Match[str]) -> str:
+        names = [
+            re.sub(r"(::|/|_)", r"\1<wbr>", name) for name in _TEST.findall(match[1])
+        ]
+        shown = "".join(f"<li><code>{name}</code></li>" for name in names)
+        title = "1 test" if len(names) == 1 else f"{len(names)} tests"
+        return f'<td><details class="tests"><summary>{title}</summary><ul>{shown}</ul></details></td>'
+
+    html = _TESTS.sub(behind, html)
+    return _PICTURE.sub(
+        lambda match: f'<a href="{match[1]}" title="Open the picture">{match[0]}</a>',
         html,
     )
 

@@ -61,7 +61,7 @@ class WriteOptions:
     dtype: torch.dtype | None = None
 
 
-def dtype_of(name: str | None) -> torch.dtype | None:
+def named_dtype(name: str | None) -> torch.dtype | None:
     """Return the floating-point dtype of a name like "bfloat16"; raise an OptionError for others."""
     if name is None:
         return None

@@ -155,9 +155,9 @@ def _convert(
 ) -> int:
     """Write a checkpoint as one of another kind."""
     from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
-    from fsdp_flat.tools.checkpoint_writers import WriteOptions, dtype_of
+    from fsdp_flat.tools.checkpoint_writers import WriteOptions, named_dtype
 
-    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file), config, dtype_of(dtype))
+    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file), config, named_dtype(dtype))
     return convert_checkpoint(a, b, to, options, allow_pickle=allow_pickle, as_json=as_json)
 
 

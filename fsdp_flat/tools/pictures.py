@@ -28,7 +28,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise OptionError("Pictures need matplotlib: pip install 'fsdp-flat[pictures]'.") from error
+        raise OptionError("Pictures need matplotlib: pip install matplotlib.") from error
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 

@@ -59,7 +59,7 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] != "libcst":
             raise
-        print(f"{tool.name} needs libcst, which is not installed: pip install 'fsdp-flat[migrate]'", file=sys.stderr)
+        print(f"{tool.name} needs libcst, which is not installed: pip install libcst", file=sys.stderr)
         return 2
     files, findings = _files(options.paths, tool.suffixes)
     sources: dict[Path, bytes] = {}

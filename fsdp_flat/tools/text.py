@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.extras.sizes import scale_of as scale_of
-from fsdp_flat.extras.sizes import size_text as size_text
+from fsdp_flat.sizes import scale_of as scale_of
+from fsdp_flat.sizes import size_text as size_text
 
 _SIZE = re.compile(r"\s*([0-9.]+)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECASE)
 

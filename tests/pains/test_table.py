@@ -33,10 +33,10 @@ def problems_of(text: str) -> list[str]:
             problems.append(f"row {number} has {len(row)} cells")
             continue
         named, status = re.findall(r"`([^`]*)`", row[3]), row[4].rstrip("| ")
-        if status != "ended" and not re.match(r"not ended: \S", status):
+        if status != "solved" and not re.match(r"not solved: \S", status):
             problems.append(f"row {number} has the status {status!r}")
-        if status == "ended" and not named:
-            problems.append(f"row {number} is ended, and no test shows it")
+        if status == "solved" and not named:
+            problems.append(f"row {number} is solved, and no test shows it")
         problems += [f"row {number} names {test!r}, which does not exist" for test in named if not exists(test)]
     return problems
 
@@ -64,9 +64,9 @@ def test_a_missing_row_a_wrong_status_and_a_test_that_does_not_exist_are_found()
     lines = page.splitlines()
     third = next(index for index, line in enumerate(lines) if line.startswith("| 3 |"))
     assert "not numbered" in problems_of("\n".join(lines[:third] + lines[third + 1 :]))[0]
-    assert problems_of(page.replace("| ended |", "| partly |", 1)) == ["row 1 has the status 'partly'"]
+    assert problems_of(page.replace("| solved |", "| partly |", 1)) == ["row 1 has the status 'partly'"]
     renamed = page.replace("::test_a_tie_across_units", "::test_a_tie_over_units")
     assert len(problems_of(renamed)) == 1
     assert "does not exist" in problems_of(renamed)[0]
     untested = re.sub(r"(\| 1 \|[^|]*\|[^|]*\|)[^|]*\|", r"\1 none |", page)
-    assert problems_of(untested) == ["row 1 is ended, and no test shows it"]
+    assert problems_of(untested) == ["row 1 is solved, and no test shows it"]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +16,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 # A fence of Python; or a comment, which the site does not show: code to run there, or why the next fence does not run.
 _PARTS = re.compile(
-    r"^```python\n(?P<shown>.*?)^```$|^<!-- run\n(?P<hidden>.*?)^-->$|^<!-- not run: (?P<reason>.*?) -->$",
+    # A fence in a tab is indented.
+    r"^(?P<indent> *)```python\n(?P<shown>.*?)^(?P=indent)```$"
+    r"|^<!-- run\n(?P<hidden>.*?)^-->$|^ *<!-- not run: (?P<reason>.*?) -->$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -52,7 +55,7 @@ def blocks_in(text: str, path: Path) -> Iterator[CodeBlock]:
             continue
         kind = "shown" if part["hidden"] is None else "hidden"
         line = text.count("\n", 0, part.start(kind)) + 1
-        yield CodeBlock(path, line, part[kind], kind == "hidden", reason)
+        yield CodeBlock(path, line, dedent(part[kind]), kind == "hidden", reason)
         reason = ""
 
 

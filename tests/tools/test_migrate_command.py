@@ -113,7 +113,7 @@ def test_without_libcst_the_error_says_what_to_install(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["package"]) == 2
-    assert "pip install 'fsdp-flat[migrate]'" in capsys.readouterr().err
+    assert "pip install libcst" in capsys.readouterr().err
 
 
 def test_python_m_ends_with_the_exit_status(folder: Path) -> None:

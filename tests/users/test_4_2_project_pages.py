@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("README.md", 110), ("CHANGELOG.md", 70), ("CONTRIBUTING.md", 45), ("SECURITY.md", 20)]
+    ("name", "limit"), [("README.md", 170), ("CHANGELOG.md", 100), ("CONTRIBUTING.md", 45), ("SECURITY.md", 20)]
 )
 def test_a_page_fits_on_a_screen(name: str, limit: int) -> None:
     lines = (ROOT / name).read_text().splitlines()

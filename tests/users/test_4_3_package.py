@@ -131,4 +131,4 @@ def test_without_the_extra_the_command_runs_and_migrates_and_names_the_extra_for
     assert run("--version", folder=tmp_path, command=command).stdout == f"fsdp-flat {__version__}\n"
     result = run("show", "run", folder=tmp_path, command=command)
     assert (result.returncode, result.stdout) == (2, "")
-    assert "pip install 'fsdp-flat[cli]'" in result.stderr
+    assert "pip install typer rich tqdm" in result.stderr
