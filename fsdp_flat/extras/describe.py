@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
 from fsdp_flat.errors import OptionError, counted, some_of
-from fsdp_flat.sizes import size_text
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import UnitOptions, units_of, unreduced_params
+from fsdp_flat.sizes import size_text
 
 _COUNTED = ("num_params", "numel", "trainable_numel")
 _SIZED = ("shard_nbytes", "grad_nbytes", "gathered_nbytes")

@@ -25,8 +25,11 @@ from tests.rehearsal.streams import Machine, Queue
 aten = torch.ops.aten
 _ROOT = str(Path(__file__).resolve().parents[2])
 _LIBRARY = str(Path(_ROOT, "fsdp_flat"))
-# Files whose functions pass operations on.
-_WATCHERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("overlap.py"))}
+# Files whose functions pass operations on: of the rehearsal, and the one that stands in for torch.autograd.backward.
+_WATCHERS = {
+    *(str(Path(__file__).resolve().with_name(name)) for name in ("memory.py", "overlap.py")),
+    str(Path(_LIBRARY, "compat", "torch_functions.py")),
+}
 _MOST_LINES = 3
 # These give memory whose content is undefined, and write nothing.
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
