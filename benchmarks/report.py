@@ -102,13 +102,13 @@ python -m benchmarks.gpu --rows 1.2B-60 --gbps 100      # one row behind another
 python -m benchmarks.gpu --device cpu --tiny --rounds 1 # tries every row out without a GPU
 ```
 """
-# Taken by the benchmark as it was at that commit.
+# Taken by the benchmark as it was at commit 809b75d.
 NOT_MEASURED = """\
-One NVIDIA H200, driver 580, Python 3.12, torch 2.11.0+cu130, 2026-11-27; `python -m benchmarks.gpu` at \
-809b75d; communication emulated: rank 0 of 8 simulated ranks, nothing sent.
+One NVIDIA H200, driver 580, Python 3.12, torch 2.11.0+cu130, 2026-11-27; `python -m benchmarks.gpu` before \
+all-gathers overlapped compute; communication emulated: rank 0 of 8 simulated ranks, nothing sent.
 A GPT of 0.94B parameters; times and peak memory as parts of those of the best of torch's with the same resharding.
 
-| fsdp_flat at 809b75d | step x torch |
+| fsdp_flat before that change | step x torch |
 |---|---:|
 | FULL_SHARD | 0.70 |
 | SHARD_GRAD_OP | 0.64 |

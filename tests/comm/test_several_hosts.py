@@ -166,8 +166,8 @@ def test_the_log_says_once_how_a_group_that_spans_hosts_exchanges_tensors(rank: 
             SharedMemoryCollectives(rank_group, number).begin_all_gather(torch.zeros(4)).wait()
     lines = [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
     assert lines == [
-        f"rank {rank} of a group of 4: tensors on the CPU move by shared memory within 2 hosts, and by gloo once "
-        "between them"
+        f"rank {rank} of a group of 4: tensors on the CPU move by shared memory within each of 2 hosts, and by "
+        "gloo once between them"
     ]
 
 

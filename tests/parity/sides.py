@@ -113,6 +113,7 @@ class Side:
                 r".* is an older form of",
                 "enable_nested_tensor is True",  # nn.Transformer's own, for every model of its kind
                 r".*offload_to_cpu=True.* rank0_only=False",  # advice that both give
+                "Gradients of .* are each rank's own",  # as some cases mean them to be
             )
             for message in about:
                 warnings.filterwarnings("ignore", message=message)

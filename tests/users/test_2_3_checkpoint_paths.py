@@ -57,12 +57,10 @@ def test_nothing_to_load_is_said_once_in_the_log_with_what_is_beside_it(tmp_path
         logger.removeHandler(handler)
     # Without a configuration of its own, logging shows this level on stderr.
     assert all(record.levelno == logging.WARNING for record in records)
-    said = [
-        f"{tmp_path / name} {what} (beside it: empty, run)"
-        for name, what in (("rnu", "does not exist"), ("empty", "is empty"))
-    ]
+    said = [f"{tmp_path / name} {what}, so" for name, what in (("rnu", "does not exist"), ("empty", "is empty"))]
     assert len(records) == (len(said) if rank == 0 else 0)
     assert all(text in record.getMessage() for text, record in zip(said, records))
+    assert all("beside that directory there is empty, run." in record.getMessage() for record in records)
 
 
 @pytest.mark.parametrize("front", ["wrapper", "fully_shard"])
