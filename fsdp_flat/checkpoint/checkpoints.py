@@ -334,7 +334,9 @@ class CheckpointValues:
             }
             self._rows[fqn] = {name: value for name, value in row.items() if name not in tensors[fqn]}
         self.tensors["optim"] = {"state": tensors}
-        self.plain["optim"] = {"param_groups": found.get("param_groups"), "has_wrappers": self._has_wrappers}
+        self.plain["optim"] = {"param_groups": found.get("param_groups")}
+        if self._has_wrappers:
+            self.plain["optim"]["has_wrappers"] = True
 
     def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import StateDictType
+from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
 from fsdp_flat.checkpoint.directory import (
     COMMIT_NAME,
     LOADING,
@@ -58,6 +59,7 @@ from fsdp_flat.state import (
 )
 
 CHECKSUMS_NAME = "model.checksums.json"
+ADAPTER_CHECKSUMS_NAME = "adapter_model.checksums.json"
 CONFIG_NAME = "config.json"
 
 
@@ -251,6 +253,11 @@ def save_full(
     package. Files of an earlier save in the directory are replaced once all new ones are complete. Every rank must call
     this.
 
+    A model of the peft package, with ``trainable_only``, is written as ``PeftModel.from_pretrained`` reads it:
+    ``adapter_model.safetensors`` with peft's names and ``adapter_config.json``, for each adapter that is trained; those
+    of further adapters in folders of their names. :func:`load_full` reads them too. A full model in the same directory
+    stays. Soft prompts are written as any other model.
+
     Args:
         model: a wrapped model, or a module that holds wrappers.
         directory: created if needed; the same for every rank that writes.
@@ -287,25 +294,34 @@ def save_full(
         rank = None if _is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
         directory = path_of_user(directory, "directory")
-        files = _planned(entries, directory, max_file_bytes)
+        adapters = adapters_of(model) if trainable_only else None
+        plan = (
+            _planned(entries, directory, max_file_bytes)
+            if adapters is None
+            else _by_adapter(entries, directory, adapters)
+        )
+        files = list(plan)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
         unmanaged = RankZeroTensors(model)
     unmanaged.compare([together.rank_group], together.device)
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)
-        error = _write_in_turn(turns, {entry.name: entry for entry in entries}, rank=rank, update=update)
-    texts = {name: PartialFile(directory / name) for name in (CONFIG_NAME, INDEX_NAME, CHECKSUMS_NAME)}
+        error = _write_in_turn(turns, plan, rank=rank, update=update)
+    texts: dict[str, PartialFile] = {}
     try:
         together.fail(error)
-        records = together.texts(json.dumps({file.path.name: file.record for file in own}))
+        records = together.texts(json.dumps({_name_in(directory, file.path): file.record for file in own}))
         with together.propagate_errors():
             if rank == 0:
                 for file in files:
                     file.check_here()
-                _write_texts(texts, model, files, list(map(json.loads, records)))
+                bodies = _texts_of(model, files) if adapters is None else _texts_of_adapters(adapters, directory, files)
+                checksums = CHECKSUMS_NAME if adapters is None else ADAPTER_CHECKSUMS_NAME
+                texts |= {name: PartialFile(directory / name) for name in (*bodies, checksums)}
+                _write_texts(texts, bodies, checksums, list(map(json.loads, records)))
                 # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
-                for name in (INDEX_NAME, CHECKSUMS_NAME):
+                for name in (INDEX_NAME, CHECKSUMS_NAME) if adapters is None else (ADAPTER_CHECKSUMS_NAME,):
                     (directory / name).unlink(missing_ok=True)
     except Exception:
         for each in (*own, *texts.values()):
@@ -316,21 +332,44 @@ def save_full(
             file.commit()
     with together.propagate_errors():
         if rank == 0:
-            _finish(directory, files, texts)
+            if adapters is None:
+                _remove_earlier(directory, files)
+            for text in texts.values():
+                text.commit()
     unmanaged.warn()
     return directory
 
 
-def _planned(entries: list[_Entry], directory: Path, max_file_bytes: int) -> list[FileWriter]:
+_Plan: TypeAlias = dict[FileWriter, dict[str, _Entry]]
+"""The entries of each file, by their names in it."""
+
+
+def _planned(entries: list[_Entry], directory: Path, max_file_bytes: int) -> _Plan:
     """Divide the tensors among files."""
-    templates = {entry.name: entry.template for entry in entries if entry.same_as is None}
-    sizes = {name: template.nbytes for name, template in templates.items()}
-    files = []
+    stored = {entry.name: entry for entry in entries if entry.same_as is None}
+    sizes = {name: entry.template.nbytes for name, entry in stored.items()}
+    plan: _Plan = {}
     for file, names in divided(sizes, max_file_bytes).items():
         aliases = {entry.name: entry.same_as for entry in entries if entry.same_as in names}
-        group = {name: templates[name] for name in names}
-        files.append(FileWriter(directory / file, group, {"format": "pt", **aliases}))
-    return files
+        group = {name: stored[name].template for name in names}
+        plan[FileWriter(directory / file, group, {"format": "pt", **aliases})] = {name: stored[name] for name in names}
+    return plan
+
+
+def _by_adapter(entries: list[_Entry], directory: Path, adapters: Adapters) -> _Plan:
+    """Put the tensors of each adapter into a file; peft reads a tied one under each of its names."""
+    by_name = {entry.name: entry for entry in entries}
+    groups: dict[str, dict[str, _Entry]] = {}
+    for entry in entries:
+        owner = adapters.owner(entry.name)
+        stored = entry if entry.same_as is None else by_name[entry.same_as]
+        groups.setdefault(owner, {})[adapters.stored_name(entry.name, owner)] = stored
+    plan: _Plan = {}
+    for owner, group in groups.items():
+        path = directory / adapters.folder(owner) / ADAPTER_NAME
+        templates = {name: entry.template for name, entry in group.items()}
+        plan[FileWriter(path, templates, {"format": "pt"})] = group
+    return plan
 
 
 def _in_turn(files: list[FileWriter], num_writers: int) -> Iterator[tuple[int, FileWriter, str]]:
@@ -345,7 +384,7 @@ def _in_turn(files: list[FileWriter], num_writers: int) -> Iterator[tuple[int, F
 
 def _write_in_turn(
     turns: Iterable[tuple[int, FileWriter, str]],
-    entries: Mapping[str, _Entry],
+    plan: _Plan,
     *,
     rank: int | None,
     update: Callable[[int], object],
@@ -357,7 +396,7 @@ def _write_in_turn(
     error: Exception | None = None
     for writer, file, name in turns:
         template = file.tensors[name]
-        full = _full_tensor_on(entries[name], writer)
+        full = _full_tensor_on(plan[file][name], writer)
         update(template.nbytes)
         # A rank that has failed still takes part in the remaining transfers.
         if writer == rank and full is not None and error is None:
@@ -368,10 +407,8 @@ def _write_in_turn(
     return error
 
 
-def _write_texts(
-    texts: Mapping[str, PartialFile], model: nn.Module, files: Sequence[FileWriter], each_records: Sequence[Records]
-) -> None:
-    """Write what goes beside the files of tensors: the model's configuration, the index, and the checksums of all."""
+def _texts_of(model: nn.Module, files: Sequence[FileWriter]) -> dict[str, Any]:
+    """Return what goes beside the files of tensors, by name: the model's configuration, and the index."""
     bodies: dict[str, Any] = {}
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
     if (config := _config_of(model, tensors.values())) is not None:
@@ -380,9 +417,31 @@ def _write_texts(
         bodies[INDEX_NAME] = index_of(
             {file.path.name: file.tensors for file in files}, sum(file.nbytes for file in files)
         )
-    # Not yet complete where it is written, the last.
-    bodies[CHECKSUMS_NAME] = records = {name: record for each in each_records for name, record in each.items()}
-    for name, body in bodies.items():
+    return bodies
+
+
+def _texts_of_adapters(adapters: Adapters, directory: Path, files: Sequence[FileWriter]) -> dict[str, Any]:
+    """Return the configuration of each adapter that has a file."""
+    written = {file.path.parent for file in files}
+    folders = {adapter: directory / adapters.folder(adapter) for adapter in adapters.configs}
+    return {
+        _name_in(directory, folder / ADAPTER_CONFIG_NAME): adapters.config_of(adapter)
+        for adapter, folder in folders.items()
+        if folder in written
+    }
+
+
+def _name_in(directory: Path, path: Path) -> str:
+    return path.relative_to(directory).as_posix()
+
+
+def _write_texts(
+    texts: Mapping[str, PartialFile], bodies: Mapping[str, Any], checksums: str, each_records: Sequence[Records]
+) -> None:
+    """Write what goes beside the files of tensors, and the checksums of all."""
+    records = {name: record for each in each_records for name, record in each.items()}
+    # The checksums are the last: they are not yet complete where they are written.
+    for name, body in {**bodies, checksums: records}.items():
         texts[name].append((json.dumps(body, indent=2) + "\n").encode())
         texts[name].finish()
         records[name] = texts[name].record
@@ -406,15 +465,12 @@ def _config_of(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, A
     return config | {key: dtypes[0] for key in ("dtype", "torch_dtype") if key in config and dtypes}
 
 
-def _finish(directory: Path, files: list[FileWriter], texts: Mapping[str, PartialFile]) -> None:
-    """Remove the files of an earlier save that were not replaced, and rename those beside the files of tensors."""
+def _remove_earlier(directory: Path, files: list[FileWriter]) -> None:
+    """Remove the files of an earlier save that were not replaced."""
     written = {file.path.name for file in files}
     for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
         if path.name not in written:
             path.unlink(missing_ok=True)
-    for text in texts.values():
-        if text.record["size"]:
-            text.commit()
 
 
 def load_full(
@@ -438,7 +494,8 @@ def load_full(
     Args:
         model: a wrapped model, or a module that holds wrappers.
         path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as on model hubs, or a
-            file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and ``weights_only``).
+            file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and ``weights_only``). A
+            directory of an adapter of the peft package is loaded into that adapter of the model, with ``strict=False``.
         strict: missing and unexpected names in the files are an error, and integers where the model has floating-point
             numbers, or the other way.
         keep: returns whether to load the entry of a name of the model.
@@ -466,6 +523,11 @@ def load_full(
             names = _renamed(names, prefix, rename)
             tensors = {name: tensors[name] for name in sorted(set(names.values()))}
         entries = _entries_of(model, keep, loads=True)
+        if rename is None and paths[0].name == ADAPTER_NAME and (adapters := adapters_of(model)) is not None:
+            adapter = paths[0].parent.name if paths[0].parent.name in adapters.configs else adapters.first
+            own = [entry.name for entry in entries if adapters.owner(entry.name) == adapter]
+            fqns = {adapters.stored_name(name, adapter): name for name in own}
+            names = {fqns.get(name, name): stored for name, stored in names.items()}
         # A tied parameter may be in the file under any of its names.
         found = {entry.same_as or entry.name: names[entry.name] for entry in entries if entry.name in names}
         missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]
@@ -590,6 +652,8 @@ def _files_of(path: Path) -> list[Path]:
     index = path / INDEX_NAME
     if not os.path.lexists(index):
         if not os.path.lexists(path / SINGLE_NAME):
+            if os.path.lexists(path / ADAPTER_NAME):
+                return [path / ADAPTER_NAME]
             raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{_held_instead(path)}.")
         return [path / SINGLE_NAME]
     return [index, *files_in_index(index)]
@@ -613,7 +677,7 @@ def _held_instead(path: Path) -> str:
 def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> None:
     """Compare this rank's share of the files with the checksums beside them, if these are there."""
     directory = paths[0].parent
-    sums = directory / CHECKSUMS_NAME
+    sums = directory / (ADAPTER_CHECKSUMS_NAME if paths[0].name == ADAPTER_NAME else CHECKSUMS_NAME)
     if not os.path.lexists(sums):
         return
     check_file(sums)

@@ -172,7 +172,7 @@ def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickl
 
 _NO_CONFIG = (
     "There is no config.json beside these files, so from_pretrained will not know the model: "
-    "write a folder and pass --config."
+    "convert --to safetensors writes one into a folder, with --config FILE."
 )
 
 

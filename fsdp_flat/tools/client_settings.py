@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import libcst as cst
 
@@ -23,80 +24,93 @@ _PRECISION = "under mixed precision version 2 casts parameters and inputs by its
 _NO_BROADCAST = "version 2 does not broadcast the first weights (sync_module_states): seed all ranks alike"
 _RUN = "version 2 runs here with fsdp_flat.run --fully-shard, or install(fully_shard=True)"
 
-_ENTRY = re.compile(
-    rb"(?P<indent>[ ]+)(?P<key>\w+):[ ]*(?P<value>[^#\r\n]*?)[ ]*(?P<comment>#[^\r\n]*)?(?P<end>\r?\n|$)"
-)
-
 
 def rewrite_yaml(data: bytes) -> Migrated:
-    """Rewrite the ``fsdp_config`` of a file of ``accelerate config``; other files stay."""
-    lines = data.splitlines(keepends=True)
-    start = next((at for at, line in enumerate(lines) if re.match(rb"fsdp_config:\s*(#.*)?$", line)), None)
-    if start is None:
+    """Rewrite the ``fsdp_config`` of a file of ``accelerate config``; all other bytes, and other files, stay."""
+    if not re.search(rb"^fsdp_config\s*:", data, re.MULTILINE):
         return Migrated(data, [])
-    stop = next(
-        (at for at in range(start + 1, len(lines)) if lines[at].strip() and not lines[at].startswith(b" ")), len(lines)
-    )
+    line = 1
     try:
-        entries = _entries(lines[start + 1 : stop])
-        if entries.get("version") == "2":
+        text, settings = _parsed(data)
+        key, config = settings["fsdp_config"]
+        line = key.start_mark.line + 1
+        entries = _entries(config)
+        values = {name: value.value for name, (_, value) in entries.items() if isinstance(value.value, str)}
+        if values.get("version") == "2":
             return Migrated(data, [])
-        texts = _new_entries(lines[start + 1 : stop], entries)
+        after = _edited(text, entries, values)
+        _parsed(after.encode())  # an anchor that other settings refer to may be gone
     except Left as left:
-        return Migrated(data, [Finding(start + 1, "left", f"fsdp_config: {left}")])
-    findings = [Finding(start + 1, "changed", "fsdp_config: from version 1 to 2"), Finding(start + 1, "differs", _RUN)]
-    if entries.get("sync_module_states", "true").lower() == "true":
-        findings.append(Finding(start + 1, "differs", _NO_BROADCAST))
-    precision = re.search(rb"^mixed_precision:\s*['\"]?(\w+)", data, re.MULTILINE)
-    if precision is not None and precision[1] != b"no":
-        findings.append(Finding(start + 1, "differs", _PRECISION))
-    return Migrated(b"".join([*lines[: start + 1], *texts, *lines[stop:]]), sorted(findings))
+        return Migrated(data, [Finding(line, "left", f"fsdp_config: {left}")])
+    findings = [Finding(line, "changed", "fsdp_config: from version 1 to 2"), Finding(line, "differs", _RUN)]
+    if values.get("sync_module_states", "true").lower() == "true":
+        findings.append(Finding(line, "differs", _NO_BROADCAST))
+    if "mixed_precision" in settings and settings["mixed_precision"][1].value != "no":
+        findings.append(Finding(line, "differs", _PRECISION))
+    return Migrated(after.encode(), sorted(findings))
 
 
-def _entries(lines: list[bytes]) -> dict[str, str]:
-    """Return the keys, without their prefix, and values of the lines of a mapping."""
-    entries = {}
-    for line in lines:
-        if not line.strip() or line.lstrip().startswith(b"#"):
-            continue
-        found = _ENTRY.fullmatch(line)
-        if found is None or found["value"][:1] in (b"", b"{", b"[", b"&", b"*", b"|", b">"):
-            raise Left(f"`{line.decode(errors='replace').strip()}` is no plain entry")
-        value = found["value"].decode(errors="replace").strip("'\"")
-        entries[found["key"].decode().removeprefix("fsdp_")] = value
-    return entries
+def _parsed(data: bytes) -> tuple[str, dict[str, tuple[Any, Any]]]:
+    """Return the text of a file, and the nodes of key and value of each of its settings, which have their places."""
+    try:
+        from ruamel.yaml import YAML
+        from ruamel.yaml.error import YAMLError
+    except ModuleNotFoundError:
+        raise Left("reading YAML needs ruamel.yaml, which is not installed: pip install ruamel.yaml") from None
+    try:
+        text = data.decode()
+        root = YAML().compose(text)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise Left(f"the file is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(getattr(root, "value", None), list):
+        raise Left("the file is no mapping")
+    return text, {key.value: (key, value) for key, value in root.value}
 
 
-def _new_entries(lines: list[bytes], entries: dict[str, str]) -> list[bytes]:
-    for key, value in entries.items():
-        _check(key, value)
-    texts = []
-    last = None
-    for line in lines:
-        found = _ENTRY.fullmatch(line)
-        key = found["key"].decode().removeprefix("fsdp_") if found is not None else ""
-        if found is None or line.lstrip().startswith(b"#"):
-            texts.append(line)
-            continue
-        last = found
-        if key in ("sharding_strategy", "reshard_after_forward"):
-            value = str(_RESHARD.get(entries[key].upper(), entries[key].lower())).lower()
-            texts.append(_entry(found, "fsdp_reshard_after_forward", value))
-        elif key == "version":
-            texts.append(_entry(found, "fsdp_version", "2"))
-        elif key not in _GONE:
-            texts.append(line)
-    if last is None:
+def _entries(config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the nodes of key and value of each entry, by its key without the prefix."""
+    if config.id != "mapping" or not config.value:
         raise Left("it has no entries")
-    if "state_dict_type" not in entries:
-        texts.append(_entry(last, "fsdp_state_dict_type", "FULL_STATE_DICT"))  # what version 1 takes for granted
-    if "version" not in entries:
-        texts.append(_entry(last, "fsdp_version", "2"))
-    return texts
+    if config.flow_style:
+        raise Left("it is written in braces; write an entry a line")
+    for key, value in config.value:
+        # The node of an alias is that of its anchor, which is above.
+        if not isinstance(key.value, str) or value.start_mark.index < key.end_mark.index:
+            raise Left(f"the value of {key.value} is an alias; write it out")
+    return {key.value.removeprefix("fsdp_"): (key, value) for key, value in config.value}
 
 
-def _entry(like: re.Match[bytes], key: str, value: str) -> bytes:
-    return like["indent"] + f"{key}: {value}".encode() + (like["end"] or b"\n")
+def _edited(text: str, entries: dict[str, tuple[Any, Any]], values: dict[str, str]) -> str:
+    """Return the text with the entries of version 2; comments and the order stay."""
+    for name in entries:
+        _check(name, values.get(name, ""))
+    edits: list[tuple[int, int, str]] = []
+    for name, (key, value) in entries.items():
+        span = key.start_mark.index, value.end_mark.index
+        if name in ("sharding_strategy", "reshard_after_forward"):
+            reshard = str(_RESHARD.get(values[name].upper(), values[name].lower())).lower()
+            edits.append((*span, f"fsdp_reshard_after_forward: {reshard}"))
+        elif name == "version":
+            edits.append((*span, "fsdp_version: 2"))
+        elif name in _GONE:
+            edits.append((text.rfind("\n", 0, span[0]) + 1, _end_of_line(text, span[1]), ""))
+    missing = {"state_dict_type": "FULL_STATE_DICT", "version": "2"}  # the first is what version 1 takes for granted
+    key, value = [*entries.values()][-1]
+    # The node of a list or mapping ends where the next one begins.
+    at = _end_of_line(text, len(text[: value.end_mark.index].rstrip()))
+    newline = "\r\n" if "\r\n" in text else "\n"
+    added = [f"{' ' * key.start_mark.column}fsdp_{n}: {v}{newline}" for n, v in missing.items() if n not in entries]
+    if added and not text[:at].endswith("\n"):
+        added.insert(0, newline)
+    edits.append((at, at, "".join(added)))
+    for start, stop, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[stop:]
+    return text
+
+
+def _end_of_line(text: str, at: int) -> int:
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found + 1
 
 
 def _check(key: str, value: str) -> None:

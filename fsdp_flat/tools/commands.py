@@ -72,22 +72,36 @@ def _options(
     return 0
 
 
-_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+Rewritten = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files, or folders to look through.")]
+Diff = Annotated[bool, typer.Option("--diff", help="Print a patch and change nothing, as without the flag.")]
+Write = Annotated[bool, typer.Option("--write", help="Change the files.")]
 
 
-# These are run by ``command.py``, which needs no extra; here they are for the list of commands.
-@app.command("run", context_settings=_PASSED_ON, epilog="Example: fsdp-flat run train.py --lr 1e-3")
-def _run() -> None:
+# These are run by ``command.py``, which needs no extra; here they are for the list of commands and for their help.
+@app.command(
+    "run",
+    context_settings=_PASSED_ON,
+    epilog="Example: torchrun --nproc-per-node 2 -m fsdp_flat.run train.py --lr 1e-3",
+)
+def _run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script.")],
+    arguments: Annotated[list[str], typer.Argument(metavar="ARGS", help="Arguments of its own.")] = [],  # noqa: B006
+    module: Annotated[str, typer.Option("-m", metavar="MODULE", help="Run a module instead, as python -m does.")] = "",
+    fully_shard: Annotated[bool, typer.Option("--fully-shard", "-f", help="Take over FSDP2's names too.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say which names are taken over.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Say it as JSON.")] = False,
+) -> None:
     """Run an FSDP1 script on fsdp_flat, unchanged."""
 
 
 @app.command("migrate", context_settings=_PASSED_ON, epilog="Example: fsdp-flat migrate src/")
-def _migrate() -> None:
+def _migrate(paths: Rewritten, diff: Diff = False, write: Write = False, as_json: Json = False) -> None:
     """Rewrite a codebase's imports of FSDP1."""
 
 
 @app.command("to-fully-shard", context_settings=_PASSED_ON, epilog="Example: fsdp-flat to-fully-shard src/")
-def _to_fully_shard() -> None:
+def _to_fully_shard(paths: Rewritten, diff: Diff = False, write: Write = False, as_json: Json = False) -> None:
     """Move wrapper code to fully_shard, where that is sure."""
 
 

@@ -97,7 +97,7 @@ def test_a_call_on_rank_0_alone_beside_a_barrier_ends_on_all_ranks_in_seconds(
         assert float(text.partition(" ")[0]) < LIMIT_S, texts
         assert re.search(CALLS[name][1], text), f"rank {rank}: {text}"
         assert "torch.distributed.barrier()" in text, f"rank {rank}: {text}"
-        assert "Every rank must make the call" in text, f"rank {rank}: {text}"
+        assert "Every rank must" in text, f"rank {rank}: {text}"
 
 
 @contextmanager

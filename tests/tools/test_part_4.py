@@ -130,3 +130,26 @@ def test_a_model_moves_to_its_device_before_it_is_broadcast(alias: str, device: 
         0 < new.index(f"model.to({device})") < new.index("torch.distributed.broadcast") < new.index("fully_shard(model")
     )
     assert new.count("import torch.distributed") == 1
+
+
+@pytest.mark.parametrize("command", ["run", "migrate", "to-fully-shard", "show"])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_the_help_of_every_command_has_one_style(command: str, option: str, run: Run) -> None:
+    """Part 4 of the list: run, migrate and to-fully-shard as the commands of checkpoints."""
+    status, text, errors = run(command, option)
+    assert (status, errors) == (0, "")
+    assert text.lstrip().startswith(f"Usage: fsdp-flat {command} [OPTIONS] ")
+    assert "  Example: " in text
+    assert "--json" in text
+
+
+def test_help_after_the_script_is_an_argument_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """Part 4 of the list: run passes on what comes after the script."""
+    found: list[list[str]] = []
+    monkeypatch.setattr("fsdp_flat.run.main", found.append)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for words in (["train.py", "--help"], ["--json", "train.py", "-h"], ["-m", "train", "--help"]):
+        assert run("run", *words) == (0, "", "")
+    assert found == [["train.py", "--help"], ["--json", "train.py", "-h"], ["-m", "train", "--help"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -552,7 +553,7 @@ def test_settings_of_accelerate_move_to_version_2() -> None:
 distributed_type: FSDP
 fsdp_config:
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_reshard_after_forward: false
+  fsdp_reshard_after_forward: false  # or FULL_SHARD
   # classes
   fsdp_transformer_layer_cls_to_wrap: Block
   fsdp_state_dict_type: FULL_STATE_DICT
@@ -570,7 +571,8 @@ mixed_precision: 'no'
     [
         ("SHARD_GRAD_OP", "NO_SHARD", "the strategy NO_SHARD has no counterpart"),
         ("fsdp_use_orig_params: true", "fsdp_own: 3", "the setting own is not known"),
-        ("_wrap: Block", "_wrap: [Block]", "is no plain entry"),
+        ("_wrap: Block", "_wrap: [Block", "the file is not YAML"),
+        ("_wrap: Block\n", "_wrap: &b Block\n  fsdp_state_dict_type: *b\n", "is an alias"),
         ("use_orig_params: true", "state_dict_type: LOCAL_STATE_DICT", "LOCAL_STATE_DICT"),
     ],
 )
@@ -578,8 +580,42 @@ def test_settings_that_version_2_does_not_have_stay(old: str, new: str, reason: 
     data = SETTINGS.replace(old, new).encode()
     done = rewrite_files({Path("fsdp.yaml"): data})[Path("fsdp.yaml")]
     assert done.data == data
-    assert [(found.line, found.kind) for found in done.findings] == [(3, "left")]
+    assert [(found.line, found.kind) for found in done.findings] == [(1 if "YAML" in reason else 3, "left")]
     assert reason in done.findings[0].text
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_lists_quotes_anchors_and_comments_of_settings_stay(newline: str) -> None:
+    """Part 4 of the list: YAML is read by ruamel.yaml."""
+    text = newline.join(
+        [
+            "fsdp_config:   # of ours",
+            "    'fsdp_transformer_layer_cls_to_wrap':",
+            "    - Block",
+            '    - "Other: one"',
+            "    fsdp_sharding_strategy: &kind 'FULL_SHARD'",
+            "    fsdp_forward_prefetch: false",
+            "    fsdp_offload_params: false   # no",
+            "",
+            "# the end",
+            "mixed_precision: bf16",
+        ]
+    )
+    done = rewrite_files({Path("fsdp.yaml"): text.encode()})[Path("fsdp.yaml")]
+    expected = text.replace("fsdp_sharding_strategy: &kind 'FULL_SHARD'", "fsdp_reshard_after_forward: true")
+    expected = expected.replace(f"    fsdp_forward_prefetch: false{newline}", "")
+    added = f"    fsdp_state_dict_type: FULL_STATE_DICT{newline}    fsdp_version: 2{newline}"
+    assert done.data.decode() == expected.replace(f"# no{newline}", f"# no{newline}{added}")
+    assert [found.kind for found in done.findings] == ["changed", "differs", "differs", "differs"]
+
+
+def test_without_ruamel_yaml_the_settings_stay_and_the_report_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
+    done = rewrite_files({Path("fsdp.yaml"): SETTINGS.encode()})[Path("fsdp.yaml")]
+    assert done.data == SETTINGS.encode()
+    assert "pip install ruamel.yaml" in done.findings[0].text
 
 
 def test_arguments_of_the_trainer_move_to_version_2() -> None:
