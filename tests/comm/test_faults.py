@@ -27,8 +27,8 @@ from tests.support.hosts import on_hosts
 from tests.support.kit import BLOCKS, Stack, batch, patience, square_loss, wrapped
 from tests.support.pool import spawn
 
-# Within which a rank that has ended is named, and the timeout of the group, which must not be what tells.
-# Seconds: the group times out after the second; the first leaves room for a loaded machine.
+# Within which a rank that has ended is named, with room for a loaded machine; and the timeout of the group, which must
+# not be what tells.
 LIMIT_S, TIMEOUT_S = 25.0, 60.0
 
 
