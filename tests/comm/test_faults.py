@@ -125,7 +125,9 @@ def test_a_rank_that_ended_is_named_by_all_others_in_seconds(task: str, places: 
     assert texts.keys() == {0, 1, 3}, texts
     for text in texts.values():
         assert float(text.partition(" ")[0]) < LIMIT_S, texts
-        assert re.search(r"rank(\(s\))? \[?2\b\]?[^.]{0,40}(ha(s|ve) ended|reported nothing)", text, re.IGNORECASE), texts
+        assert re.search(r"rank(\(s\))? \[?2\b\]?[^.]{0,40}(ha(s|ve) ended|reported nothing)", text, re.IGNORECASE), (
+            texts
+        )
         assert not re.search(r"rank [013] (of the group has|has not called it but has) ended", text), texts
 
 
