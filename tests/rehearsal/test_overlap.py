@@ -1,4 +1,4 @@
-"""All-gathers on a fake accelerator run beside compute: none waits for the unit that runs before its own."""
+"""Part 1 of "On a GPU as on a CPU": all-gathers run beside compute; none waits for the unit before its own."""
 
 from __future__ import annotations
 
