@@ -460,7 +460,9 @@ def test_a_removed_group_is_an_error_of_every_rank_before_anything_moves(rank: i
     before = whole_state(model)
     removed = optimizer.param_groups.pop() if rank == 1 else None
     expected = PeerFailureError if removed is None else UsageError
-    with pytest.raises(expected, match=r"param_groups .*given 2 groups.*now 1 groups.*Construct a new MatrixOptimizer"):
+    with pytest.raises(
+        expected, match=r"param_groups .*given 2 groups.*now 1 groups?.*Construct a new MatrixOptimizer"
+    ):
         optimizer.step()
     assert_equal(whole_state(model), before)
     assert all(entry.whole.grad is None for entry in optimizer._owned)

@@ -688,7 +688,8 @@ def test_an_unusable_new_scale_is_refused(new_scale: torch.Tensor) -> None:
 
     peer_raises(AssertionError, call)
     text = message(PhaseError, AssertionError, lambda: call(scaler_of()))
-    assert f"got {new_scale.numel()} elements on {new_scale.device}" in text
+    elements = "1 element" if new_scale.numel() == 1 else f"{new_scale.numel()} elements"
+    assert f"got {elements} on {new_scale.device}" in text
 
 
 def test_a_new_scale_of_another_type_is_refused() -> None:
