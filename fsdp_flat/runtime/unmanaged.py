@@ -32,7 +32,7 @@ from fsdp_flat.comm import (
     exchange_if_different,
     fingerprint,
 )
-from fsdp_flat.errors import OptionError, UsageError, some_of
+from fsdp_flat.errors import OptionError, UsageError, counted, some_of
 from fsdp_flat.flat import PLAIN, check_module, is_managed, modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.group_settings import group_settings
@@ -126,8 +126,8 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
             kind = type(outer).__name__
             call = "FullyShardedDataParallel" if options.front.has_wrapper else "fully_shard"
             warn_user(
-                f"Gradients of {len(names)} parameters of {kind} are each rank's own, since {kind} itself is no unit, "
-                f"only modules inside it are: {some_of(list(map(repr, names)), 8)}. Ranks drift apart there, and a "
+                f"Gradients of {counted(len(names), 'parameters')} of {kind} are each rank's own, since {kind} itself is "
+                f"no unit, only modules inside it are: {some_of(list(map(repr, names)), 8)}. Ranks drift apart there, and a "
                 f"checkpoint holds rank 0's. Call {call} on the {kind} too, after its inner modules. Ignore this if "
                 "something else averages these gradients, or if they are each rank's own on purpose."
             )

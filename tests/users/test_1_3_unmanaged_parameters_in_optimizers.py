@@ -25,7 +25,7 @@ from tests.wrapper.models import seeded, shard, train
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Gradients of 1 parameters of Net are each rank's own:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Gradients of 1 parameter of Net are each rank's own:UserWarning"),
 ]
 
 
