@@ -156,7 +156,7 @@ class Looks:
             return None
         names = unit_names(group)
         ours: dict[int, list[Any]] = {}
-        for number, unit, operation in calls.last:
+        for number, unit, operation in list(calls.last):
             ours[number] = [unit, operation, f"{operation} of unit {names.get(unit)!r}" if unit else operation]
         if ours and _doing:
             ours[calls.number][2] += f", in {_doing[-1]}"

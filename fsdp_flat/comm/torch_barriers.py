@@ -82,10 +82,12 @@ def _shown(looks: Sequence[Looks]) -> Iterator[None]:
     def run() -> None:
         is_logged = ended.wait(failures.LOOK_AFTER_S)
         while not ended.is_set():
-            for look in looks:
-                if (error := look.difference()) is not None and not is_logged:
-                    is_logged = True
-                    _logger.error("%s", error)
+            # The barrier may end meanwhile, and the rank go on to other calls.
+            with suppress(Exception):
+                for look in looks:
+                    if (error := look.difference()) is not None and not is_logged:
+                        is_logged = True
+                        _logger.error("%s", error)
             ended.wait(failures.LOOK_INTERVAL_S)
 
     threading.Thread(target=run, name="fsdp_flat_barrier", daemon=True).start()

@@ -227,11 +227,13 @@ class FSDPParamGroup(View):
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to all-gather the parameters. Every rank of the shard group must call this."""
+        self.unit.context.recover()
         self.unit.begin_unshard()
 
     def wait_for_unshard(self) -> None:
         """Wait for :meth:`unshard`, and point the modules at the unsharded parameters."""
         if not self.unit.shows_sharded:
+            self.unit.context.recover()
             self.unit.unshard()
 
     def reshard(self) -> None:

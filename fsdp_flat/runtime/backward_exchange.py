@@ -134,9 +134,10 @@ class BackwardExchange:
     def can_be_read_later(self) -> bool:
         """True if an exchange needs nothing of this rank once it has begun: it is one all-reduce over each groups.
 
-        Where two follow each other, the second begins when the first has ended.
+        Where two follow each other, the second begins when the first has ended. Where units have several groups, ranks
+        of one may need what those of another do not.
         """
-        return all(len(self._host_groups(groups)) < 2 for groups in self.handles)
+        return len(self.handles) < 2 and all(len(self._host_groups(groups)) < 2 for groups in self.handles)
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""

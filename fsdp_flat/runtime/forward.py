@@ -121,9 +121,9 @@ class UnitForward:
                 if record.iteration is not None and schedule.rank_checks.in_forward:
                     schedule.rank_checks.before_forward(unit)
                 unit.enter_forward(record.weights.full_precision)
+                unit.finish_unshard_current()
                 if record.iteration is not None:
                     schedule.make_room(unit)
-                unit.finish_unshard_current()
                 self._calls = []
                 record.weights = unit.gathered_version
                 schedule.prefetch_forward(record)

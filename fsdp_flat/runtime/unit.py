@@ -250,8 +250,8 @@ class Unit:
             return
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.context.streams
-        # A caller's all-gather may take memory at its end; the library's place what they have.
-        takes_memory = [mesh for mesh in self.meshes if mesh.choice.all_gather is not None]
+        # A caller's all-gather may take memory at its end, and so does torch's operator that places gathered shards.
+        takes_memory = [mesh for mesh in self.meshes if mesh.places_shards or mesh.choice.all_gather is not None]
         with profiled("all_gather_wait", self.name), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in pendings:

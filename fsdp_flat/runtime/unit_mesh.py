@@ -66,6 +66,7 @@ class UnitMesh:
             rank.
         step_collectives: the collectives that steps use, by ``choice``.
         issued: the tree's list of collectives over these groups, which ranks compare.
+        places_shards: an all-gather ends with copies from the shards of ranks to parameters.
         smaller_group: keeps all shards between forward and backward; None if backward uses the shard group.
     """
 
@@ -75,6 +76,7 @@ class UnitMesh:
         self.collectives = collectives_for(self.groups.shard, options.device, unit=unit_id, name=name)
         self.step_collectives = self.collectives
         self.smaller_group: SmallerGroup | None = None
+        self.places_shards = options.rows is not None
         self.issued: list[tuple[str, Any]] = []
 
     @property

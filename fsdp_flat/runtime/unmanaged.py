@@ -126,10 +126,10 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
             kind = type(outer).__name__
             call = "FullyShardedDataParallel" if options.front.has_wrapper else "fully_shard"
             warn_user(
-                f"Gradients of {counted(len(names), 'parameters')} of {kind} are each rank's own, since {kind} itself is "
-                f"no unit, only modules inside it are: {some_of(list(map(repr, names)), 8)}. Ranks drift apart there, and a "
-                f"checkpoint holds rank 0's. Call {call} on the {kind} too, after its inner modules. Ignore this if "
-                "something else averages these gradients, or if they are each rank's own on purpose."
+                f"Gradients of {counted(len(names), 'parameters')} of {kind} are each rank's own, since {kind} itself "
+                f"is no unit, only modules inside it are: {some_of(list(map(repr, names)), 8)}. Ranks drift apart "
+                f"there, and a checkpoint holds rank 0's. Call {call} on the {kind} too, after its inner modules. "
+                "Ignore this if something else averages these gradients, or if they are each rank's own on purpose."
             )
     mesh, num_ranks = options.groups.mesh, options.groups.num_ranks
     if not options.front.has_wrapper or mesh is None or mesh.size() <= num_ranks:

@@ -26,11 +26,21 @@ MOST_IN_FORWARD, MOST_IN_BACKWARD = 2, 3
 DEEP = functools.partial(Stack, 5)
 
 
+# torch's operator that places gathered shards takes memory of its own. So it waits for the last use of buffers that a
+# backward has freed before it; the all-gather does not.
+PLACES_IN_BACKWARD = "aten::split_with_sizes_copy for the backward"
+
+
+def exposed(overlap: Overlap) -> list[str]:
+    """Return what is exposed, except copies to parameters in a backward."""
+    return [text for text in overlap.exposed() if not text.startswith(PLACES_IN_BACKWARD)]
+
+
 def check(overlap: Overlap, *, num_levels: int = 1) -> None:
     """Raise if an all-gather is exposed, nothing was recorded, or more buffers were alive than that takes."""
     assert overlap.runs, "nothing was recorded"
     assert overlap.gatherings, "no all-gather was recorded"
-    assert overlap.exposed() == []
+    assert exposed(overlap) == []
     assert overlap.most_alive["forward"] <= MOST_IN_FORWARD + num_levels - 1
     assert overlap.most_alive["backward"] <= MOST_IN_BACKWARD + num_levels - 1
 
@@ -150,7 +160,7 @@ def test_prefetched_units_of_fully_shard_do_not_wait_for_the_unit_before() -> No
         _prefetch_two(model)
         with watched(run, model) as overlap:
             train(run, model, num_steps=3, optimizer=LocalUpdates)
-    assert overlap.exposed() == []
+    assert exposed(overlap) == []
 
 
 def _after_compute(streams: Streams) -> Any:
