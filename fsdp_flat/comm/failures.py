@@ -161,14 +161,17 @@ def while_ranks_live(make: Callable[[], Made], rank_group: RankGroup) -> Made:
     return made.result()
 
 
-def reports_of_others(rank_group: RankGroup) -> str:
-    """Wait for the reports of the other ranks, and return a text of them and of the ranks without one."""
+def reports_of_others(rank_group: RankGroup, *, timed_out: bool = False) -> str:
+    """Wait for the reports of the other ranks, and return a text of them and of the ranks without one.
+
+    If this rank ``timed_out``, gloo has closed its connections, which then do not tell whether other ranks have ended.
+    """
     others, until = rank_group.others, time.monotonic() + REPORT_TIMEOUT_S
     while len(reports := _read_reports(rank_group, others)) < len(others) and time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)
     lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
     missing = [rank for rank in others if rank not in reports]
-    ended = [rank for rank in ended_ranks(rank_group) if rank in missing]
+    ended = [] if timed_out else [rank for rank in ended_ranks(rank_group) if rank in missing]
     if ended:
         lines.append(f"rank(s) {ended} have ended without a report: look at the end of their output")
         missing = [rank for rank in missing if rank not in ended]
@@ -183,7 +186,7 @@ def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailu
     report_failure(rank_group, own)
     return PeerFailureError(
         f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: "
-        f"{reports_of_others(rank_group)}. {_ADVICE}"
+        f"{reports_of_others(rank_group, timed_out='timeout' in reason.lower())}. {_ADVICE}"
     )
 
 
