@@ -9,6 +9,7 @@ reports and their calls (``calls``).
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import weakref
@@ -41,6 +42,8 @@ _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
 # Of messages that are never received; a caller's tags are small.
 _TAG = 0x7F5D_F1A7
+# In gloo's texts.
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 # Of a rank's report in the store.
 _KEY = "fsdp_flat/failure/%d"
 _ADVICE = (
@@ -186,7 +189,7 @@ def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailu
     report_failure(rank_group, own)
     return PeerFailureError(
         f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: "
-        f"{reports_of_others(rank_group, timed_out='timeout' in reason.lower())}. {_ADVICE}"
+        f"{reports_of_others(rank_group, timed_out=bool(_TIMED_OUT.search(reason)))}. {_ADVICE}"
     )
 
 

@@ -194,7 +194,7 @@ class UnreducedGrad:
         indices: the gradient's parameters, as indices in the layout.
     """
 
-    __slots__ = ("_before", "_is_sharded", "_param", "_waiting", "indices")
+    __slots__ = ("_before", "_is_sharded", "_param", "_shown", "_waiting", "indices")
 
     def __init__(self, visible: VisibleParam, waiting: torch.Tensor, *, is_sharded: bool) -> None:
         self.indices, self._param, self._waiting = visible.indices, visible.param, waiting.detach()
@@ -205,6 +205,7 @@ class UnreducedGrad:
             first = self._waiting.view(-1)[:1]
             first.masked_fill_(first == 0, -0.0)
         set_grad(self._param, waiting)
+        self._shown = self._param.grad
 
     def take_back(self) -> bool:
         """Restore the previous ``.grad``, as zeros if the caller has filled ``.grad`` with zeros.
@@ -217,7 +218,8 @@ class UnreducedGrad:
         if grad is None:
             return True
         if not is_alias(grad, waiting):
-            if grad.shape != waiting.shape or (self._is_sharded and grad.shape == self._param.shape):
+            is_local = self._is_sharded and grad is not self._shown and grad.shape == self._param.shape
+            if is_local or grad.shape != waiting.shape:
                 return True
             waiting.copy_(grad.detach())
         if self._before is not None:
