@@ -18,7 +18,7 @@ from fsdp_flat.errors import LocalShardError, UsageError, counted
 from fsdp_flat.flat.flat_parameter import FlatParameter
 from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
-from fsdp_flat.flat.torch_flat import dynamo_disabled_here
+from fsdp_flat.flat.torch_flat import dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.user_warnings import warn_user
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -121,6 +121,7 @@ def _check_unwrapped(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> N
     )
 
 
+@dynamo_disabled
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise a UsageError if an optimizer holds replaced parameters, needs unsharded ones, or has states of those.
 
