@@ -63,7 +63,7 @@ def filler(directory: Path) -> Path:
     return directory.parent / "filler"
 
 
-_NAMED = r"rank\(?s?\)? \[?([0-9]+, )*{victim}\b[^.]{{0,40}}(has ended|reported nothing|have not called it)"
+_NAMED = r"rank\(?s?\)? \[?([0-9]+, )*{victim}\b[^.]{{0,40}}(ha(s|ve) ended|reported nothing|have not called it)"
 FAULTS = (
     Fault("a rank is killed", _kill, _NAMED),
     Fault("a rank stops", _stop, _NAMED, is_silent=True),

@@ -139,7 +139,7 @@ def test_a_summary_says_where_time_goes_and_what_to_change(rank: int) -> None:
         steps(model, 1, rank)
     text = recording.summary()
     lines = text.splitlines()
-    assert lines[0].startswith("1 backwards in ")
+    assert lines[0].startswith("1 backward in ")
     table = lines.index("") + 1
     assert lines[table].startswith("unit, times in ms")
     assert {line.split()[0] for line in lines[table + 1 : table + 1 + len(UNITS)]} == set(UNITS)
