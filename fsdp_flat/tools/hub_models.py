@@ -47,7 +47,8 @@ def hub_model(path: Path) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(f"{path} needs transformers (pip install transformers): {error}.") from error
+        missing = error.name or "transformers"
+        raise UsageError(f"{path} needs {missing} (pip install {missing}): {error}.") from error
     cls: Any = getattr(transformers, architectures[0], transformers.AutoModel)
     make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
     try:
