@@ -109,7 +109,7 @@ INSTEAD_OF_ASSIGNING = {
         ("compute_device", "_device_handle"), "Pass device_id to the constructor, or call model.to(device)"
     ),
 }
-"""What to do instead of assigning an attribute of FSDP1's wrapper that holds its own state."""
+"""Maps attributes of FSDP1's wrapper that hold its own state to what a program calls instead of assigning them."""
 
 FSDP2_MODULES = (
     *(PEER, f"{PEER}._fully_shard", "torch.distributed._composable.fsdp"),
