@@ -1,32 +1,14 @@
-"""How much a newcomer has to read: functions that one unit's step enters; and who knows which kind a handle is.
-
-The number is a ceiling. A change that needs fewer lowers it; one that needs more says in its message what for.
-"""
+"""Who knows which kind a handle is."""
 
 from __future__ import annotations
 
 import re
-import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
-
-import pytest
-import torch
-from torch import nn
 
 import fsdp_flat
-from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import batch
-from tests.support import on_ranks
-from tests.support.kit import Block, wrapped
 
 PACKAGE = Path(fsdp_flat.__file__).parent
-# Distinct functions of the package, lower layers included, in a steady forward and backward of a middle unit. Counted
-# were 122 to 128, since ranks wait for each other in different functions.
-MOST_FUNCTIONS = {"flat": 130, "originals": 130}
 # Files that know which kind of handle they have: the kinds themselves, the front that shows DTensors, and the plan of
 # units for either front.
 KNOW_KINDS = ("flat/", "layout/", "composable/", "state/torch_state.py", "tools/planned_units.py")
@@ -51,70 +33,3 @@ def test_a_step_and_what_is_around_it_do_not_ask_for_the_kind_of_a_handle() -> N
 def test_the_search_for_kinds_finds_one() -> None:
     found = lines_with(_KIND, {"runtime/a.py": "if isinstance(handle, DTensorHandle):", "flat/b.py": "DTensorHandle()"})
     assert found == ["runtime/a.py: if isinstance(handle, DTensorHandle):"]
-
-
-class Entered:
-    """The functions of the package that run while it is on."""
-
-    def __init__(self) -> None:
-        self.functions: set[CodeType] = set()
-
-    def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
-            self.functions.add(code)
-
-    def on(self, *_: Any) -> None:
-        threading.setprofile(self._note)
-        sys.setprofile(self._note)
-
-    def off(self, *_: Any) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-
-class Watched(nn.Module):
-    """Three blocks; ``entered`` is on while the middle one runs forward, and while its backward runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = Block(), Block(), Block()
-        self.entered = Entered()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x) * 1
-        x.register_hook(self.entered.off)
-        self.entered.on()
-        x = self.middle(x)
-        self.entered.off()
-        x = x * 1
-        x.register_hook(self.entered.on)
-        return self.last(x)
-
-
-@pytest.mark.parametrize("front", MOST_FUNCTIONS)
-@on_ranks(2)
-def test_a_steady_step_of_a_unit_enters_no_more_functions_than_before(front: str, rank: int) -> None:
-    policy = ModuleWrapPolicy({Block})
-    model = wrapped(Watched(), auto_wrap_policy=policy, use_orig_params=front == "originals")
-    entered = model.module.entered
-    for step in range(3):
-        entered.functions.clear()
-        try:
-            model(batch(rank, step)).sum().backward()
-        finally:
-            entered.off()
-        model.zero_grad()
-    names = sorted(f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}" for code in entered.functions)
-    assert any(name.startswith("backward.py") for name in names), "the record was off in backward"
-    assert len(names) <= MOST_FUNCTIONS[front], "\n".join(names)
-
-
-def test_the_record_sees_functions_of_the_package_only_while_it_is_on() -> None:
-    entered = Entered()
-    fsdp_flat.layout.clean_fqn("a")
-    assert not entered.functions
-    entered.on()
-    fsdp_flat.layout.clean_fqn("a")
-    entered.off()
-    assert {code.co_name for code in entered.functions} >= {"clean_fqn"}

@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import __main__ as bench
-from benchmarks import micro, network, plans, projection, report, saves, scale, tables
+from benchmarks import functions, micro, network, plans, projection, report, saves, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.runner import where
 from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
 from benchmarks.states import measure_states
 from benchmarks.worker import Training
 from fsdp_flat.checkpoint.dcp_files import SafeReader
+from fsdp_flat.layout import clean_fqn
 from tests.support import on_ranks
 
 SIZES = [
@@ -236,3 +237,23 @@ def test_two_hosts_are_measured_where_communication_takes_the_time(
     setting = measure.call_args.args[1]
     assert (setting.width, setting.ranks) == (PRESETS[preset].width, ranks)
     assert path.name.startswith(preset)
+
+
+def test_the_count_of_functions_sees_those_of_the_package_only_while_it_is_on() -> None:
+    entered = functions.Entered()
+    clean_fqn("a")
+    assert not entered.calls
+    entered.on()
+    clean_fqn("a")
+    entered.off()
+    clean_fqn("a")
+    assert {code.co_name: calls for code, calls in entered.calls.items()}["clean_fqn"] == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front", functions.FRONTS)
+def test_the_count_of_functions_is_on_in_forward_and_in_backward(front: str, rank: int) -> None:
+    entered = functions.entered_in_steps(functions.FRONTS[front])
+    named = {code.co_name for code in entered.calls}
+    assert {"forward", "backward"} <= named or {"enter", "leave", "backward"} <= named
+    assert functions.summary(entered).split()[1] == "functions"
