@@ -27,7 +27,7 @@ from benchmarks.runner import ROOT, where
 from benchmarks.spec import Setting
 from benchmarks.tables import machine, markdown
 from fsdp_flat.collectives import use_collectives
-from fsdp_flat.runtime import Schedule, own_unit, schedule_of
+from fsdp_flat.runtime import Step, own_unit, step_of
 
 WAYS = {"waits": "every rank waits", "goes on": "no rank waits"}
 
@@ -75,21 +75,21 @@ def measure_here(units: int, steps: int) -> dict[str, dict[str, float]]:
     use_collectives(model, all_gather=_local_all_gather, reduce_scatter=_local_reduce_scatter)
     optimizer = optimizer_for(model, setting)
     tokens = batch_of(setting, dist.get_rank(), 0)
-    schedule = schedule_of(model, own_unit(model))
-    at_end, at_read = _Stopwatch(Schedule, "_set_sharded_grads"), _Stopwatch(Schedule, "_read_exchange")
+    step = step_of(model, own_unit(model))
+    at_end, at_read = _Stopwatch(Step, "_set_sharded_grads"), _Stopwatch(Step, "_read_exchange")
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for step in range(2 * steps + 4):
         way = list(WAYS)[step % 2]
         begun = time.perf_counter()
         loss = loss_of(model, tokens)
         if way == "waits":
-            schedule._waits_for_ranks = True
+            step._waits_for_ranks = True
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         end, stepped = at_end.take(), time.perf_counter() - begun
         # What the next forward will read is this step's.
-        schedule.recover()
+        step.recover()
         if step >= 4:
             found[way].append((stepped, end, at_read.take()))
         at_read.take()

@@ -75,6 +75,6 @@ def use_collectives(
         reduced_between_hosts=reduce_dtype_between_hosts,
     )
     units = units_of(module)
-    meshes = [mesh for unit in units for mesh in unit.meshes]
-    kept = {mesh: replace(own, reduce_group=mesh.choice.reduce_group, backend=mesh.choice.backend) for mesh in meshes}
+    comms = [handle.comm for unit in units for handle in unit.handles]
+    kept = {comm: replace(own, reduce_group=comm.choice.reduce_group, backend=comm.choice.backend) for comm in comms}
     replace_collectives(units, kept)

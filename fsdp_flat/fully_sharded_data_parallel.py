@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp_flat.guards  # noqa: F401 (turns the guards on)
 from fsdp_flat import api, runtime, state
 from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -23,7 +24,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, modules_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
+from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Step, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
@@ -153,7 +154,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             runtime.hide_compiled_name(value)
         elif name == "_is_fsdp_managed_module":
             # torch's fully_shard sets it on each module whose parameters it has replaced: raise if it has.
-            self._unit.adopt_changes()
+            self._unit.before_gather()
 
     def __getattr__(self, name: str) -> Any:
         """Forward unknown attributes to the wrapped module."""
@@ -177,17 +178,17 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     forward = runtime.forward
 
-    def _schedule(self) -> Schedule:
-        return runtime.schedule_of(self, self._unit)
+    def _fsdp_step(self) -> Step:
+        return runtime.step_of(self, self._unit)
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; set up the state that the tree shares if that is missing."""
-        return self._schedule().root is self._unit
+        return self._fsdp_step().root is self._unit
 
-    def _require_root(self, what: str) -> Schedule:
-        schedule = self._schedule()
+    def _require_root(self, what: str) -> Step:
+        step = self._fsdp_step()
         runtime.require_root(self._unit, what)
-        return schedule
+        return step
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -243,9 +244,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
             OptionTypeError: an argument is no number.
             UsageError: not the root, or a backward has left its gradients to a later one.
         """
-        schedule = self._require_root("clip_grad_norm_")
-        schedule.check_gradients_set("clip_grad_norm_")
-        return clip_grads(schedule.units, runtime.unmanaged_params(self, schedule.units).values(), max_norm, norm_type)
+        step = self._require_root("clip_grad_norm_")
+        step.check_gradients_set("clip_grad_norm_")
+        return clip_grads(step.units, runtime.unmanaged_params(self, step.units).values(), max_norm, norm_type)
 
     def average_ignored_gradients(self, average: bool = True) -> None:
         """Average gradients of trainable parameters that no unit manages over ranks from now on, or leave them.
@@ -294,7 +295,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         Raises:
             OptionError: inside ``summon_full_params``, forward or backward.
         """
-        self._unit.context.recover()
+        self._unit.step.recover()
         if self._unit.phase is not Phase.IDLE:
             raise OptionError(f"apply was called while unit {self._unit.name!r} is {self._unit.phase.value}.")
         with runtime.summon_full_params(self, recurse=False, writeback=True):

@@ -21,6 +21,7 @@ LAYERS = {
     "comm": 1,
     "wrap": 1,
     "runtime": 2,
+    "guards": 3,
     "state": 3,
     "checkpoint": TOP,
     "compat": TOP,

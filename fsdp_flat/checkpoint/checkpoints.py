@@ -220,7 +220,7 @@ class CheckpointValues:
         self._index = ParamIndex(model)
         self.rank_zeros = RankZeroTensors(model)
         self._together = together
-        self._copies = units_of(model)[0].context.streams.kept_copies
+        self._copies = units_of(model)[0].step.streams.kept_copies
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         self._refusal: Exception | None = None
         self._same: list[str] = []

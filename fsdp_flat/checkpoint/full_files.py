@@ -621,7 +621,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     handles = [handle for unit in units_of(model) for handle in unit.handles]
     for unit in units_of(model):
         unit.reshard()
-        unit.adopt_changes()
+        unit.before_gather()
     managed = {param for handle in handles for param in handle.visible_params()}
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]

@@ -36,12 +36,11 @@ from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, alignment_numel, clean_fqn, flat_param_name
 from fsdp_flat.runtime import (
     Phase,
-    Schedule,
     ShardedModule,
     Unit,
     outermost_of,
     predivide_factor,
-    reset_schedule,
+    reset_step,
     set_comm_hook,
     units_of,
 )
@@ -565,7 +564,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
     @property
     def _is_root(self) -> bool | None:
-        """True for a root; None before the first use. Assigning False or None drops a root's schedule."""
+        """True for a root; None before the first use. Assigning False or None drops a root's step."""
         root = outermost_of(self._unit)
         return None if root is None else root is self._unit
 
@@ -575,8 +574,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
             self._reset_lazy_init()
 
     def _reset_lazy_init(self) -> None:
-        if isinstance(self._unit.context, Schedule):
-            reset_schedule(self._unit.context.units)
+        reset_step(self._unit.step.units)
 
     # -- methods -------------------------------------------------------------------------------------------------
 
@@ -606,7 +604,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Order later all-gathers after the work issued so far, as after an optimizer's step."""
-        self._unit.context.streams.shards_written()
+        self._unit.step.streams.shards_written()
 
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
@@ -618,7 +616,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
                 raise PhaseError(f"Unit {unit.name!r} was made with use_orig_params=False: it shows flat parameters.")
         for unit in units:
             unit.reshard()
-            unit.adopt_changes()
+            unit.before_gather()
             for position, handle in enumerate(unit.handles):
                 handle.remove()
                 for entry in handle.params:

@@ -40,7 +40,6 @@ from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, check_whole, dynamo_disabled, is_managed, owner_of
 from fsdp_flat.runtime import (
-    Schedule,
     Unit,
     clear_hidden_gradients,
     outer_holder_in,
@@ -127,13 +126,8 @@ def _trees_of(units: Iterable[Unit]) -> list[Unit]:
     """Return all units of the trees that ``units`` are in, in the same order on every rank."""
     roots = {root for unit in units if (root := outermost_of(unit)) is not None}
     alone = [unit for unit in units if outermost_of(unit) is None]
-    found = [each for root in sorted(roots, key=lambda root: root.unit_id) for each in _schedule_of(root).units]
+    found = [each for root in sorted(roots, key=lambda root: root.unit_id) for each in root.step.units]
     return list(dict.fromkeys([*found, *sorted(alone, key=lambda unit: unit.unit_id)]))
-
-
-def _schedule_of(root: Unit) -> Schedule:
-    assert isinstance(root.context, Schedule)
-    return root.context
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
@@ -171,12 +165,12 @@ def clip_grad_norm_(
         # torch warns of an empty generator.
         return _torch_clip_grad_norm_(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     trees = _trees_of(units)
-    schedules = {unit.context for unit in trees if isinstance(unit.context, Schedule)}
+    steps = {unit.step for unit in trees}
     is_whole = isinstance(parameters, torch.Tensor) and _is_on_one_rank(parameters, units[0])
-    if is_whole or any(schedule.shows_unreduced for schedule in schedules):
+    if is_whole or any(step.shows_unreduced for step in steps):
         return _torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    for schedule in schedules:
-        schedule.check_gradients_set("torch.nn.utils.clip_grad_norm_")
+    for step in steps:
+        step.check_gradients_set("torch.nn.utils.clip_grad_norm_")
     unmanaged = [param for param in given if not is_managed(param)]
     return clip_grads(trees, unmanaged, max_norm, norm_type, among=set(given), error_if_nonfinite=error_if_nonfinite)
 
@@ -205,7 +199,7 @@ def _groups_of(unit: Unit) -> list[RankGroup]:
     tensor_parallel = [
         RankGroup.of(group) for handle in unit.handles for entry in handle.params for group in entry.adapter.groups
     ]
-    shard = [mesh.groups.shard for mesh in unit.meshes if mesh.handles]
+    shard = [handle.comm.options.groups.shard for handle in unit.handles]
     return [group for group in (*shard, *tensor_parallel) if group.size > 1]
 
 
@@ -222,7 +216,7 @@ def _unscale_grads_(
     groups = dict.fromkeys(
         group
         for unit in units
-        for group in (*_groups_of(unit), *[mesh.groups.replicate for mesh in unit.meshes])
+        for group in (*_groups_of(unit), *[options.groups.replicate for options, _ in unit.by_mesh()])
         if group != ALONE
     )
     if not connected(groups):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import runtime
 from fsdp_flat.composable.fsdp_state import state_of
 from fsdp_flat.flat import DTensorHandle, FlatParamHandle
-from fsdp_flat.runtime import MemoryState, Phase, ShardedModule, Unit
+from fsdp_flat.runtime import MemoryEvent, MemoryState, Phase, ShardedModule, Unit
 from fsdp_flat.state import with_advice
 from fsdp_flat.user_warnings import warn_user
 
@@ -104,7 +104,7 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
 
     def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         # It runs for every module of a state dict: nothing here is slower than torch's hook, which does not look.
-        if unit.phase is idle and unit.state is sharded and unit.context.unread is None:
+        if unit.phase is idle and unit.state is sharded and unit.step.unread is None:
             for name, param, local in held:
                 if parameters.get(name) is not param or param._local_tensor is not local:  # type: ignore[attr-defined]
                     break
@@ -113,7 +113,9 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
         unit.check_idle("state_dict or load_state_dict")
         if unit.state is MemoryState.KEPT:
             unit.reshard()
-        unit.park()  # what a forward has left for its backward stays: one rank alone may take a state dict in between
+        unit.keep_buffers(
+            MemoryEvent.PARK
+        )  # what a forward has left for its backward stays: one rank alone may take a state dict in between
         handle.adopt_changes()
 
     return show_shards

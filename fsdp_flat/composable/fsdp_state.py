@@ -18,7 +18,7 @@ from fsdp_flat.compat.views import View
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import DTensorHandle
 from fsdp_flat.layout import join_fqn
-from fsdp_flat.runtime import MemoryState, Phase, Unit, UnitMesh, schedule_of, unit_of
+from fsdp_flat.runtime import MemoryState, Phase, Unit, UnitOptions, step_of, unit_of
 
 
 class FSDPParam(View):
@@ -107,9 +107,9 @@ class FSDPParam(View):
 
 
 class FSDPParamGroup(View):
-    """Shows the parameters of a unit on one mesh as FSDP2's parameter group; it is made of the unit and the mesh."""
+    """Shows the parameters of a unit on one mesh as FSDP2's parameter group, made of the unit and its options."""
 
-    _viewed: tuple[Unit, UnitMesh]
+    _viewed: tuple[Unit, UnitOptions]
     _INSTEAD: ClassVar = {
         "post_forward_mesh_info": "call set_reshard_after_forward of the module",
         "comm_ctx": "call fsdp_flat.share_comm_ctx(modules)",
@@ -126,14 +126,15 @@ class FSDPParamGroup(View):
     @property
     def fsdp_params(self) -> list[FSDPParam]:
         """The parameters, in the order of registration in each handle."""
-        unit, mesh = self._viewed
-        handles = [handle for handle in mesh.handles if isinstance(handle, DTensorHandle)]
+        unit, options = self._viewed
+        own = [handle for handle in unit.handles if handle.comm.options is options]
+        handles = [handle for handle in own if isinstance(handle, DTensorHandle)]
         return [FSDPParam(unit, handle, index) for handle in handles for index in range(len(handle.params))]
 
     @property
     def mesh_info(self) -> Any:
         """FSDP2's description of the mesh."""
-        rows = self._viewed[1].options.rows
+        rows = self._viewed[1].rows
         assert rows is not None
         return mesh_info(rows.mesh)
 
@@ -223,17 +224,17 @@ class FSDPParamGroup(View):
 
     def lazy_init(self) -> None:
         """Make the tree's outermost unit the root; nothing after its first use."""
-        schedule_of(self.unit.module, self.unit)
+        step_of(self.unit.module, self.unit)
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to all-gather the parameters. Every rank of the shard group must call this."""
-        self.unit.context.recover()
-        self.unit.begin_unshard()
+        self.unit.step.recover()
+        self.unit.gather()
 
     def wait_for_unshard(self) -> None:
         """Wait for :meth:`unshard`, and point the modules at the unsharded parameters."""
         if not self.unit.shows_sharded:
-            self.unit.context.recover()
+            self.unit.step.recover()
             self.unit.unshard()
 
     def reshard(self) -> None:
@@ -277,7 +278,7 @@ class FSDPState(View):
 
     def _lazy_init(self) -> None:
         """Make the tree's outermost unit the root; nothing after its first use."""
-        schedule_of(self.module, self.unit)
+        step_of(self.module, self.unit)
 
     @property
     def _is_root(self) -> bool | None:
@@ -307,7 +308,7 @@ class FSDPState(View):
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return [FSDPParamGroup(self.unit, mesh) for mesh in self.unit.meshes if mesh.handles]
+        return [FSDPParamGroup(self.unit, options) for options, handles in self.unit.by_mesh() if handles]
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:
@@ -316,21 +317,21 @@ class FSDPState(View):
     @property
     def _state_ctx(self) -> SimpleNamespace:
         """Return FSDP2's state context, with a state for each module or list of modules, the outermost first."""
-        units = schedule_of(self.module, self.unit).units
+        units = step_of(self.module, self.unit).units
         return SimpleNamespace(all_states=[FSDPState(unit.module, unit) for unit in units])
 
     @property
     def _comm_ctx(self) -> object:
         """Return the object that units with shared streams and memory have in common, which pipelines compare."""
-        return self.unit.context.streams
+        return self.unit.step.streams
 
     def _reset_iter_state(self) -> None:
         """Reset the tree after an exception in a step, as ``reset_iter_state`` of the outermost module."""
-        schedule_of(self.module, self.unit).abort()
+        step_of(self.module, self.unit).abort()
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce and set the gradients that backwards have left. Every rank must call this."""
-        schedule_of(self.module, self.unit).complete_accumulation()
+        step_of(self.module, self.unit).complete_accumulation()
 
 
 def _set_idle(unit: Unit, state: Any) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
+import fsdp_flat.guards  # noqa: F401 (turns the guards on)
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
@@ -211,7 +212,7 @@ def fully_shard(
         check_not_torchs(member, ignored)
     unit = build_rows(members, options, ignored, place)
     is_one = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
-    if is_one and any(mesh.options.strategy.shards for mesh in unit.meshes):
+    if is_one and any(options.strategy.shards for options, _ in unit.by_mesh()):
         warn_user(
             "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
             "them."
@@ -354,15 +355,16 @@ def _set_resharding(unit: Unit, value: bool | int | None) -> None:
     control = unit.control
     control.reshard_after_backward = True
     # Where nothing is sharded, nothing is resharded, as in torch.
-    if value is None or not any(mesh.options.strategy.shards for mesh in unit.meshes):
+    if value is None or not any(options.strategy.shards for options, _ in unit.by_mesh()):
         control.reshard_after_forward = None
         return
     control.reshard_after_forward = value if isinstance(value, bool) else value > 1
-    for mesh in unit.meshes:
-        shard = mesh.groups.shard
+    for options, handles in unit.by_mesh():
+        shard = options.groups.shard
         if not isinstance(value, bool) and 1 < value < shard.size:
-            device = mesh.options.device
-            mesh.smaller_group = SmallerGroup(shard, value, device, unit=mesh.unit_id, name=mesh.name)
+            smaller_group = SmallerGroup(shard, value)
+            for handle in handles:
+                handle.comm.use_smaller_group(smaller_group)
 
 
 def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None) -> tuple[int, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.runtime import own_unit, schedule_of, unit_of, units_of
+from fsdp_flat.runtime import own_unit, step_of, unit_of, units_of
 
 
 @contextmanager
@@ -40,12 +40,12 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     if not roots:
         raise OptionError(f"{type(model).__name__} has no unit, of fully_shard or FullyShardedDataParallel, to trace.")
     events: list[tuple[str, str]] = []
-    schedules = [schedule_of(root, own_unit(root)) for root in roots]
-    before = [schedule.trace for schedule in schedules]
-    for schedule in schedules:
-        schedule.trace = events
+    steps = [step_of(root, own_unit(root)) for root in roots]
+    before = [step.trace for step in steps]
+    for step in steps:
+        step.trace = events
     try:
         yield events
     finally:
-        for schedule, trace_before in zip(schedules, before):
-            schedule.trace = trace_before
+        for step, trace_before in zip(steps, before):
+            step.trace = trace_before

@@ -77,10 +77,10 @@ def clip_grads(
 
     managed = []
     for unit in units:
-        for mesh in unit.meshes:
-            split_over(mesh.groups.shard, PLAIN)
-        sharded = [(mesh.groups.shard, handle) for mesh in unit.meshes for handle in mesh.handles]
-        for rank_group, handle in sharded:
+        for options, _ in unit.by_mesh():
+            split_over(options.groups.shard, PLAIN)
+        for handle in unit.handles:
+            rank_group = handle.comm.options.groups.shard
             for param, adapter, grad in grads_by_adapter(handle, one_by_one=norm_type <= 0):
                 is_meant = among is None or param in among
                 managed += [param] if is_meant else []

@@ -139,16 +139,16 @@ def describe(model: nn.Module) -> ModelDescription:
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = {
-        unit if mesh is unit.meshes[0] else mesh: describe_unit(
-            (paths[unit] or type(unit.module).__name__) + mesh.suffix,
-            mesh.options,
-            mesh.handles,
+        unit if options is unit.options else handles[0]: describe_unit(
+            (paths[unit] or type(unit.module).__name__) + options.mesh_suffix,
+            options,
+            handles,
             unit.control.reshard_after_forward,
-            is_gathered=any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in mesh.handles),
+            is_gathered=any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in handles),
         )
         for unit in units
-        for mesh in unit.meshes
-        if mesh.handles
+        for options, handles in unit.by_mesh()
+        if handles
     }
     found = describe_tree(described, units[0], units[0].options.groups)
     is_averaged = bool(units[0].averages_ignored) or units[0].options.groups.num_ranks == 1

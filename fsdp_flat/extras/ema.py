@@ -167,7 +167,7 @@ class ShardedEMA:
     def _check_idle(self, what: str) -> None:
         for unit in units_of(self._model):
             unit.check_idle(what)
-            unit.adopt_changes()
+            unit.before_gather()
 
 
 def _averages_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Averaged]:

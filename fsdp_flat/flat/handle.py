@@ -73,6 +73,8 @@ class FlatParamHandle(GradientCollector):
         shows_names: the modules hold the tensors that :meth:`show_names` was given.
     """
 
+    # The group's collectives, which its builder sets.
+    comm: Any
     _visible_params: tuple[nn.Parameter, ...]
     # Tensors whose version counters rise with each change of this rank's values.
     _versioned: tuple[torch.Tensor, ...]

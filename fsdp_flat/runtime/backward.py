@@ -56,6 +56,7 @@ class Iteration:
     All ranks record the same events, whichever outputs a rank's loss uses: a backward goes through them in reverse.
 
     Attributes:
+        compiler: the compiler of the code that calls the outermost unit; None if nothing compiles it.
         order: the units in the order in which they began.
         post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not keep the graph alive.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
@@ -66,6 +67,7 @@ class Iteration:
 
     __slots__ = (
         "__weakref__",
+        "compiler",
         "events",
         "expects_backward",
         "is_open_ended",
@@ -75,7 +77,8 @@ class Iteration:
         "trains",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, compiler: Any = None) -> None:
+        self.compiler = compiler
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
@@ -145,6 +148,13 @@ class ForwardRecord:
     end: int = -1
     task: int = -1  # id of the autograd graph task that last reached the forward's outputs
 
+    @property
+    def ran_without_gradients(self) -> bool:
+        """True if units ran below this outermost forward, all with gradients disabled."""
+        assert self.iteration is not None
+        nested = [event for event in self.iteration.events if event.unit is not self.unit]
+        return bool(nested) and not any(event.in_grad for event in nested)
+
 
 class Backward:
     """Tracks one backward of a tree, from the point where autograd first reaches the tree to the end.
@@ -172,8 +182,6 @@ class Backward:
 
     def include(self, iterations: list[Iteration]) -> None:
         """Add iterations whose events the backward must pass."""
-        if self.iterations.issuperset(iterations):
-            return
         new = [iteration for iteration in iterations if iteration not in self.iterations]
         self.iterations.update(new)
         self._events.extend([event for iteration in new for event in iteration.events])
@@ -190,15 +198,20 @@ class Backward:
 
     def reach(self, record: ForwardRecord) -> None:
         """Pass all events down to the end of the forward of ``record``, whose output gradients exist."""
+        assert record.iteration is not None
+        if record.iteration not in self.iterations:
+            self.include([record.iteration])
         self._pass_until(record.end)
         if self._events and self._events[-1].position == record.end:
             self._events.pop()
 
     def complete(self, record: ForwardRecord) -> None:
         """Pass all events down to the begin of the forward of ``record``, whose input gradients exist."""
-        if record.iteration in self.iterations:
+        if record.iteration is not None:
+            if record.iteration not in self.iterations:
+                self.include([record.iteration])
             self._pass_until(record.begin - 1)
-        elif record.iteration is None:
+        else:
             # The recomputed forward is the unit's last one whose begin is not passed yet, or an earlier one. So every
             # event after that begin can be passed.
             for event in reversed(self._events):
@@ -215,18 +228,21 @@ class Backward:
         while events and events[-1].position > position:
             event = events.pop()
             if not event.is_begin:
-                if event.weights is not None and self._needs_unshard(event):
+                if self._needs_unshard(event):
+                    assert event.weights is not None
                     self._unshard(event.unit, event.weights)
             elif self._post_backward_at.get(event.unit) == event.position:
                 self._post_backward(event.unit)
 
     def _needs_unshard(self, event: Event) -> bool:
+        if event.weights is None:
+            return False
         return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._with_grad)
 
     def next_all_gather(self, after: Unit) -> Unit | None:
         """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
         for event in reversed(self._events):
             unit = event.unit
-            if event.weights is not None and unit is not after and unit.needs_all_gather and self._needs_unshard(event):
+            if unit is not after and unit.needs_all_gather and self._needs_unshard(event):
                 return unit
         return None

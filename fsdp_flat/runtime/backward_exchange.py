@@ -71,9 +71,10 @@ class BackwardExchange:
         self._log = log
         self.handles: dict[ShardingGroups, list[FlatParamHandle]] = {}
         for unit in units:
-            for mesh in unit.meshes:
-                if mesh.handles and mesh.groups.num_ranks > 1:
-                    self.handles.setdefault(mesh.groups, []).extend(mesh.handles)
+            for handle in unit.handles:
+                groups = handle.comm.options.groups
+                if groups.num_ranks > 1:
+                    self.handles.setdefault(groups, []).append(handle)
         if not self.handles and units[0].options.groups.num_ranks > 1:
             # Everything is ignored; gradients that no unit manages may still be averaged.
             self.handles[units[0].options.groups] = []

@@ -26,6 +26,7 @@ from fsdp_flat.flat import (
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
 from fsdp_flat.runtime.casts import BufferCasts, keep_full_precision
+from fsdp_flat.runtime.group_collectives import GroupCollectives
 from fsdp_flat.runtime.materialize import (
     Unwritten,
     agree_on_weights,
@@ -36,9 +37,8 @@ from fsdp_flat.runtime.materialize import (
     unwritten_params,
 )
 from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
-from fsdp_flat.runtime.stored_tensors import StoredTensors
+from fsdp_flat.runtime.step import Step
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.runtime.unwrap import hide_compiled_name, managed_sites
 from fsdp_flat.user_warnings import warn_user
 
@@ -114,10 +114,10 @@ def build_unit(
     full_precision = [child for _, child in modules if precision.is_full_in(child)]
     _warn_of_container(module, name, modules, call.owners)
     _warn_of_statistics(modules, name, precision)
-    handles = handles_of(params, module, name, options)
+    handles = handles_of(params, module, name, options, unit_id)
     low = [child for _, child in modules if child not in full_precision]
-    casts, stored = BufferCasts(module, low, precision.buffer_dtype), StoredTensors(child for _, child in modules)
-    unit = Unit(module, name, [UnitMesh(options, handles, unit_id, name)], ignored, casts, stored, (module,))
+    casts, own = BufferCasts(module, low, precision.buffer_dtype), tuple(child for _, child in modules)
+    unit = Unit(module, name, options, handles, ignored, casts, own, (module,), unit_id, Step(options.device))
     for inner in nested:
         inner.is_nested = True
     if call.on_meta:
@@ -235,15 +235,15 @@ def build_rows(
     for own, params in divided.values():
         assert own.rows is not None
         own.rows.dims_of(params)  # raises before any parameter is replaced
-    meshes = []
+    unit_ids, handles = [], []
     for own, params in divided.values():
-        assert own.rows is not None
-        unit_id = digest_of(f"{count_call(own.groups.primary.group)}/rows".encode())
-        full_name = name + own.rows.suffix
-        meshes.append(UnitMesh(own, handles_of(params, module, full_name, own), unit_id, full_name))
+        unit_ids.append(digest_of(f"{count_call(own.groups.primary.group)}/rows".encode()))
+        full_name = name + own.mesh_suffix
+        handles += handles_of(params, module, full_name, own, unit_ids[-1])
         _mark_holders(params, full_name)
-    stored = StoredTensors(child for _, child in modules)
-    unit = Unit(module, name, meshes, ignored, BufferCasts(module, (), None), stored, tuple(members))
+    casts, own_children = BufferCasts(module, (), None), tuple(child for _, child in modules)
+    step = Step(options.device)
+    unit = Unit(module, name, options, handles, ignored, casts, own_children, tuple(members), unit_ids[0], step)
     for each in nested:
         each.is_nested = True
     return unit
@@ -255,9 +255,11 @@ def process_groups(options: UnitOptions) -> list[dist.ProcessGroup]:
 
 
 def handles_of(
-    params: Sequence[ManagedParam], module: nn.Module, name: str, options: UnitOptions
+    params: Sequence[ManagedParam], module: nn.Module, name: str, options: UnitOptions, unit_id: int = 0
 ) -> list[FlatParamHandle]:
     """Create a handle for each flat parameter of a unit; the modules then hold this rank's local shards.
+
+    ``unit_id`` is the id of the unit and mesh in messages between ranks.
 
     Flat parameters differ in dtype, in requires_grad (so that frozen parameters cost no gradient), and in precision.
     """
@@ -302,6 +304,7 @@ def handles_of(
         )
         with unrecorded():
             handles.append(make_handle(group, spec))
+        handles[-1].comm = GroupCollectives(options, unit_id, name)
     return handles
 
 

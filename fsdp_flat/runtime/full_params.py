@@ -23,9 +23,8 @@ from fsdp_flat.flat import (
     views_of,
 )
 from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.step import step_of
 from fsdp_flat.runtime.unit import FullParams, Unit, units_of
-from fsdp_flat.runtime.unit_mesh import UnitMesh
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -35,23 +34,25 @@ def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -
     The result is separate memory, except if nothing is sharded: then it is the given tensor.
     Every rank of the shard group must call this.
     """
-    streams = unit.context.streams
+    streams = unit.step.streams
     with unrecorded():
         streams.shards_written()
         with streams.all_gathers:
-            pendings = [_begin_gather(mesh, handle, of(handle)) for mesh in unit.meshes for handle in mesh.handles]
+            pendings = [_begin_gather(handle, of(handle)) for handle in unit.handles]
             gathered = [pending.wait() for pending in pendings]
             wholes = [unsharded_of(h.layout, each) for h, each in zip(unit.handles, gathered, strict=True)]
     streams.wait_for_all_gathers()
     return wholes
 
 
-def _begin_gather(mesh: UnitMesh, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
-    if mesh.collectives is None:
+def _begin_gather(handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
+    collectives = handle.comm.exact
+    if collectives is None:
         return Pending((), shard)
     whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
     whole[handle.layout.shard(handle.spec.rank).to_slice()].copy_(shard)
-    return mesh.collectives.begin_all_gather(whole)
+    pending: Pending = collectives.begin_all_gather(whole)
+    return pending
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def full_params(
     outer = unit.full
     was_shown = outer is not None and outer.are_shown
     if outer is None:
-        unit.adopt_changes()
+        unit.before_gather()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
         tensors = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
     else:
@@ -127,13 +128,13 @@ def summon_full_params(
         for unit in units_of(child, recurse=False):
             if not unit.is_nested:
                 # This is a first use: from here on the wrapper is a root.
-                schedule_of(child, unit)
+                step_of(child, unit)
             unit.check_idle("summon_full_params")
             units.append(unit)
     if with_grads:
         _check_reduced(units)
     for unit in units if writeback else ():
-        unit.adopt_changes()
+        unit.before_gather()
         for handle in unit.handles:
             handle.note_update()
         if not unit.holds_graph:
@@ -190,7 +191,8 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     waiting = [unit for unit in sharded if any(any(handle.grads_ready()) for handle in unit.handles)]
     found = bool(waiting)
     # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
-    for groups in dict.fromkeys(mesh.groups for unit in units if sharded for mesh in unit.meshes):
+    meshes = [options.groups for unit in units if sharded for options, _ in unit.by_mesh()]
+    for groups in dict.fromkeys(meshes):
         (found,) = true_on_any_rank([found], groups.rank_groups, units[0].options.device)
     if found:
         told = f"of unit {waiting[0].name!r}" if waiting else "on another rank"
@@ -212,10 +214,10 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
         # A rank without elements of a parameter has no gradient of it, but another may have one.
         found = dict(zip(unit.handles, flags, strict=True))
         flags = []
-        for mesh in unit.meshes:
-            own = [flag for handle in mesh.handles for flag in found[handle]]
-            anywhere = iter(true_on_any_rank(own, [mesh.groups.shard], unit.options.device))
-            flags += [[next(anywhere) for _ in found[handle]] for handle in mesh.handles]
+        for options, handles in unit.by_mesh():
+            own = [flag for handle in handles for flag in found[handle]]
+            anywhere = iter(true_on_any_rank(own, [options.groups.shard], options.device))
+            flags += [[next(anywhere) for _ in found[handle]] for handle in handles]
     shown = list(zip(unit.handles, wholes, flags, strict=True)) if show else []
     for handle, whole, there in shown:
         show_full_grads(handle, whole, there)

@@ -127,6 +127,11 @@ class UnitOptions:
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
 
+    @property
+    def mesh_suffix(self) -> str:
+        """Text after the unit's name, for a mesh that ``shard_placement_fn`` chose; else empty."""
+        return "" if self.rows is None else self.rows.suffix
+
 
 @dataclass(slots=True)
 class UnitControl:

@@ -15,7 +15,7 @@ from fsdp_flat.flat import check_module, dynamo_disabled, dynamo_disabled_here, 
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.containers import differentiable_tensors
 from fsdp_flat.runtime.forward import UnitForward, run_forward
-from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.step import step_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 
 
@@ -41,8 +41,8 @@ def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     unit = own_unit(module)
     if len(unit.members) > 1:
-        schedule = schedule_of(module, unit)
-        if not schedule.recomputes and schedule.iteration is not None:
+        step = step_of(module, unit)
+        if not step.recomputes and step.iteration is not None:
             return _run_member(module, unit, args, kwargs, call)
     return run_forward(module, unit, args, kwargs, call)
 
@@ -52,23 +52,22 @@ def _run_member(
     module: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
     """Run one of several modules of a unit, whose forward begins with the first to run and ends with the last."""
-    schedule = schedule_of(module, unit)
-    if unit not in schedule.unfinished_forwards:
-        schedule.unfinished_forwards[unit] = UnitForward(module, unit), set(unit.members)
-    forward, waiting = schedule.unfinished_forwards[unit]
+    step = step_of(module, unit)
+    if unit not in step.unfinished_forwards:
+        step.unfinished_forwards[unit] = UnitForward(module, unit), set(unit.members)
+    forward, waiting = step.unfinished_forwards[unit]
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
-        forward.check_after_compute()
+        waiting.discard(module)
+        if waiting:
+            return forward.leave_one(output)
+        del step.unfinished_forwards[unit]
+        return forward.leave(output)
     except BaseException as error:
-        schedule.unfinished_forwards.pop(unit, None)
+        step.unfinished_forwards.pop(unit, None)
         forward.fail(error)
         raise
-    waiting.discard(module)
-    if waiting:
-        return forward.leave_one(output)
-    del schedule.unfinished_forwards[unit]
-    return forward.leave(output)
 
 
 @contextmanager

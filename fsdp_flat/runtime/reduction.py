@@ -1,4 +1,4 @@
-"""Reduces gradients, and holds the communication state that all units of one root share.
+"""Reduces the flat gradients of parameter groups to this rank's shards of mean gradients.
 
 A gradient is summed over the shard group, then over the replicate group; then its mean is taken.
 """
@@ -6,16 +6,14 @@ A gradient is summed over the shard group, then over the replicate group; then i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, profiled, unrecorded
-from fsdp_flat.flat import FlatParamHandle, MemoryPool, VisibleParam, add_reduced
-from fsdp_flat.runtime.options import UnitOptions
+from fsdp_flat.comm import Pending, Streams, begin_all_reduce, unrecorded
+from fsdp_flat.flat import FlatParamHandle
 
 LOGGER = logging.getLogger("fsdp_flat")
 
@@ -66,31 +64,22 @@ class Reduction:
     dtypes are summed unscaled and only the shard is scaled, which is one pass over less data.
 
     Attributes:
+        handle: the parameter group.
         needs_all_reduce: the sum over the replicate group has not begun.
         is_partial: the gradient is summed over the shard group only, for a later backward.
-        result: the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype), set by
-            :meth:`finish`: the mean, or the sum divided by the caller's factor, unless the factor is a tensor. None
-            for a partial one: that is a sum in the reduce dtype, which stays with the handle.
     """
 
-    def __init__(
-        self,
-        handle: FlatParamHandle,
-        options: UnitOptions,
-        *,
-        collectives: Collectives | None,
-        streams: Streams,
-        policy: ReductionPolicy,
-    ) -> None:
+    def __init__(self, handle: FlatParamHandle, policy: ReductionPolicy, streams: Streams) -> None:
         self.handle = handle
-        self.result: torch.Tensor | None = None
         self._streams = streams
         self._policy = policy
-        self._replicate = options.groups.replicate
+        comm = handle.comm
+        groups, collectives = comm.options.groups, comm.of_steps
+        self._replicate = groups.replicate
         self.needs_all_reduce = policy.all_reduce and self._replicate.size > 1
         self.is_partial = not policy.all_reduce and self._replicate.size > 1
         # Divisor that makes the sum the mean, and what the sum has been divided by.
-        self._mean_divisor = options.groups.shard.size * self._replicate.size
+        self._mean_divisor = groups.shard.size * self._replicate.size
         self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
             flat, gradient = handle.take_flat_grad()
@@ -101,7 +90,7 @@ class Reduction:
             # Memory of the compute stream: kept until that stream has waited for the reduction that reads it.
             self._alive = [flat]
             if policy.hook is not None:
-                self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
+                self._pending = Pending((), self._call_hook(flat, shards=comm.options.strategy.shards))
                 return
             prescale = policy.predivide_factor
             if prescale is None and flat.dtype == torch.float16:
@@ -148,39 +137,34 @@ class Reduction:
         hooked = self._policy.all_reduce_hook is not None
         return self._replicate.size == 1 and not hooked and self._pending.is_completed()
 
-    def finish(self) -> None:
-        """Wait for the communication and set the result."""
+    def finish(self) -> ReducedGrad | None:
+        """Wait for the communication.
+
+        Returns:
+            The gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype). None for a
+            partial reduction: its sum, in the reduce dtype, stays with the parameter group for a later backward.
+        """
         if self.needs_all_reduce:
             self.advance()
-        handle, policy, streams = self.handle, self._policy, self._streams
+        handle, policy, streams, reduced = self.handle, self._policy, self._streams, None
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
                 handle.partial_grad.add(shard)
             else:
-                self._divide(shard)
+                reduced = ReducedGrad(shard, policy, self._mean_divisor, self._divided_by)
+                reduced.divide()
                 if policy.all_reduce_hook is not None:
                     with streams.also_on(policy.all_reduce_hook_stream):
                         policy.all_reduce_hook(shard)
                 dtype = shard.dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
                 if shard.dtype != dtype or shard.device != handle.spec.shard_device:
-                    shard = streams.copy_to(shard, handle.spec.shard_device, dtype)
-                self.result = shard
-        self._free()
+                    reduced.shard = streams.copy_to(shard, handle.spec.shard_device, dtype)
+        self.free()
+        return reduced
 
-    def _divide(self, shard: torch.Tensor, *, by_tensor: bool = False) -> None:
-        """Divide by the part of the divisor that ``shard`` has not been divided by.
-
-        A divisor that is a tensor may not be complete yet, so only the last division (``by_tensor``) is by it.
-        """
-        factor = None if self._policy.hook is not None else self._policy.divide_factor
-        divisor = self._mean_divisor if factor is None else factor
-        is_missing = by_tensor if isinstance(divisor, torch.Tensor) else divisor != self._divided_by
-        if is_missing:
-            shard.div_(divisor / self._divided_by)
-            self._divided_by = divisor
-
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Free what the reduction has read, once the communication is complete."""
         # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
         self._streams.wait_for_reduce_scatters()
         self._alive.clear()
@@ -189,161 +173,39 @@ class Reduction:
             self.handle.recycle_grad_buffer(gradient)
         del self._pending  # and with it the sum, if it is not the result
 
-    def take_result(self) -> torch.Tensor | None:
-        """Return the result, divided by the caller's factor as it is now; None for a partial reduction.
-
-        The factor is read again: a caller may complete it while backward runs, or set another one between backwards
-        whose gradients are set together.
-        """
-        if self.result is not None:
-            self._divide(self.result, by_tensor=True)
-        return self.result
-
-    def hand_over(self, shard: torch.Tensor, used: bytes) -> None:
-        """Add ``shard``, the sum of the results of all reductions of the handle, to its gradients.
-
-        ``used`` has one byte per parameter: 1 if any rank has used it.
-        """
-        partial = self.handle.partial_grad
-        if partial.used is not None:
-            used = partial.add_used(used)
-        if partial.shard is None:
-            partial.used = None
-        if self._policy.zeros_for_unused:
-            used = bytes(self.handle.requires_grad())
-        add_reduced(self.handle, shard, used)
-
     def discard(self) -> None:
         """Wait for the communication and drop the result."""
         if self.needs_all_reduce:
             self.advance()
         self._pending.wait()
-        self._free()
+        self.free()
 
 
-class Reductions:
-    """Runs the reductions of one backward, in the same order on every rank.
-
-    At most ``most`` are in flight while backward goes on, so that few flat gradients wait for the network.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._in_flight: list[Reduction] = []
-        self._finished: dict[FlatParamHandle, list[Reduction]] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was reduced."""
-        return not self._in_flight and not self._finished
-
-    def begin(
-        self,
-        handle: FlatParamHandle,
-        options: UnitOptions,
-        *,
-        collectives: Collectives | None,
-        streams: Streams,
-        policy: ReductionPolicy,
-    ) -> None:
-        """Begin a reduction, after earlier ones have advanced, and the oldest have made room for it."""
-        for earlier in self._in_flight:
-            if earlier.needs_all_reduce:
-                earlier.advance()
-        while len(self._in_flight) >= (policy.max_in_flight or self._most):
-            self._finish_oldest()
-        with profiled("reduce_scatter", handle.spec.unit_name):
-            self._in_flight.append(Reduction(handle, options, collectives=collectives, streams=streams, policy=policy))
-
-    def _finish_oldest(self) -> None:
-        reduction = self._in_flight.pop(0)
-        reduction.finish()
-        self._finished.setdefault(reduction.handle, []).append(reduction)
-
-    def finish_done(self) -> None:
-        """Finish reductions that are complete, to free their memory."""
-        while self._in_flight and self._in_flight[0].is_done:
-            self._finish_oldest()
-
-    def finish_all(self) -> None:
-        """Wait for all reductions."""
-        while self._in_flight:
-            self._finish_oldest()
-
-    def _wait(self, streams: Streams) -> None:
-        """Wait for all reductions, and let compute and the host use the results."""
-        self.finish_all()
-        streams.wait_for_reduce_scatters()
-        streams.wait_for_host_copies()
-
-    def reset(self, streams: Streams) -> None:
-        """Wait for all reductions and drop them; their errors add nothing to the cause of the reset."""
-        in_flight, self._in_flight = self._in_flight, []
-        for reduction in in_flight:
-            with suppress(RuntimeError):
-                reduction.discard()
-        self._finished = {}
-        streams.wait_for_reduce_scatters()
-        streams.wait_for_host_copies()
-
-    def clear(self, handle: FlatParamHandle, chosen: Iterable[VisibleParam], streams: Streams) -> None:
-        """Fill the results for some parameters of a handle with zeros, as far as no gradient contains them yet."""
-        if self.is_empty:
-            return
-        self._wait(streams)
-        for reduction in self._finished.get(handle, ()):
-            result = reduction.result
-            if result is not None:
-                for each in chosen:
-                    each.part_of(result).zero_()
-
-    def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, bytes]) -> None:
-        """Wait for all reductions, and add the results to the gradients of their handles.
-
-        ``used`` holds for each handle and parameter whether any rank has used it.
-        """
-        self._wait(streams)
-        finished, self._finished = self._finished, {}
-        for handle, reductions in finished.items():
-            total: torch.Tensor | None = None
-            for reduction in reductions:
-                result = reduction.take_result()
-                if result is not None:
-                    total = result if total is None else total.add_(result)
-                    last = reduction
-            if total is not None:
-                last.hand_over(total, used[handle])
-            if handle.partial_grad.shard is not None:
-                handle.partial_grad.add_used(used[handle])
-
-
-class CommContext:
-    """Holds the streams, memory pool, reductions in flight, and records of one tree of units.
-
-    A unit starts with its own context; the root's first use replaces it with one for the tree.
+@dataclass(slots=True)
+class ReducedGrad:
+    """Holds this rank's shard of a reduced gradient until ``.grad`` is set.
 
     Attributes:
-        streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
-            the allocator can share blocks between units.
-        pool: memory of the units' buffers while a step runs; empty between steps.
-        reductions: reductions of the running backward.
-        used: for each handle one byte per parameter: 1 if the reductions have a gradient of this rank for it.
-        collectives: order of the collectives issued since ranks last compared it.
-        trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
-        logs_events: the logger takes events; looked up when the first forward or a backward begins.
-        unread: what :meth:`recover` has yet to read of the exchange of ranks in the last backward, or None.
+        shard: the mean (1-D, ``shard_numel``), or the sum divided by the caller's factor, unless that is a tensor.
+        policy: the settings of the unit.
+        mean_divisor: divisor that makes the sum over ranks the mean.
+        divided_by: what the sum has been divided by.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.streams = Streams(device)
-        self.pool = MemoryPool()
-        # Without streams, one reduction keeps the network busy and takes the least memory.
-        self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
-        self.used: dict[FlatParamHandle, bytes] = {}
-        self.collectives = CollectiveLog()
-        self.trace: list[tuple[str, str]] | None = None
-        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
-        self.unread: Any = None
+    shard: torch.Tensor
+    policy: ReductionPolicy
+    mean_divisor: float
+    divided_by: float | torch.Tensor
 
-    def recover(self) -> None:
-        """Abort a step whose backward raised, and read what ranks exchanged; before the first use there is neither."""
+    def divide(self, *, by_tensor: bool = False) -> None:
+        """Divide by the part of the divisor that the shard has not been divided by.
+
+        The caller's factor is read at each call. A factor that is a tensor may not be complete yet, so only the last
+        division (``by_tensor``) is by it.
+        """
+        factor = None if self.policy.hook is not None else self.policy.divide_factor
+        divisor = self.mean_divisor if factor is None else factor
+        is_missing = by_tensor if isinstance(divisor, torch.Tensor) else divisor != self.divided_by
+        if is_missing:
+            self.shard.div_(divisor / self.divided_by)
+            self.divided_by = divisor

@@ -13,7 +13,7 @@ from fsdp_flat.flat import graph_task_id
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import Phase, listed
 from fsdp_flat.runtime.other_forwards import UnshardHandle
-from fsdp_flat.runtime.schedule import Schedule, outermost_of, schedule_of
+from fsdp_flat.runtime.step import Step, outermost_of, step_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
 from fsdp_flat.runtime.unmanaged import note_outer_model
@@ -75,14 +75,13 @@ class ShardedModule(UnitSettings):
             UsageError: parameters are on the meta device.
         """
         unit = _unit_for(self, "unshard")
-        context = unit.context
-        if not isinstance(context, Schedule) or (context.iteration is None and context.backward is None):
+        if unit.step.iteration is None and unit.step.backward is None:
             # No step runs, so the optimizer may have written the shards.
-            context.streams.shards_written()
+            unit.step.streams.shards_written()
         if not async_op:
             unit.unshard()
             return None
-        unit.begin_unshard()
+        unit.gather()
         return UnshardHandle(unit)
 
     def reshard(self) -> None:
@@ -127,10 +126,10 @@ class ShardedModule(UnitSettings):
         Raises:
             UsageError: not the outermost unit.
         """
-        schedule = schedule_of(self, own_unit(self))
+        step = step_of(self, own_unit(self))
         _outermost(self, "reset_iter_state")
-        schedule.abort()
-        schedule.has_lost_gradients = False
+        step.abort()
+        step.has_lost_gradients = False
 
     # -- resharding ------------------------------------------------------------------------------------------------
 
@@ -148,8 +147,8 @@ class ShardedModule(UnitSettings):
             unit.control.reshard_after_forward = reshard_after_forward
             if unit.state is MemoryState.SHRUNK:
                 unit.reshard()
-            for mesh in unit.meshes:
-                mesh.smaller_group = None
+            for handle in unit.handles:
+                handle.comm.use_smaller_group(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free unsharded parameters after backward, or keep them for the next forward.
@@ -225,16 +224,16 @@ class ShardedModule(UnitSettings):
         Raises:
             UsageError: (a RuntimeError) not the outermost unit, inside a backward, or after one that is not finalized.
         """
-        unit, schedule = _outermost(self, "set_manual_backward_finalization")
+        unit, step = _outermost(self, "set_manual_backward_finalization")
         if enabled == unit.control.finalizes_by_hand:
             return
-        if graph_task_id() != -1 or (schedule is not None and schedule.has_unfinalized_gradients):
+        if graph_task_id() != -1 or (step is not None and step.has_unfinalized_gradients):
             raise UsageError(
                 f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
                 "or after one whose gradients are not set yet. Call finalize_backward first."
             )
-        if schedule is not None:
-            schedule.has_lost_gradients = False
+        if step is not None:
+            step.has_lost_gradients = False
         unit.control.finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -254,8 +253,8 @@ class ShardedModule(UnitSettings):
                 ``set_manual_backward_finalization(True)``, or after a backward that raised. Ranks that wait for this
                 one then raise a PeerFailureError.
         """
-        unit, schedule = _outermost(self, "finalize_backward")
-        if schedule is not None:
+        unit, step = _outermost(self, "finalize_backward")
+        if step is not None:
             if graph_task_id() != -1:
                 raise UsageError(f"finalize_backward was called on unit {unit.name!r} inside a backward.")
             if not unit.control.finalizes_by_hand:
@@ -264,15 +263,15 @@ class ShardedModule(UnitSettings):
                     "set_manual_backward_finalization(True), without which backwards set gradients at their ends. "
                     "Call that before the forward."
                 )
-            if schedule.has_lost_gradients:
+            if step.has_lost_gradients:
                 error = UsageError(
                     f"finalize_backward was called on unit {unit.name!r} after a backward that raised. The gradients "
                     "of the step were dropped, those of earlier backwards too. Call reset_iter_state and run all "
                     "backwards of the step again."
                 )
-                schedule.fail(error)
+                step.fail(error)
                 raise error
-            schedule.complete_accumulation()
+            step.complete_accumulation()
         return GradientReductionHandle() if async_op else None
 
     def set_backend_collectives(self, enable: bool = True) -> None:
@@ -283,7 +282,8 @@ class ShardedModule(UnitSettings):
         which saves an all-gather; ``enable=False`` restores this.
         """
         units = units_of(self)
-        choices = {mesh: replace(mesh.choice, backend=enable) for unit in units for mesh in unit.meshes}
+        comms = [handle.comm for unit in units for handle in unit.handles]
+        choices = {comm: replace(comm.choice, backend=enable) for comm in comms}
         replace_collectives(units, choices)
         for unit in units:
             unit.control.keeps_last = not enable
@@ -304,16 +304,16 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     units = [own_unit(module) for module in _with_units(modules)]
     for unit in units[1:]:
-        context, first = unit.context, units[0].context
-        context.streams, context.pool = first.streams, first.pool
-        for each in context.units if isinstance(context, Schedule) else [unit]:
-            each.use_context(context)
+        step, first = unit.step, units[0].step
+        step.streams, step.pool = first.streams, first.pool
+        for each in step.units:
+            each.use_step(step)
 
 
 def _unit_for(module: nn.Module, action: str) -> Unit:
     """Return the unit of a module, for an action between or inside steps."""
     unit = own_unit(module)
-    unit.context.recover()
+    unit.step.recover()
     if unit.phase is Phase.SUMMONED:
         raise PhaseError(f"{action} was called while unit {unit.name!r} is {unit.phase.value}. Leave that first.")
     return unit
@@ -326,12 +326,12 @@ def require_root(unit: Unit, action: str) -> None:
         raise UsageError(f"{action} must be called on the outermost unit; {unit.name!r} is nested in {root.name!r}.")
 
 
-def _outermost(module: nn.Module, action: str) -> tuple[Unit, Schedule | None]:
-    """Return the unit of a module, which must be the outermost one, and the schedule; None before the first use."""
+def _outermost(module: nn.Module, action: str) -> tuple[Unit, Step | None]:
+    """Return the unit of a module, which must be the outermost one, and the step; None before the first use."""
     unit = own_unit(module)
-    unit.context.recover()
+    unit.step.recover()
     require_root(unit, action)
-    return unit, unit.context if isinstance(unit.context, Schedule) else None
+    return unit, unit.step if unit.step.is_built else None
 
 
 def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -12,13 +12,13 @@ from torch import nn
 
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
+from fsdp_flat.runtime.group_collectives import GroupCollectives
 from fsdp_flat.runtime.memory import MemoryState
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.reduction import ReductionPolicy
-from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.step import step_of
 from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
-from fsdp_flat.runtime.unit_mesh import UnitMesh
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
         OptionError: (a ValueError) the hook is not callable.
     """
     unit = own_unit(self)
-    if unit.is_nested or schedule_of(self, unit).root is not unit:
+    if unit.is_nested or step_of(self, unit).root is not unit:
         raise PhaseError(f"register_comm_hook must be called on the root; {unit.name!r} is nested.")
     policies = [each.policy for each in units_of(self)]
     if any(policy.hook is not None or policy.dtype is not None for policy in policies):
@@ -162,10 +162,10 @@ class UnitSettings(nn.Module):
             OptionError: ``stream`` was given on a hybrid mesh, or the module's parameters are on several meshes.
         """
         unit = own_unit(self)
-        mesh = _only_mesh(unit, "An all-reduce hook")
+        _check_one_mesh(unit, "An all-reduce hook")
         if not callable(hook):
             raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
-        if stream is not None and mesh.options.strategy.replicates:
+        if stream is not None and any(options.strategy.replicates for options, handles in unit.by_mesh() if handles):
             raise OptionError(
                 f"Unit {unit.name!r} is on a hybrid mesh, whose all-reduce has a stream of its own: leave stream out. "
                 "It is for a hook that does the all-reduce of a mesh of one dim."
@@ -179,7 +179,7 @@ class UnitSettings(nn.Module):
         step. ``event``, recorded after that step, counts once, for the next forward of the outermost module. On the CPU
         there is nothing to wait for.
         """
-        schedule_of(self, own_unit(self)).streams.set_post_optim_event(event)
+        step_of(self, own_unit(self)).streams.set_post_optim_event(event)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be in flight, each with its flat gradient, while backward goes on.
@@ -218,16 +218,16 @@ class UnitSettings(nn.Module):
             UnsupportedError: the backend has no allocator, as gloo.
         """
         choices = {}
-        for mesh in own_unit(self).meshes:
-            choice, shard, device = mesh.choice, mesh.groups.shard, mesh.options.device
+        for comm in [handle.comm for handle in own_unit(self).handles]:
+            choice, shard, device = comm.choice, comm.options.groups.shard, comm.options.device
             if choice.all_gather is not None or choice.reduce_scatter is not None:
                 raise PhaseError(
-                    f"Unit {mesh.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate "
+                    f"Unit {comm.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate "
                     "returns. Use either those or set_allocate_memory_from_process_group_for_comm."
                 )
             groups = [shard.group, (choice.reduce_group or shard).group]
             gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
-            choices[mesh] = replace(choice, gather_memory=gather, reduce_memory=reduce)
+            choices[comm] = replace(choice, gather_memory=gather, reduce_memory=reduce)
         replace_collectives([own_unit(self)], choices)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -246,9 +246,10 @@ class UnitSettings(nn.Module):
             PhaseError: a step is under way.
         """
         unit = own_unit(self)
-        mesh = _only_mesh(unit, "A custom all-gather")
-        choice = replace(mesh.choice, all_gather=comm, gather_memory=_allocate_of(comm))
-        replace_collectives([unit], {mesh: choice})
+        _check_one_mesh(unit, "A custom all-gather")
+        allocate, own = _allocate_of(comm), [handle.comm for handle in unit.handles]
+        choices = {each: replace(each.choice, all_gather=comm, gather_memory=allocate) for each in own}
+        replace_collectives([unit], choices)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Replace the reduce-scatter of this module's unit in later steps. Every rank must replace it.
@@ -264,9 +265,10 @@ class UnitSettings(nn.Module):
             PhaseError: a step is under way.
         """
         unit = own_unit(self)
-        mesh = _only_mesh(unit, "A custom reduce-scatter")
-        choice = replace(mesh.choice, reduce_scatter=comm, reduce_memory=_allocate_of(comm))
-        replace_collectives([unit], {mesh: choice})
+        _check_one_mesh(unit, "A custom reduce-scatter")
+        allocate, own = _allocate_of(comm), [handle.comm for handle in unit.handles]
+        choices = {each: replace(each.choice, reduce_scatter=comm, reduce_memory=allocate) for each in own}
+        replace_collectives([unit], choices)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
@@ -279,14 +281,15 @@ class UnitSettings(nn.Module):
         """
         units = units_of(self, recurse=recurse)
         _check_between_steps(units)  # before a group is created
-        every = [mesh for unit in units_of(self) for mesh in unit.meshes]
-        second = {mesh.groups.shard: mesh.choice.reduce_group for mesh in every if mesh.choice.reduce_group is not None}
+        every = [handle.comm for unit in units_of(self) for handle in unit.handles]
+        given = [comm for comm in every if comm.choice.reduce_group is not None]
+        second = {comm.options.groups.shard: comm.choice.reduce_group for comm in given}
         choices = {}
-        for mesh in [mesh for unit in units for mesh in unit.meshes if mesh.groups.shard.size > 1]:
-            shard = mesh.groups.shard
+        for comm in [handle.comm for unit in units for handle in unit.handles if handle.comm.exact is not None]:
+            shard = comm.options.groups.shard
             if enable and shard not in second:
                 second[shard] = second_group(shard)
-            choices[mesh] = replace(mesh.choice, reduce_group=second[shard] if enable else None)
+            choices[comm] = replace(comm.choice, reduce_group=second[shard] if enable else None)
         replace_collectives(units, choices)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
@@ -302,23 +305,22 @@ class UnitSettings(nn.Module):
         )
 
 
-def _only_mesh(unit: Unit, what: str) -> UnitMesh:
-    """Return the mesh of a unit whose parameters are all on one, which a caller's communication is for."""
-    meshes = [mesh for mesh in unit.meshes if mesh.handles] or list(unit.meshes)
-    if len(meshes) > 1:
+def _check_one_mesh(unit: Unit, what: str) -> None:
+    """Raise an OptionError if the parameters of a unit are on several meshes: ``what`` communicates over one."""
+    num_meshes = sum(bool(handles) for _, handles in unit.by_mesh())
+    if num_meshes > 1:
         raise OptionError(
             f"{what} communicates over one mesh, but the parameters of unit {unit.name!r} are on "
-            f"{len(meshes)}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
+            f"{num_meshes}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
             "hold those of another mesh, and set it for each."
         )
-    return meshes[0]
 
 
-def replace_collectives(units: Iterable[Unit], choices: Mapping[UnitMesh, CollectiveChoice]) -> None:
-    """Have the meshes of ``units`` use other collectives in later steps, all of them or none."""
+def replace_collectives(units: Iterable[Unit], choices: Mapping[GroupCollectives, CollectiveChoice]) -> None:
+    """Have parameter groups of ``units`` use other collectives in later steps, all of them or none."""
     _check_between_steps(units)
-    for mesh, choice in choices.items():
-        mesh.use_collectives(choice)
+    for comm, choice in choices.items():
+        comm.use(comm.options, choice)
 
 
 def _check_between_steps(units: Iterable[Unit]) -> None:

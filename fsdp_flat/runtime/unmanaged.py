@@ -292,7 +292,7 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
         raise OptionError(f"check_replicas takes a sharded model; a {type(model).__name__} without a unit was given.")
     with doing("check_replicas"):
         for unit in units:
-            unit.context.recover()
+            unit.step.recover()
         return _all_differing(model, optim, units[0].options)
 
 

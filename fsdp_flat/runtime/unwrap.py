@@ -15,7 +15,7 @@ from fsdp_flat.runtime.casts import drop_full_precision
 from fsdp_flat.runtime.full_params import all_gather_full
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.schedule import Schedule, outermost_of, reset_schedule
+from fsdp_flat.runtime.step import outermost_of, reset_step
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 # The name component that torch.compile adds.
@@ -28,13 +28,13 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     In the middle of a step nothing is converted, and it is an error if ``fn`` would change a shard. ``convert_others``
     converts the tensors that no unit manages; it is called while modules hold no sharded parameters.
     """
-    unit.context.recover()
+    unit.step.recover()
     if unit.phase is not Phase.IDLE:
         if any(handle.is_changed_by(fn) for handle in unit.handles):
             unit.check_idle("A conversion (.to, .float, .cuda, ...)")
         return False
     unit.reshard()
-    unit.adopt_changes()
+    unit.before_gather()
     for handle in unit.handles:
         handle.remove()
     try:
@@ -60,7 +60,7 @@ def _follow_parameters(unit: Unit) -> None:
     if unit.options.device_given or not found or found[0].type == "meta" or found[0] == unit.options.device:
         return
     unit.use_device(found[0])
-    reset_schedule(unit.context.units if isinstance(unit.context, Schedule) else [unit])
+    reset_step(unit.step.units)
 
 
 def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
@@ -102,7 +102,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             )
     for unit in units:
         unit.reshard()
-        unit.adopt_changes()
+        unit.before_gather()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
         for handle, whole in zip(unit.handles, wholes, strict=True):
             held = {param: param.shape for param in handle.visible_params()}

@@ -412,7 +412,7 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     """
     unit.reshard()
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
-    unit.adopt_changes()
+    unit.before_gather()
     for handle in unit.handles:
         load.plan.call(handle.raise_weights_epoch)
     inner = prefix + FSDP_PREFIX

@@ -221,7 +221,7 @@ def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> 
 
 def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDictConfig) -> dict[Unit, Sequence[Any]]:
     """Exchange the values of several units at once; return an empty dict if device memory might not hold them."""
-    if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
+    if config.offload_to_cpu and any(unit.step.streams.is_accelerator for unit in units):
         return {}
     values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
     return {unit: [next(values) for handle in unit.handles for _ in handle.layout.param_infos] for unit in units}
@@ -235,10 +235,10 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
     if unit.full is not None:
         return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
     if isinstance(codec, FullCodec):
-        unit.context.recover()
+        unit.step.recover()
     else:
         unit.check_idle("state_dict")
-    unit.adopt_changes()
+    unit.before_gather()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]
     return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]

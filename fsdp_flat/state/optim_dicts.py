@@ -77,7 +77,7 @@ def _saved(
     index, contents, error = ParamIndex(model), OptimContents(()), None
     try:
         for unit in units_of(model):
-            unit.context.recover()
+            unit.step.recover()
         contents = held_by(optim)
         contents = contents_of(optim, index, state_dict)
     except Exception as raised:

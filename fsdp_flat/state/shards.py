@@ -75,7 +75,8 @@ class IndexedParam:
     @property
     def rank_group(self) -> RankGroup:
         """Shard group of its unit."""
-        return next(mesh.groups.shard for mesh in self.unit.meshes if self.handle in mesh.handles)
+        shard: RankGroup = self.handle.comm.options.groups.shard
+        return shard
 
     @property
     def adapter(self) -> TensorAdapter:
@@ -266,7 +267,7 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
     found: dict[RankGroup, None] = {}
     for unit in units:
-        found.update(dict.fromkeys(group for mesh in unit.meshes for group in mesh.groups.rank_groups))
+        found.update(dict.fromkeys(group for options, _ in unit.by_mesh() for group in options.groups.rank_groups))
         for handle in unit.handles:
             for entry in handle.params:
                 found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))

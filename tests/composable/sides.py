@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils import _pytree as pytree
 
 from fsdp_flat.composable import fully_shard
-from fsdp_flat.runtime import Schedule, units_of
+from fsdp_flat.runtime import units_of
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close
 from tests.support.kit import batch, square_loss
@@ -127,9 +127,8 @@ def assert_no_step_runs(model: nn.Module) -> None:
     if all(unit.control.reshard_after_backward for unit in units_of(model)):
         assert_idle(model)
     for unit in units_of(model):
-        if isinstance(unit.context, Schedule):
-            assert unit.context.backward is None
-            assert unit.context.iteration is None
+        assert unit.step.backward is None
+        assert unit.step.iteration is None
         assert all(handle.kept_shards is None for handle in unit.handles)
 
 

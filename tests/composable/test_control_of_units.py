@@ -438,7 +438,7 @@ def test_several_roots_share_streams_and_memory(early: bool) -> None:
     for number in range(2):
         for model in (sides.ours, sides.theirs):
             square_loss(model, batch_of(number)).backward()
-    contexts = {unit.context for unit in units_of(sides.ours)}
+    contexts = {unit.step for unit in units_of(sides.ours)}
     assert len(contexts) == 3
     assert len({context.pool for context in contexts}) == 1
     assert len({context.streams for context in contexts}) == 1

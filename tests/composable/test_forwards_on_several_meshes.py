@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_flat.composable import fully_shard, register_fsdp_forward_method
-from fsdp_flat.runtime import schedule_of
+from fsdp_flat.runtime import step_of
 from fsdp_flat.runtime.unit import own_unit
 from tests.composable.beside import grads_of
 from tests.composable.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
@@ -46,16 +46,16 @@ def test_a_method_of_the_root_without_gradients_leaves_nothing_to_wait_for() -> 
 
     fully_shard(model, mesh=meshes.dense, shard_placement_fn=of_root)
     register_fsdp_forward_method(model, "score")
-    assert len(own_unit(model).meshes) == 2
+    assert len(own_unit(model).by_mesh()) == 2
     for step in range(3):
         torch.testing.assert_close(model.score(inputs(step)), plain.score(inputs(step)))
-    schedule = schedule_of(model, own_unit(model))
-    assert not schedule._pending._iterations
+    step = step_of(model, own_unit(model))
+    assert not step._pending._iterations
     # A method with gradients is waited for.
     loss = square_loss(model, inputs(3))
-    assert len(schedule._pending._iterations) == 1
+    assert len(step._pending._iterations) == 1
     loss.backward()
-    assert not schedule._pending._iterations
+    assert not step._pending._iterations
     assert_no_step_runs(model)
 
 
@@ -80,8 +80,8 @@ def test_a_method_of_a_nested_unit_without_gradients_leaves_nothing_to_wait_for(
         model(x).sum().backward()
     for _ in range(3):
         torch.testing.assert_close(model[0].score(x), plain[0].score(x))
-    schedule = schedule_of(model, own_unit(model[0]))
-    assert not schedule._pending._iterations
+    step = step_of(model, own_unit(model[0]))
+    assert not step._pending._iterations
     if has_run:  # an outermost unit is not resharded after its forward
         assert_no_step_runs(model)
 
@@ -99,13 +99,13 @@ def test_modules_of_a_list_that_are_called_by_themselves_reshard_on_all_meshes(r
 
     fully_shard(blocks, mesh=meshes.dense, shard_placement_fn=place, reshard_after_forward=reshards)
     unit = own_unit(blocks[0])
-    assert [len(mesh.handles) for mesh in unit.meshes] == [1, 1]
+    assert [len(handles) for _, handles in unit.by_mesh()] == [1, 1]
     with torch.no_grad():
         torch.testing.assert_close(blocks[0](inputs(0)), plain[0](inputs(0)))
     for modules in (plain, blocks):
         output = modules[1](modules[0](inputs(0)))
         output.sum().backward()
-    assert not unit.context.unfinished_forwards
+    assert not unit.step.unfinished_forwards
     assert unit.shows_sharded
     average_gradients(plain)
     for block, other in zip(blocks, plain, strict=True):

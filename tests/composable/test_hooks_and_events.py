@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from fsdp_flat.comm.streams import Streams
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.runtime import units_of
+from fsdp_flat.runtime.reduction import Reduction
 from tests.composable.beside import Beside, grads_of
 from tests.composable.sides import blocks_and_root
 from tests.rehearsal.streams import Machine, RecordingEvent, is_ordered
@@ -178,17 +180,16 @@ def test_so_many_reductions_are_in_flight(max_input_buffers: int) -> None:
     ours.set_reduce_scatter_max_input_buffers(max_input_buffers)
     most = 0
     models.backward(0)
-    reductions = units_of(ours)[0].context.reductions
-    begin = reductions.begin
+    step = units_of(ours)[0].step
+    reduce = step._reduce
 
-    def note(*args: Any, **kwargs: Any) -> None:
+    def note(*args: Any) -> None:
         nonlocal most
-        begin(*args, **kwargs)
-        most = max(most, len(reductions._in_flight))
+        reduce(*args)
+        most = max(most, len(step._in_flight))
 
-    reductions.begin = note
-    reductions.finish_done = lambda: None
-    models.backward(1)
+    with mock.patch.object(step, "_reduce", note), mock.patch.object(Reduction, "is_done", False):
+        models.backward(1)
     models.check_grads(replica=False)
     assert most == max_input_buffers
     ours.set_reduce_scatter_max_input_buffers(1, recurse=False)

@@ -129,11 +129,11 @@ def test_parameters_of_several_meshes_in_one_call_are_handles_of_one_unit() -> N
 
     model = sharded(mlps(4, 8), mesh=data, shard_placement_fn=lambda param: on(data) if param.ndim > 1 else None)
     assert model[0].inner.weight.placements == (Shard(1),)
-    assert [len(unit.meshes) for unit in units_of(model[0])] == [1]
+    assert [len(unit.by_mesh()) for unit in units_of(model[0])] == [1]
     plain = mlps(4, 8)
     model = copy.deepcopy(plain)
     sharded(model, mesh=data, shard_placement_fn=lambda param: on(experts) if param.ndim > 1 else None)
-    assert [len(unit.meshes) for unit in units_of(model[0])] == [2]
+    assert [len(unit.by_mesh()) for unit in units_of(model[0])] == [2]
     assert model[0].inner.weight.device_mesh == experts
     assert model[0].inner.bias.device_mesh == data
     assert_full(model, plain)

@@ -177,7 +177,7 @@ def test_one_rank_is_false_with_a_warning_and_all_ranks_are_true() -> None:
     assert units_of(one)[0].control.reshard_after_forward is False
     every = fully_shard(nn.Linear(4, 4), reshard_after_forward=dist.get_world_size())
     assert units_of(every)[0].control.reshard_after_forward is True
-    assert units_of(every)[0].meshes[0].smaller_group is None
+    assert units_of(every)[0].handles[0].comm.smaller_group is None
     with pytest.raises(OptionError, match=r"divides the 2 that shard \(1, 2\); got 4"):
         fully_shard(nn.Linear(4, 4), mesh=mesh(2, 2), reshard_after_forward=4)
 

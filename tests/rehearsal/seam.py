@@ -1,6 +1,6 @@
 """Patches the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.reduction.Streams`` manages the streams of a tree. Here they are recording streams, created in
+* ``fsdp_flat.runtime.step.Streams`` manages the streams of a tree. Here they are recording streams, created in
   the order in which a step first uses them.
 * ``fsdp_flat.runtime.construction.default_device`` returns the accelerator.
 * ``fsdp_flat.comm.torch_comm`` holds aliases of two functions of ``torch.distributed``.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_flat.runtime.construction
-import fsdp_flat.runtime.reduction
+import fsdp_flat.runtime.step
 from fsdp_flat.comm import Pending, torch_comm
 from fsdp_flat.comm.streams import Streams
 from fsdp_flat.runtime import Unit, units_of
@@ -40,7 +40,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
         def replace(owner: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        replace(fsdp_flat.runtime.reduction, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
+        replace(fsdp_flat.runtime.step, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
         replace(fsdp_flat.runtime.construction, "default_device", lambda *_, **__: (DEVICE, False))
         for owner in (dist, torch_comm):
             for name, function in functions.items():
@@ -87,8 +87,8 @@ def gathering_units() -> Iterator[list[str]]:
         return run
 
     with (
-        mock.patch.object(Unit, "begin_unshard", noting(Unit.begin_unshard)),
-        mock.patch.object(Unit, "finish_unshard", noting(Unit.finish_unshard)),
+        mock.patch.object(Unit, "gather", noting(Unit.gather)),
+        mock.patch.object(Unit, "wait", noting(Unit.wait)),
     ):
         yield names
 

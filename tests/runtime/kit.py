@@ -18,7 +18,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.shm import shared_channel, shared_collectives, transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
-from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
+from fsdp_flat.runtime import EVENTS, Phase, Unit, step_of, units_of
 from tests.support import assert_close
 from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.reference import replicated_step
@@ -109,17 +109,16 @@ def assert_idle(model: nn.Module) -> None:
             assert all(leaf.grad is None for leaf in handle.unsharded_params)
             if handle.buffer.owns_memory:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
-        assert unit.context.reductions.is_empty
-        if isinstance(unit.context, Schedule):
-            assert not unit.context._prefetched
-            assert unit.context.backward is None
+        assert not unit.step.has_reductions
+        assert not unit.step._prefetched
+        assert unit.step.backward is None
 
 
 def traced(model: FSDP) -> list[tuple[str, str]]:
     """Start a trace of the model's units, and return it."""
-    schedule = model._schedule()
-    schedule.trace = []
-    return schedule.trace
+    step = model._fsdp_step()
+    step.trace = []
+    return step.trace
 
 
 def exchange_nbytes(model: nn.Module) -> int:
@@ -258,8 +257,10 @@ def shared_memory(use: bool) -> Iterator[None]:
 
 def acquaint(model: nn.Module) -> None:
     """Set up the shared-memory transport, and skip the checks of the first step."""
-    checks = schedule_of(model, units_of(model)[0]).rank_checks
-    checks.in_forward, checks._compared_in_backward, checks._checked_reduction = False, True, True
+    step = step_of(model, units_of(model)[0])
+    for guard in EVENTS.guards:
+        for name in ("_checked", "_compared_shards", "_compared_replicas"):
+            getattr(guard, name, set()).add(step)
     for unit in units_of(model):
         if unit.needs_all_gather:
             transport_of(unit.options.groups.shard)

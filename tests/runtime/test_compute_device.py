@@ -232,17 +232,17 @@ def test_a_model_that_moves_after_it_was_wrapped_computes_where_it_is(rank: int)
     units = units_of(model)
     x = batch(rank)
     square_loss(model, x).backward()
-    assert not any(unit.context.streams.is_accelerator for unit in units)
+    assert not any(unit.step.streams.is_accelerator for unit in units)
     # A device on which nothing computes stands for the accelerator, as which the unit's own table shows it.
     for unit in reversed(units):
         unit.use_device(torch.device("cuda", 0))
     assert all(unit.options.device == torch.device("cuda", 0) for unit in units)
-    assert all(type(mesh.collectives).__name__ == "GlooAcceleratorCollectives" for u in units for mesh in u.meshes)
+    assert all(type(h.comm.exact).__name__ == "GlooAcceleratorCollectives" for u in units for h in u.handles)
     model.cpu()  # and back: no handle has moved, so units follow where handles are
     assert all(unit.options.device == CPU for unit in units)
-    assert all(type(mesh.collectives).__name__ == "SharedMemoryCollectives" for u in units for mesh in u.meshes)
+    assert all(type(h.comm.exact).__name__ == "SharedMemoryCollectives" for u in units for h in u.handles)
     square_loss(model, x).backward()
-    assert not any(unit.context.streams.is_accelerator for unit in units)
+    assert not any(unit.step.streams.is_accelerator for unit in units)
 
 
 @on_ranks(2)

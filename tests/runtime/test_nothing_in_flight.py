@@ -109,7 +109,7 @@ def test_after_each_call_no_collective_is_under_way(run: Callable[[FSDP, int], N
             run(model, rank)
         # What ranks exchange in a backward is waited for where it is read: before the next forward or save.
         assert [work.name for work in found if not work.is_waited] == (["all_reduce"] if run is training else [])
-        model._schedule().recover()
+        model._fsdp_step().recover()
     assert [work.name for work in found if not work.is_waited] == []
     assert found or shared
 

@@ -57,7 +57,7 @@ def test_a_rank_whose_parameters_all_have_gradients_steps_without_the_other_host
         with rank_one_exchanges_late():
             square_loss(twin.model, batch(rank)).backward()
             twin.optimizer.step()
-        assert twin.model._schedule().unread is not None
+        assert twin.model._fsdp_step().unread is not None
 
 
 @on_ranks(2, 4)
@@ -71,7 +71,7 @@ def test_a_rank_of_fully_shard_whose_parameters_all_have_gradients_steps_without
         square_loss(model, batch(rank)).backward()
         optimizer.step()
     model.state_dict()
-    assert units_of(model)[0].context.unread is None
+    assert units_of(model)[0].step.unread is None
 
 
 class _Sometimes(Block):
@@ -109,7 +109,7 @@ def test_a_rank_with_an_unused_parameter_waits_and_gets_the_gradient_of_the_rank
         twin.optimizer.zero_grad()
         square_loss(twin.model, inputs[rank]).backward()
         has_gone_on = {0: False, 1: True, 2: rank == 1, 3: False, 4: False, 5: True}[step]
-        assert (twin.model._schedule().unread is not None) == has_gone_on
+        assert (twin.model._fsdp_step().unread is not None) == has_gone_on
         twin.finish_step(inputs, square_loss, rtol=1e-5, atol=1e-6)
 
 
@@ -194,7 +194,7 @@ def test_a_root_that_takes_over_a_unit_reads_what_its_ranks_exchanged(rank: int)
     block = model.module.blocks[1]
     for _ in range(2):
         square_loss(block, batch(rank)).backward()
-    assert units_of(block)[0].context.unread is not None
+    assert units_of(block)[0].step.unread is not None
     if rank == 1:
         block.module.down.weight.requires_grad_(False)
     square_loss(block, batch(rank)).backward()
@@ -209,6 +209,6 @@ def test_a_graph_that_one_rank_retains_serves_its_next_backward(rank: int) -> No
     square_loss(twin.model, batch(rank)).backward()
     loss = square_loss(twin.model, batch(rank))
     loss.backward(retain_graph=rank == 0)
-    assert (twin.model._schedule().unread is not None) == (rank == 1)
+    assert (twin.model._fsdp_step().unread is not None) == (rank == 1)
     twin.optimizer.zero_grad()
     twin.step()

@@ -305,10 +305,10 @@ def test_averaging_walks_the_names_once_a_backward(rank: int) -> None:
 def test_drift_after_a_warm_up_from_a_learning_rate_of_zero_is_named_at_a_save(rank: int) -> None:
     model = ignoring()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: min(index, 2) / 3 * (index > 1))
+    step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: min(index, 2) / 3 * (index > 1))
     for index in range(5):
         train_on(model, optimizer, [batch(rank)])
-        schedule.step()
+        step.step()
         if index == 0:
             model.state_dict()
     with warned(rank == 0) as texts:

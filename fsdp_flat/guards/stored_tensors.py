@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from fsdp_flat.runtime import Guard, Unit, UnitForward
 from fsdp_flat.runtime.containers import differentiable_tensors, tensors_in
 
 
-class StoredTensors:
-    """Finds differentiable tensors that modules store as attributes in forward (an auxiliary loss, a cache).
+class StoredTensors(Guard):
+    """Has a backward unshard a unit if it comes through a tensor that a module has stored: an auxiliary loss, a cache.
 
-    A loss may use them, and a backward then reaches the unit through them before it reaches an output. All attributes
-    are searched after the first forward, and after one in which modules got further attributes. After other forwards
-    only those are that held a tensor then, or nothing: None, zero, or an empty container.
+    A loss may use such tensors, and a backward then reaches the unit through them before it reaches an output.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._attributes = [module.__dict__ for module in modules]
+    def __init__(self) -> None:
+        self._attributes: WeakKeyDictionary[Unit, _Attributes] = WeakKeyDictionary()
+
+    def after_compute(self, forward: UnitForward) -> None:
+        """Add the tensors with autograd history that modules hold now to those that a backward may come through."""
+        unit = forward.unit
+        if unit.handles and torch.is_grad_enabled():
+            found = self._attributes.get(unit)
+            if found is None:
+                found = self._attributes[unit] = _Attributes(unit)
+            forward.reached += found.tensors()
+
+
+class _Attributes:
+    """Finds differentiable tensors among the attributes of a unit's modules.
+
+    All attributes are searched after the first forward, and after one in which modules got further attributes. After
+    other forwards only those are that held a tensor then, or nothing: None, zero, or an empty container.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._attributes = [module.__dict__ for module in unit.own_modules]
         self._num_attributes = 0
         # Attributes that may hold such a tensor, as those of a module and a name.
         self._places: list[tuple[dict[str, Any], str]] = []

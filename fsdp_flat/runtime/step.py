@@ -1,35 +1,54 @@
-"""Schedules the units of one root: order, prefetch, the events of each backward, and recovery.
+"""Runs the steps of one tree of units: order, prefetch, backward, reductions in flight, and recovery.
 
-A schedule is created at the first use of its root. A unit that is called before its root becomes the root of a small
-schedule, until the real root's first use takes it over.
+Each unit gets a step when it is built. At the first use of a root, its step becomes that of all units below. A unit
+that is called before its root is the root of a small tree, until the real root's first use takes it over.
+
+Forward: ``begin_forward`` and ``enter`` unshard a unit and free the one before; ``end_forward`` says what becomes of
+the parameters. Backward: autograd calls ``outputs_reached`` and ``inputs_complete``; the cursor (:class:`Backward`)
+then calls ``_post_backward``, which reshards the unit and begins its reductions; ``_end_of_backward`` exchanges a few
+bytes with other ranks and sets the gradients.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import RankGroup, profiled, report_error
-from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
-from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
+from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error
+from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.flat import (
+    FlatParamHandle,
+    MemoryPool,
+    VisibleParam,
+    add_reduced,
+    dynamo_disabled,
+    graph_task_id,
+    without,
+)
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.backward_exchange import BackwardExchange, Outcome
-from fsdp_flat.runtime.checks import RankChecks, check_units, late_gradients, log_units, raise_difference
-from fsdp_flat.runtime.memory import MemoryState, WeightsVersion
+from fsdp_flat.runtime.checks import check_units, late_gradients, log_units, raise_difference
+from fsdp_flat.runtime.events import EVENTS
+from fsdp_flat.runtime.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Phase
-from fsdp_flat.runtime.reduction import LOGGER, CommContext
+from fsdp_flat.runtime.reduction import LOGGER, ReducedGrad, Reduction
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_gradients, averaged_lines, unreduced_params
+
+_OWNS_MEMORY = attrgetter("buffer.owns_memory")
+_UNSHARDED = (MemoryState.GATHERING, MemoryState.READY)
 
 
 class _Unread(NamedTuple):
@@ -47,29 +66,54 @@ class _Unread(NamedTuple):
     unreduced: Collection[FlatParamHandle] = ()
 
 
-class Schedule(CommContext):
-    """Holds the units at and below one root and makes the decisions that concern all of them in a step.
+class Step:
+    """Runs the units at and below one root, and makes the decisions that concern all of them.
 
     Attributes:
         root: the outermost unit; its parameters stay unsharded between forward and backward, by default.
-        units: every unit, parents before children.
+        root_module: returns the module of the root, or None if it is gone.
+        units: every unit, parents before children; the root alone before the tree's first use.
+        is_built: the tree has been used: ``units`` are all of its units.
+        streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
+            the allocator can share blocks between units.
+        pool: memory of the units' buffers while a step runs; empty between steps.
+        collectives: order of the collectives issued since ranks last compared it.
+        trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
+        logs_events: the logger takes events; looked up when the first forward or a backward begins.
+        used: for each parameter group one byte per parameter: 1 if the reductions have a gradient of this rank for it.
         iteration: the running iteration; None outside of a forward.
+        backward: the running backward, or None.
         unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
+        unread: what :meth:`recover` has yet to read of the exchange of ranks in the last backward, or None.
     """
 
-    def __init__(self, root_module: nn.Module) -> None:
-        self._root_module = weakref.ref(root_module)
-        self.units = units_of(root_module)
-        self.root = self.units[0]
-        super().__init__(self.root.options.device)
-        self.streams, self.pool = self.root.context.streams, self.root.context.pool
-        self._begin_anew()
+    def __init__(self, device: torch.device) -> None:
+        self.root: Unit
+        self.units: list[Unit] = []
+        self.is_built = False
+        self.streams = Streams(device)
+        self.pool = MemoryPool()
+        self.collectives = CollectiveLog()
+        self.trace: list[tuple[str, str]] | None = None
+        self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
+        # Without streams, one reduction keeps the network busy and takes the least memory.
+        self._most_in_flight = 2 if self.streams.is_accelerator else 1
+        self._in_flight: list[Reduction] = []
+        self._reduced: dict[FlatParamHandle, list[ReducedGrad]] = {}
         self._position = 0
         self._last_order: dict[Unit, list[Unit]] = {}
         self.has_lost_gradients = False
         self._buffers_full: bool | None = None
+        self._begin_anew()
+
+    def build(self, root_module: nn.Module) -> Step:
+        """Take over all units at and below ``root_module``, the module of the step's own unit, at its first use."""
+        self.root_module = weakref.ref(root_module)
+        self.units = units_of(root_module)
+        self.root = self.units[0]
+        self.is_built = True
         paths: dict[Unit, list[str]] = {}
         for name, module in root_module.named_modules():
             for unit in units_of(module, recurse=False):
@@ -78,7 +122,7 @@ class Schedule(CommContext):
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(", ".join(filter(None, names)))
         check_units(self.units)
-        self._adopt_units()
+        self._take_over_units()
         settings = {unit.averages_ignored for unit in self.units} - {None}
         if self.root.averages_ignored is None and len(settings) == 1:
             # A new root around earlier roots takes over the setting that callers gave these.
@@ -86,15 +130,15 @@ class Schedule(CommContext):
         # Units that are not sharded: every rank has their parameters in full.
         self._replicated = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
-        self.rank_checks = RankChecks(root_module, self.units)
         self._cast_buffers()
         log_units(self.units)
+        return self
 
     def _begin_anew(self) -> None:
         """Forget the step, and everything that earlier steps have left for a later backward."""
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
-        self.used = {}
+        self.used: dict[FlatParamHandle, bytes] = {}
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
@@ -109,21 +153,17 @@ class Schedule(CommContext):
         self._waits_for_ranks = True
         self.unread: _Unread | None = None
 
-    def _adopt_units(self) -> None:
-        """Take over units from other schedules, except from one whose backward is running."""
+    def _take_over_units(self) -> None:
+        """Take over units from other steps, except from one whose backward is running."""
         for unit in self.units:
-            before = unit.context
-            if before is self or (isinstance(before, Schedule) and before.backward is not None):
-                continue
-            if isinstance(before, Schedule):
+            before = unit.step
+            if before is not self and before.backward is None:
                 before.recover()
                 self.trace = self.trace if self.trace is not None else before.trace
                 self._position = max(self._position, before._position)
                 if before.root in self.units:
                     self._pending.adopt(before._pending)
-            unit.use_context(self)
-            for handle in unit.handles:
-                handle.on_grads_ready = partial(self.grads_ready, unit)
+                unit.use_step(self)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -140,17 +180,11 @@ class Schedule(CommContext):
         """True if a forward now is a recomputation: a backward of this tree is running."""
         return self.backward is not None and graph_task_id() != -1
 
-    def ran_without_gradients(self, record: ForwardRecord) -> bool:
-        """Return whether units ran below an outermost forward, all with gradients disabled."""
-        assert record.iteration is not None
-        nested = [event for event in record.iteration.events if event.unit is not record.unit]
-        return bool(nested) and not any(event.in_grad for event in nested)
-
     @property
     def has_unset_gradients(self) -> bool:
         """True if a backward has ended, and a later one or ``finalize_backward`` is to set its gradients."""
         partial = any(handle.partial_grad.shard is not None for unit in self.units for handle in unit.handles)
-        return self.has_unfinalized_gradients or partial or not self.reductions.is_empty
+        return self.has_unfinalized_gradients or partial or self.has_reductions
 
     def check_gradients_set(self, what: str) -> None:
         """Raise a UsageError if gradients of a backward are not set yet; ``what`` names the call that needs them."""
@@ -167,31 +201,72 @@ class Schedule(CommContext):
         ``compiler`` is the compiler of the code that calls the unit, or None.
         """
         weights = WeightsVersion(unit.wants_full_precision, -1, -1, -1)
-        if self.recomputes:
+        if self.backward is not None and graph_task_id() != -1:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
-            self.recover()
-            self._adopt_units()
-            self.rank_checks.before_iteration(compiler)
-            self.iteration = Iteration()
-            if self.iteration.trains:
-                self._pending.add(self.iteration)
-            self.streams.optimizer_stepped()
-            self._cast_buffers()
-            # Modules in these units may be called by themselves, and gradients must reach the unsharded parameters.
-            for replicated in self._replicated:
-                if replicated.phase is Phase.IDLE:
-                    replicated.unshard()
+            self._begin_iteration(compiler)
         iteration = self.iteration
+        assert iteration is not None
         iteration.order.append(unit)
         self._position += 1
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         return ForwardRecord(unit, iteration, weights, self._position)
 
-    def end_forward(
-        self, record: ForwardRecord, after: AfterForward, *, expects_backward: bool, is_open_ended: bool
-    ) -> None:
-        """End a unit's forward, and leave the parameters as ``after`` says.
+    def _begin_iteration(self, compiler: Any) -> None:
+        """Begin an outermost forward."""
+        self.recover()
+        self._take_over_units()
+        iteration = Iteration(compiler)
+        for guard in EVENTS.tree_built:
+            guard(self, iteration)
+        self.iteration = iteration
+        if iteration.trains:
+            self._pending.add(iteration)
+        self.streams.optimizer_stepped()
+        self._cast_buffers()
+        # Modules in these units may be called by themselves, and gradients must reach the unsharded parameters.
+        for replicated in self._replicated:
+            if replicated.phase is Phase.IDLE:
+                replicated.unshard()
+
+    def enter(self, record: ForwardRecord) -> None:
+        """Unshard a unit for its forward, free the unit before, and begin the all-gather of the next one.
+
+        In this order the all-gather of a unit does not wait for the compute of the unit before: that is freed once the
+        all-gather has taken memory.
+        """
+        unit, full_precision = record.unit, record.weights.full_precision
+        unit.log_event("pre_forward")
+        if unit.phase is Phase.SUMMONED:
+            raise PhaseError(
+                f"The forward of unit {unit.name!r} was called inside summon_full_params on rank "
+                f"{unit.options.groups.shard.rank} of its shard group. Leave the context before running the model; to "
+                "run it, or its generate(), many times with parameters all-gathered once, enter "
+                "fsdp_flat.unshard_for(model) instead."
+            )
+        unit.depth += 1
+        if unit.phase is Phase.IDLE:
+            unit.phase = Phase.FORWARD
+        if unit.depth == 1 and unit.phase is not Phase.BACKWARD and full_precision != unit.full_precision:
+            unit.use_full_precision(full_precision)
+        unit.unshard()
+        record.weights = unit.gathered_version
+        self._prefetched.pop(unit, None)
+        if record.iteration is not None:
+            if unit.handles and unit is not self._parked:
+                self._free_parked()
+            self._prefetch_forward(unit, record.iteration)
+
+    def _free_parked(self) -> None:
+        """Free the buffers of the last unit that ran, which its forward has kept for the backward."""
+        unit, self._parked = self._parked, None
+        last_use, self._parked_after = self._parked_after, None
+        if unit is not None:
+            # A backward may have computed with them since.
+            unit.free_parked(last_use if self.backward is None else None)
+
+    def end_forward(self, record: ForwardRecord, *, expects_backward: bool, is_open_ended: bool) -> None:
+        """End a unit's forward.
 
         With ``expects_backward`` a backward may reach the forward, on this rank or on others; if it is open-ended,
         without passing a hooked output.
@@ -208,41 +283,68 @@ class Schedule(CommContext):
             iteration.expects_backward |= is_hooked
             iteration.is_open_ended |= is_open_ended
             iteration.events.append(Event(self._position, unit, is_begin=False, in_grad=in_grad, weights=weights))
-        unit.exit_forward(after)
-        if after is AfterForward.PARK and unit is not self.root:
-            if self._parked is not unit:
-                self._shrink_parked()
-            self._parked, self._parked_after = unit, self.streams.last_use()
+        unit.depth -= 1
+        if unit.depth == 0 and unit.phase is Phase.FORWARD:
+            unit.phase = Phase.IDLE
+        after = self._after_forward(unit, iteration, expects_backward=expects_backward, is_open_ended=is_open_ended)
+        if after is AfterForward.RESHARD:
+            unit.reshard()
+        elif after is AfterForward.PARK:
+            unit.keep_buffers(MemoryEvent.PARK)
+            if unit is not self.root:
+                if self._parked is not unit:
+                    self._free_parked()
+                self._parked, self._parked_after = unit, self.streams.last_use()
 
-    def make_room(self, unit: Unit) -> None:
-        """Free the buffers of the unit that ran before ``unit``, whose all-gather has taken memory.
+    def _after_forward(
+        self, unit: Unit, iteration: Iteration | None, *, expects_backward: bool, is_open_ended: bool
+    ) -> AfterForward:
+        """Decide what becomes of a unit's unsharded parameters at the end of its forward."""
+        # A forward inside another one of the unit: a method that calls the module goes on with the parameters.
+        if unit.depth > 0:
+            return AfterForward.STAY_UNSHARDED
+        # A recomputation: the backward of the unit follows. And the graph of an earlier backward may need the buffers.
+        if unit.phase is Phase.BACKWARD or unit.holds_graph:
+            return AfterForward.STAY_UNSHARDED
+        wanted = unit.control.reshard_after_forward
+        if wanted is None:  # the backward of the outermost unit comes first, so it would all-gather again at once
+            wanted = unit is not self.root
+        # In a re-entrant checkpoint units run without gradients, but the iteration began with gradients enabled.
+        may_follow = expects_backward or (iteration is not None and iteration.trains and unit.is_trainable)
+        # Without a hooked output nothing may unshard the unit in backward.
+        if may_follow and (is_open_ended or iteration is None or not wanted):
+            return AfterForward.STAY_UNSHARDED
+        # A reshard frees nothing if every buffer is a shard.
+        if may_follow and not any(map(_OWNS_MEMORY, unit.handles)):
+            return AfterForward.STAY_UNSHARDED
+        # The modules show sharded parameters, and the buffers stay until the next unit's all-gather has taken memory,
+        # or for the backward, of which the last unit of a forward is the first.
+        if iteration is not None and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:
+            return AfterForward.PARK
+        return AfterForward.RESHARD
 
-        In this order the all-gather does not wait for the compute of the unit before.
-        """
-        if unit.handles and unit is not self._parked:
-            self._shrink_parked()
-
-    def _shrink_parked(self) -> None:
-        """Free the parked buffers of the last unit that ran."""
-        unit, self._parked = self._parked, None
-        last_use, self._parked_after = self._parked_after, None
-        if unit is not None:
-            # A backward may have computed with them since.
-            unit.shrink_parked(last_use if self.backward is None else None)
+    def leave_failed(self, unit: Unit, *, recomputes: bool) -> None:
+        """End a unit's forward that raised; in a recomputation, which raises to stop early, the backward goes on."""
+        unit.depth -= 1
+        if unit.depth == 0 and unit.phase is Phase.FORWARD:
+            unit.phase = Phase.IDLE
+        if not recomputes and unit.depth == 0 and unit.phase is not Phase.BACKWARD and not unit.holds_graph:
+            unit.reshard()
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
-        assert self.iteration is not None
-        self._last_order[self.iteration.order[0]] = self.iteration.order
+        iteration = self.iteration
+        assert iteration is not None
+        self._last_order[iteration.order[0]] = iteration.order
         parked = self._parked
         # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
-        if not self.iteration.expects_backward or (parked is not None and not parked.control.keeps_last):
-            self._shrink_parked()
-        self.root.shrink_parked()  # no unit follows it
-        if not self.iteration.expects_backward:
-            self._pending.remove([self.iteration])
+        if not iteration.expects_backward or (parked is not None and not parked.control.keeps_last):
+            self._free_parked()
+        self.root.free_parked()  # no unit follows it
+        if not iteration.expects_backward:
+            self._pending.remove([iteration])
             # Units of a method under no_grad may have kept buffers, as if in a re-entrant checkpoint.
-            ran = () if self.iteration.is_open_ended else self.iteration.order
+            ran = () if iteration.is_open_ended else iteration.order
             for unit in dict.fromkeys([*self._replicated, *ran]):
                 if unit.phase is Phase.IDLE and not unit.holds_graph:
                     unit.reshard()
@@ -270,9 +372,10 @@ class Schedule(CommContext):
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
         rank_groups: set[RankGroup] = set()
         for unit in self.units:
-            for mesh in unit.meshes:
-                smaller, separate = mesh.smaller_group, mesh.choice.reduce_group
-                rank_groups.update(mesh.groups.rank_groups)
+            rank_groups.update(unit.options.groups.rank_groups)
+            for handle in unit.handles:
+                smaller, separate = handle.comm.smaller_group, handle.comm.choice.reduce_group
+                rank_groups.update(handle.comm.options.groups.rank_groups)
                 rank_groups.update([separate] if separate else [], [smaller.rank_group] if smaller else [])
         report_error(rank_groups, error)
         self.abort()
@@ -282,7 +385,7 @@ class Schedule(CommContext):
         if self.root.control.finalizes_by_hand and (self.has_unfinalized_gradients or self.backward is not None):
             self.has_lost_gradients = True
         self._begin_anew()
-        self.reductions.reset(self.streams)
+        self._drop_reductions()
         for unit in self.units:
             unit.abort()
         self.pool.clear()
@@ -290,22 +393,19 @@ class Schedule(CommContext):
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
-        if unit is not None and unit.needs_all_gather and unit.shows_sharded and unit.context is self:
+        # In GATHERING and READY there is nothing to begin.
+        if unit is not None and unit.needs_all_gather and unit.state not in _UNSHARDED and unit.step is self:
             unit.log_event(event)
             self._prefetched[unit] = None
-            unit.begin_unshard()
+            unit.gather()
 
     def _drop_prefetched(self) -> None:
         units, self._prefetched = self._prefetched, {}
         for unit in units:
             unit.reshard()
 
-    def prefetch_forward(self, record: ForwardRecord) -> None:
+    def _prefetch_forward(self, unit: Unit, iteration: Iteration) -> None:
         """Begin early all-gathers: of the caller's list, else of the unit that ran next in the last iteration."""
-        unit = record.unit
-        self._prefetched.pop(unit, None)
-        if record.iteration is None:
-            return
         for module in unit.control.forward_prefetch:
             self._begin_early(unit_of(module), "forward_prefetch")
         if self._prefetched or unit.control.forward_prefetch:
@@ -313,7 +413,7 @@ class Schedule(CommContext):
         # On CPUs (no streams) only an early all-gather overlaps compute, so forward prefetch is always on.
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
-        running = record.iteration.order
+        running = iteration.order
         order, here = self._last_order.get(running[0]), len(running) - 1
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
@@ -334,59 +434,49 @@ class Schedule(CommContext):
 
     def _in_backward(self) -> Backward:
         """Return the running backward; begin it if autograd has just reached this tree."""
-        if self.backward is not None and self._lost_callback:
-            self.abort()
-        if self.backward is None:
-            self.backward = self._begin_backward()
-            self.backward.include(self._pending.of_backward(self._exchange.any_rank))
-            callback = partial(self._end_of_backward)
-            self._callback = weakref.ref(callback)
-            queue_callback(callback)
-        return self.backward
+        if self.backward is not None and self._callback is not None and self._callback() is not None:
+            return self.backward
+        if self.backward is not None:
+            self.abort()  # autograd, which alone holds the callback at the end of the backward, has dropped it
+        backward = self._begin_backward()
+        backward.include(self._pending.of_backward(self._exchange.any_rank))
+        callback = partial(self._end_of_backward)
+        self._callback = weakref.ref(callback)
+        queue_callback(callback)
+        return backward
 
     def _begin_backward(self) -> Backward:
         self.recover()
-        self._adopt_units()
-        if any(unit.control.sync_gradients for unit in self.units):
-            try:
-                self.rank_checks.before_backward()
-            except (PeerFailureError, RankMismatchError):
-                self.abort()
-                raise
-        return Backward(self._unshard_for_backward, self._post_backward)
+        self._take_over_units()
+        self.backward = Backward(self._unshard_for_backward, self._post_backward)
+        return self.backward
 
     def complete_accumulation(self) -> None:
         """Reduce and set, after backwards, the gradients that they have left unset. Every rank must call this."""
         self.recover()
         if self.backward is None:
             with torch.no_grad():
-                self.backward = self._begin_backward()
+                self._begin_backward()
                 self._end_of_backward(by_hand=True)
 
-    def outputs_reached(self, record: ForwardRecord) -> None:
-        """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
-        task = graph_task_id()
-        if record.task == task:
-            return
+    def outputs_reached(self, record: ForwardRecord, task: int) -> None:
+        """Unshard a unit for the backward of a forward whose outputs autograd has reached, in graph task ``task``."""
         record.task = task
-        backward = self._in_backward()
+        backward, unit = self._in_backward(), record.unit
         if record.iteration is not None:
-            backward.include([record.iteration])
             backward.reach(record)
-        unit = record.unit
         self._make_room_for(unit)
         with profiled("pre_backward", unit.name):
             unit.pre_backward(record.weights)
         self._prefetched.pop(unit, None)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
+    @dynamo_disabled
     def inputs_complete(self, record: ForwardRecord) -> None:
         """End the backward of a forward, whose input gradients exist."""
         backward = self._in_backward()
         if record.iteration is None and torch.is_grad_enabled():
             return  # torch.autograd.grad inside a recomputed forward; the backward passes this graph again
-        if record.iteration is not None:
-            backward.include([record.iteration])
         backward.complete(record)
 
     @dynamo_disabled
@@ -403,21 +493,23 @@ class Schedule(CommContext):
                 )
             self._in_backward()
             unit.phase = Phase.BACKWARD
-        if not self.streams.is_accelerator:
-            self.reductions.finish_done()
+        # On accelerators the host would wait for nothing but its own streams.
+        while not self.streams.is_accelerator and self._in_flight and self._in_flight[0].is_done:
+            self._finish_oldest()
 
     def _make_room_for(self, unit: Unit) -> None:
+        """Free the buffers that the last unit of the forward has kept, unless they are those of ``unit``."""
         if unit is self._parked:
             self._parked = None
-        elif unit.needs_all_gather and unit.shows_sharded and unit is not self.root:
-            self._shrink_parked()
+        elif unit.needs_all_gather and unit.state not in _UNSHARDED and unit is not self.root:
+            self._free_parked()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
-        if unit.needs_all_gather and unit.context is self:
+        if unit.needs_all_gather and unit.step is self:
             self._make_room_for(unit)
             unit.use_full_precision(weights.full_precision)
-            unit.begin_unshard()
+            unit.gather()
             self._prefetched.pop(unit, None)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
@@ -428,8 +520,8 @@ class Schedule(CommContext):
         the reduction in the order of collectives.
         """
         assert self.backward is not None
-        if unit.context is not self:
-            return  # the unit is under two roots, and the other root's schedule runs it
+        if unit.step is not self:
+            return  # the unit is under two roots, and the other root's step runs it
         with profiled("post_backward", unit.name):
             unit.log_event("post_backward")
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
@@ -438,7 +530,30 @@ class Schedule(CommContext):
                 for handle in unit.handles:
                     if handle.num_trainable:
                         self._take_grads_ready(handle)
-                unit.begin_reductions()
+                for handle in unit.handles:
+                    if handle.num_trainable:
+                        self._reduce(unit, handle)
+
+    def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
+        """Begin to reduce the gradient of a parameter group (zeros if there is none).
+
+        Reductions follow each other in the same order on every rank. A few are in flight while backward goes on, so
+        that few flat gradients wait for the network. Every rank of the group's process groups must call this.
+        """
+        unit.log_event("reduce_scatter")
+        handle.comm.issued.append(("reduction", handle.comm))
+        for earlier in self._in_flight:
+            if earlier.needs_all_reduce:
+                earlier.advance()
+        while len(self._in_flight) >= (unit.policy.max_in_flight or self._most_in_flight):
+            self._finish_oldest()
+        with profiled("reduce_scatter", handle.spec.unit_name):
+            self._in_flight.append(Reduction(handle, unit.policy, self.streams))
+
+    def _finish_oldest(self) -> None:
+        reduction = self._in_flight.pop(0)
+        reduced = reduction.finish()
+        self._reduced.setdefault(reduction.handle, []).extend([] if reduced is None else [reduced])
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
@@ -459,7 +574,7 @@ class Schedule(CommContext):
         with profiled("root_post_backward", self.root.name):
             backward.finish()
             self._drop_prefetched()
-            self._shrink_parked()
+            self._free_parked()
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not (backward.keeps_graph or unit.is_at_rest):
                     unit.end_backward(keeps_graph=backward.keeps_graph)
@@ -483,27 +598,83 @@ class Schedule(CommContext):
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         averages = bool(self.root.averages_ignored)
-        params = unreduced_params(self._root_module(), self.units) if averages or not trains else {}
+        params = unreduced_params(self.root_module(), self.units) if averages or not trains else {}
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
         if reduced and (trains or params):
             self._set_sharded_grads(reduced, averaged_lines(params, averages=averages))
             if averages and self.unread is None:
                 any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
                 average_gradients(params, self.root, any_rank)
-            # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
-            self.rank_checks.after_reduction()
+            # Last: a warning may raise on one rank alone, and no rank waits for it after this.
+            for guard in EVENTS.after_reduce:
+                guard(self)
 
     def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
+        """Reduce what is not reduced yet, and set the gradients once ranks have exchanged which of them exist."""
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
         used, self.used = self.used, {}
         unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced:
-            if unit.policy.all_reduce:
-                unreduced.update([handle for handle in unit.handles if handle.partial_grad.shard is not None])
-        for unit in reduced if unreduced else ():
-            unit.begin_reductions(unreduced)
-        self.reductions.set_grads(self.streams, used)
+            for handle in unit.handles:
+                if handle in unreduced or (unit.policy.all_reduce and handle.partial_grad.shard is not None):
+                    self._reduce(unit, handle)
+        self._set_grads(used)
+
+    @property
+    def has_reductions(self) -> bool:
+        """True if gradients are being reduced, or are reduced and not set yet."""
+        return bool(self._in_flight or self._reduced)
+
+    def _wait_for_reductions(self) -> None:
+        """Wait for all reductions, and let compute and the host use the results."""
+        while self._in_flight:
+            self._finish_oldest()
+        self.streams.wait_for_reduce_scatters()
+        self.streams.wait_for_host_copies()
+
+    def _set_grads(self, used: dict[FlatParamHandle, bytes]) -> None:
+        """Wait for all reductions, and add the results to ``.grad`` of the parameters that an optimizer holds.
+
+        ``used`` holds for each parameter group one byte per parameter: 1 if any rank has used it.
+        """
+        self._wait_for_reductions()
+        all_reduced, self._reduced = self._reduced, {}
+        for handle, grads in all_reduced.items():
+            partial, flags = handle.partial_grad, used[handle]
+            if grads:
+                for grad in grads:
+                    grad.divide(by_tensor=True)
+                    if grad is not grads[0]:
+                        grads[0].shard.add_(grad.shard)
+                if partial.used is not None:
+                    flags = partial.add_used(flags)
+                if partial.shard is None:
+                    partial.used = None
+                zeros_for_unused = grads[0].policy.zeros_for_unused
+                add_reduced(handle, grads[0].shard, bytes(handle.requires_grad()) if zeros_for_unused else flags)
+            if partial.shard is not None:
+                partial.add_used(used[handle])
+
+    def _drop_reductions(self) -> None:
+        """Wait for all reductions and drop them; their errors add nothing to the cause of an abort."""
+        in_flight, self._in_flight = self._in_flight, []
+        for reduction in in_flight:
+            with suppress(RuntimeError):
+                reduction.discard()
+        self._reduced = {}
+        self.streams.wait_for_reduce_scatters()
+        self.streams.wait_for_host_copies()
+
+    def clear_reduced(self, handle: FlatParamHandle, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
+        """Fill reduced gradients of some parameters of a group with zeros, as far as ``.grad`` has none of them yet."""
+        if self.has_reductions:
+            self._wait_for_reductions()
+            for grad in self._reduced.get(handle, ()):
+                for each in chosen:
+                    each.part_of(grad.shard).zero_()
+        if set_to_none and handle in self.used:
+            self.used[handle] = without(self.used[handle], [index for each in chosen for index in each.indices])
 
     def _exchange_with_ranks(
         self,
@@ -523,7 +694,8 @@ class Schedule(CommContext):
         waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later
         same, retains = "\n".join(averaged).encode(), backward.retains_graph
         exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
-        self.reductions.finish_all()
+        while self._in_flight:
+            self._finish_oldest()
         if not waits:
             for handle in chain.from_iterable(exchange.handles.values()):
                 used.setdefault(handle, bytes(len(handle.layout.param_infos)))
@@ -577,17 +749,24 @@ class Schedule(CommContext):
         self.collectives.clear()
 
 
-def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
-    """Return the schedule of ``unit``; if there is none, create one with ``module`` as its root."""
-    return unit.context if isinstance(unit.context, Schedule) else Schedule(module)
+def step_of(module: nn.Module, unit: Unit) -> Step:
+    """Return the step of a unit's tree, which is built with ``module`` as its root if it has not been used yet."""
+    return unit.step if unit.step.is_built else unit.step.build(module)
 
 
 def outermost_of(unit: Unit) -> Unit | None:
     """Return the outermost unit of a unit's tree; None before the tree's first use."""
-    return unit.context.root if isinstance(unit.context, Schedule) else None
+    return unit.step.root if unit.step.is_built else None
 
 
-def reset_schedule(units: list[Unit]) -> None:
-    """Drop the schedule of ``units``, so that the next use creates a new one."""
-    for unit in units:
-        unit.use_context(CommContext(unit.options.device))
+def new_step(unit: Unit) -> None:
+    """Give a unit a step of its own, in which it is the root."""
+    step = Step(unit.options.device)
+    step.root, step.units = unit, [unit]
+    unit.use_step(step)
+
+
+def reset_step(units: Iterable[Unit]) -> None:
+    """Take a tree apart, so that its next use builds it again."""
+    for unit in list(units):
+        new_step(unit)

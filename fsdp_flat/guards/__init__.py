@@ -1,0 +1,50 @@
+"""Keeps the promises that a step itself does not: one file a promise.
+
+A guard is told of events of the step (:class:`fsdp_flat.runtime.Guard`), may raise, and owns no state of the step. The
+step runs without any: ``with guards_off(): ...``. Those of ``DEFAULT`` are on from the import of the package.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fsdp_flat.guards.assigned_parameters import AssignedParameters
+from fsdp_flat.guards.buffer_views import BufferViews
+from fsdp_flat.guards.changed_parameters import ChangedParameters
+from fsdp_flat.guards.changed_weights import ChangedWeights
+from fsdp_flat.guards.compiled_modules import CompiledModules
+from fsdp_flat.guards.inplace_inputs import InplaceInputs
+from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights
+from fsdp_flat.guards.meta_tensors import MetaTensors
+from fsdp_flat.guards.replaced_modules import ReplacedModules
+from fsdp_flat.guards.stored_tensors import StoredTensors
+from fsdp_flat.guards.trained_parameters import TrainedParameters
+from fsdp_flat.guards.unmanaged_tensors import UnmanagedTensors
+from fsdp_flat.runtime import EVENTS
+
+DEFAULT = (
+    AssignedParameters(),
+    ChangedParameters(),
+    ChangedWeights(),
+    InplaceInputs(),
+    BufferViews(),
+    StoredTensors(),
+    MetaTensors(),
+    CompiledModules(),
+    ReplacedModules(),
+    TrainedParameters(),
+    UnmanagedTensors(),
+    LowPrecisionWeights(),
+)
+
+
+EVENTS.use(DEFAULT)
+
+
+@contextmanager
+def guards_off() -> Iterator[None]:
+    """Run steps without guards inside the block, to measure what they cost. Every rank must enter it."""
+    before = EVENTS.use(())
+    try:
+        yield
+    finally:
+        EVENTS.use(before)

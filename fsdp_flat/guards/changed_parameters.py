@@ -1,0 +1,14 @@
+"""Finds parameters that a forward has changed while they were unsharded."""
+
+from __future__ import annotations
+
+from fsdp_flat.runtime import Guard, UnitForward
+
+
+class ChangedParameters(Guard):
+    """Refuses changes of unsharded parameters, which a reshard would lose."""
+
+    def after_compute(self, forward: UnitForward) -> None:
+        """Raise a UsageError if the computation has changed parameters."""
+        for handle in forward.unit.handles:
+            handle.check_after_compute()

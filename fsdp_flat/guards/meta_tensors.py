@@ -1,0 +1,75 @@
+"""Finds tensors that left the meta device and were never written, before a model computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakSet
+
+from fsdp_flat.comm import ErrorTexts, agree
+from fsdp_flat.errors import UsageError, counted, some_of
+from fsdp_flat.runtime import Guard, Iteration, Step, Unit, rank_groups_of
+from fsdp_flat.user_warnings import warn_user
+
+_WRITTEN = ErrorTexts("checking weights that left the meta device")
+
+
+class MetaTensors(Guard):
+    """Refuses parameters without values, on all ranks, and warns of buffers, before the first forward of a tree."""
+
+    def __init__(self) -> None:
+        self._checked: WeakSet[Step] = WeakSet()
+
+    def tree_built(self, step: Step, iteration: Iteration) -> None:
+        """Raise a UsageError if a parameter that left the meta device has no values, here or on another rank."""
+        if step not in self._checked:
+            _check_values(step.units)
+            self._checked.add(step)
+
+
+def _unwritten(units: Iterable[Unit], *, params: bool) -> list[str]:
+    """Return names of parameters, or of buffers, that left the meta device and still have no values."""
+    return [
+        f"{entry.fqn!r} of unit {unit.name!r}"
+        for unit in units
+        for entry in unit.unwritten or ()
+        if entry.is_param is params and entry.is_still
+    ]
+
+
+def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
+    """Return an error that lists the parameters without values, or None; warn of buffers."""
+    buffers, params = _unwritten(units, params=False), _unwritten(units, params=True)
+    if buffers:
+        warn_user(
+            f"Buffers left the meta device and were never written, so their values are undefined: {', '.join(buffers)}"
+            ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn."
+        )
+    if not params:
+        return None
+    return UsageError(
+        f"Parameters left the meta device and were never written, so their values are undefined: "
+        f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
+    )
+
+
+def _check_values(units: Sequence[Unit]) -> None:
+    """Raise if a parameter that left the meta device has no values, here or on another rank.
+
+    Every rank must call this. This rank's error is exchanged over all groups, since ranks that are in one of them alone
+    would otherwise wait forever.
+    """
+    # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing reads
+    # a parameter.
+    left = _unwritten([unit for unit in units if unit.options.front.stays_on_meta], params=True)
+    if left:
+        warn_user(
+            f"{counted(len(left), 'parameters')} left the meta device by to_empty, never written and so NaN: "
+            f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
+            "dict, between to_empty and the first forward."
+        )
+    left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
+    if left_meta:
+        rank_groups = rank_groups_of(unit.options.groups for unit in (units[0], *left_meta))
+        agree((), _unwritten_error(left_meta), rank_groups, left_meta[0].options.device, _WRITTEN)
+    for unit in units:
+        unit.unwritten = None

@@ -1,0 +1,56 @@
+"""Finds modules that a program has replaced after wrapping, whose new parameters nothing reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+from torch import nn
+
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime import Guard, Iteration, Step, Unit, unreduced_params
+from fsdp_flat.user_warnings import warn_user
+
+
+class ReplacedModules(Guard):
+    """Warns, at the first forward of a tree that trains, of parameters that took the place of a unit's."""
+
+    def __init__(self) -> None:
+        self._checked: WeakSet[Step] = WeakSet()
+
+    def tree_built(self, step: Step, iteration: Iteration) -> None:
+        """Warn of replaced modules."""
+        if iteration.trains and step not in self._checked:
+            self._checked.add(step)
+            root_module = step.root_module()
+            if root_module is not None:
+                _warn_of_replaced(root_module, step.units)
+
+
+def _warn_of_replaced(root_module: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of trainable parameters that nothing reduces, in the place of parameters that a unit still holds.
+
+    There is no warning if the caller has chosen whether to average gradients that no unit manages.
+    """
+    if units[0].averages_ignored is not None or units[0].options.groups.num_ranks == 1:
+        return
+    paths = {module: clean_fqn(path) for path, module in root_module.named_modules()}
+    gone = {
+        join_fqn(paths[unit.module], site.fqn): unit.name
+        for unit in units
+        if unit.module in paths
+        for handle in unit.handles
+        for entry in handle.params
+        for site in entry.sites
+        if site.module not in paths
+    }
+    replaced = gone.keys() & unreduced_params(root_module, units) if gone else ()
+    if replaced:
+        warn_user(
+            f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
+            f"{', '.join(f'{name!r} (unit {gone[name]!r})' for name in sorted(replaced))}. Each rank trains its own, "
+            "and a state dict holds rank 0's; the unit keeps the parameter that was there. Replace modules (resize "
+            "embeddings) before wrapping, or wrap again after fsdp_flat.unwrap(model); or call "
+            "model.average_ignored_gradients() to have their gradients averaged, "
+            "model.average_ignored_gradients(False) if that is done elsewhere."
+        )

@@ -1,0 +1,52 @@
+"""Compares which parameters ranks train, before they mix the gradients of different ones."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+from fsdp_flat.comm import RankGroup, agree
+from fsdp_flat.runtime import TRAINED, Guard, Iteration, Step, Unit, WeightsVersion, rank_groups_of, trained_lines
+
+
+class TrainedParameters(Guard):
+    """Refuses ranks that train different parameters, or run different units, in the first step that would mix them.
+
+    Ranks compare where they communicate over the same process groups anyway: over shard groups at the first forward
+    that trains, over replicas at the first backward that reduces gradients. Later steps compare a digest
+    (:mod:`fsdp_flat.runtime.backward_exchange`).
+    """
+
+    def __init__(self) -> None:
+        self._compared_shards: WeakSet[Step] = WeakSet()
+        self._compared_replicas: WeakSet[Step] = WeakSet()
+
+    def tree_built(self, step: Step, iteration: Iteration) -> None:
+        """Raise a RankMismatchError if ranks of a shard group train different parameters."""
+        if not iteration.trains or step in self._compared_shards:
+            return
+        sharded = {
+            handle.comm.options.groups: unit.options.device
+            for unit in step.units
+            for handle in unit.handles
+            if handle.comm.exact is not None
+        }
+        for groups, device in sharded.items():
+            agree(trained_lines(step.units, [groups]), None, [groups.shard], device, TRAINED)
+        self._compared_shards.add(step)
+
+    def before_backward(self, unit: Unit, weights: WeightsVersion, current: WeightsVersion) -> None:
+        """Raise a RankMismatchError if replicas train different parameters."""
+        step = unit.step
+        if step in self._compared_replicas or not any(each.control.sync_gradients for each in step.units):
+            return
+        self._compared_replicas.add(step)
+        groups = dict.fromkeys(handle.comm.options.groups for each in step.units for handle in each.handles)
+        replicated = [each for each in groups if each.replicate.size > 1]
+        if replicated and any(each.is_trainable for each in step.units):
+            # What ranks find over the groups of an inner unit is exchanged over those of the outermost one too.
+            rank_groups = rank_groups_of([step.root.options.groups, *replicated])
+
+            def lines_of(rank_group: RankGroup) -> list[str]:
+                return trained_lines(step.units, [each for each in replicated if rank_group in each.rank_groups])
+
+            agree(lines_of, None, rank_groups, step.root.options.device, TRAINED)
