@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel, fully_shard
+from fsdp_flat.guards import guards_off
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 PACKAGE = Path(fsdp_flat.__file__).parent
@@ -137,7 +139,7 @@ def summary(entered: Entered) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the counts of each front on two ranks; with ``--list`` the functions too."""
+    """Print the counts of each front on two ranks, with guards and without; with ``--list`` the functions too."""
     lists = "--list" in (sys.argv[1:] if argv is None else argv)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.spawn(_on_rank, (2, store.port, lists), 2)
@@ -149,9 +151,12 @@ def _on_rank(rank: int, size: int, port: int, lists: bool) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     for name, wrap in FRONTS.items():
         torch.manual_seed(0)
-        entered = entered_in_steps(wrap)
-        if rank == 0:
-            print(f"{name}: {summary(entered)}", *(entered.lines() if lists else ()), sep="\n")
+        for guards in (True, False):
+            with nullcontext() if guards else guards_off():
+                entered = entered_in_steps(wrap)
+            if rank == 0:
+                title = name if guards else f"{name}, without guards"
+                print(f"{title}: {summary(entered)}", *(entered.lines() if lists else ()), sep="\n")
     torch.distributed.destroy_process_group()
 
 

@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     from fsdp_flat.extras.describe import describe
     from fsdp_flat.flat import FlatParameter
     from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-    from fsdp_flat.runtime import check_replicas, participate, register_forward_method, unshard_for, unwrap
+    from fsdp_flat.guards import check_replicas
+    from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
     from fsdp_flat.state import register_optim_state_handler
     from fsdp_flat.tools.planning import plan
     from fsdp_flat.tools.recording import record
@@ -141,6 +142,7 @@ _HOMES = (
     "fully_sharded_data_parallel",
     "composable",
     "flat",
+    "guards",
     "runtime",
     "state",
     "extras",

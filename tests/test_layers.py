@@ -22,7 +22,7 @@ LAYERS = {
     "wrap": 1,
     "runtime": 2,
     "guards": 3,
-    "state": 3,
+    "state": 4,
     "checkpoint": TOP,
     "compat": TOP,
     "composable": TOP,

@@ -391,14 +391,14 @@ def list_steps(directory: Path) -> list[int]:
     return sorted(_numbers(directory), key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
 
 
-def step_of(name: str) -> int | None:
+def step_number_of(name: str) -> int | None:
     """Return the number of a checkpoint by the name of its directory; None for another name."""
     match = _NAME.match(name)
     return None if match is None else int(match[1])
 
 
 def _numbers(directory: Path) -> list[int]:
-    return sorted(step for name in _listed(directory) if (step := step_of(name)) is not None)
+    return sorted(step for name in _listed(directory) if (step := step_number_of(name)) is not None)
 
 
 def unfinished(directory: Path) -> list[str]:

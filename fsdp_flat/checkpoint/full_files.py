@@ -43,8 +43,9 @@ from fsdp_flat.checkpoint.safetensors_files import (
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits
-from fsdp_flat.runtime import RankZeroTensors, no_units, unit_of, units_of
+from fsdp_flat.runtime import no_units, unit_of, units_of
 from fsdp_flat.state import (
     TEMPLATE,
     BoxedTensor,

@@ -18,8 +18,8 @@ from fsdp_flat.guards.meta_tensors import MetaTensors
 from fsdp_flat.guards.replaced_modules import ReplacedModules
 from fsdp_flat.guards.stored_tensors import StoredTensors
 from fsdp_flat.guards.trained_parameters import TrainedParameters
-from fsdp_flat.guards.unmanaged_tensors import UnmanagedTensors
-from fsdp_flat.runtime import EVENTS
+from fsdp_flat.guards.unmanaged_tensors import RankZeroTensors, UnmanagedTensors, check_replicas
+from fsdp_flat.runtime import use_guards
 
 DEFAULT = (
     AssignedParameters(),
@@ -37,14 +37,14 @@ DEFAULT = (
 )
 
 
-EVENTS.use(DEFAULT)
+use_guards(DEFAULT)
 
 
 @contextmanager
 def guards_off() -> Iterator[None]:
     """Run steps without guards inside the block, to measure what they cost. Every rank must enter it."""
-    before = EVENTS.use(())
+    before = use_guards(())
     try:
         yield
     finally:
-        EVENTS.use(before)
+        use_guards(before)

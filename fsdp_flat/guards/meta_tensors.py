@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from fsdp_flat.comm import ErrorTexts, agree
 from fsdp_flat.errors import UsageError, counted, some_of
-from fsdp_flat.runtime import Guard, Iteration, Step, Unit, rank_groups_of
+from fsdp_flat.runtime import Guard, Iteration, Step, Unit, all_rank_groups
 from fsdp_flat.user_warnings import warn_user
 
 _WRITTEN = ErrorTexts("checking weights that left the meta device")
@@ -69,7 +69,7 @@ def _check_values(units: Sequence[Unit]) -> None:
         )
     left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
     if left_meta:
-        rank_groups = rank_groups_of(unit.options.groups for unit in (units[0], *left_meta))
+        rank_groups = all_rank_groups(unit.options.groups for unit in (units[0], *left_meta))
         agree((), _unwritten_error(left_meta), rank_groups, left_meta[0].options.device, _WRITTEN)
     for unit in units:
         unit.unwritten = None

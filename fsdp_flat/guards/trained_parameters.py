@@ -5,7 +5,7 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from fsdp_flat.comm import RankGroup, agree
-from fsdp_flat.runtime import TRAINED, Guard, Iteration, Step, Unit, WeightsVersion, rank_groups_of, trained_lines
+from fsdp_flat.runtime import TRAINED, Guard, Iteration, Step, Unit, WeightsVersion, all_rank_groups, trained_lines
 
 
 class TrainedParameters(Guard):
@@ -44,7 +44,7 @@ class TrainedParameters(Guard):
         replicated = [each for each in groups if each.replicate.size > 1]
         if replicated and any(each.is_trainable for each in step.units):
             # What ranks find over the groups of an inner unit is exchanged over those of the outermost one too.
-            rank_groups = rank_groups_of([step.root.options.groups, *replicated])
+            rank_groups = all_rank_groups([step.root.options.groups, *replicated])
 
             def lines_of(rank_group: RankGroup) -> list[str]:
                 return trained_lines(step.units, [each for each in replicated if rank_group in each.rank_groups])

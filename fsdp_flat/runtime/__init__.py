@@ -1,15 +1,16 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
+from fsdp_flat.runtime.averages import average_buffers, persistent_buffers, unmanaged_params, unreduced_params
 from fsdp_flat.runtime.backward import Iteration
 from fsdp_flat.runtime.build import build_rows, check_not_torchs, check_outside_units, handles_of, outer_holder_in
-from fsdp_flat.runtime.checks import TRAINED, rank_groups_of, trained_lines
+from fsdp_flat.runtime.checks import TRAINED, all_rank_groups, trained_lines
 from fsdp_flat.runtime.compute_device import current_accelerator, default_device, devices_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
-from fsdp_flat.runtime.events import EVENTS, Guard
 from fsdp_flat.runtime.forward import UnitForward, forward
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.group_collectives import SmallerGroup
 from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of
+from fsdp_flat.runtime.guard import Guard, guards_in_use, use_guards
 from fsdp_flat.runtime.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import (
     IN_PLACE,
@@ -49,13 +50,5 @@ from fsdp_flat.runtime.unit_settings import (
     set_comm_hook,
     set_divide_factor_of_tree,
     without_reduction,
-)
-from fsdp_flat.runtime.unmanaged import (
-    RankZeroTensors,
-    average_buffers,
-    check_replicas,
-    unmanaged_params,
-    unreduced_params,
-    warn_of_unsynchronized,
 )
 from fsdp_flat.runtime.unwrap import convert_unit, hide_compiled_name, unwrap

@@ -82,7 +82,7 @@ def check_units(units: Sequence[Unit]) -> None:
                 )
 
 
-def rank_groups_of(groups: Iterable[ShardingGroups]) -> list[RankGroup]:
+def all_rank_groups(groups: Iterable[ShardingGroups]) -> list[RankGroup]:
     """Return every process group of the given ones, each once."""
     return list(dict.fromkeys(rank_group for each in groups for rank_group in each.rank_groups))
 

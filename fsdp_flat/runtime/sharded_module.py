@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -16,7 +17,6 @@ from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.step import Step, outermost_of, step_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
-from fsdp_flat.runtime.unmanaged import note_outer_model
 
 
 class GradientReductionHandle:
@@ -42,7 +42,7 @@ class ShardedModule(UnitSettings):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield as :meth:`nn.Module.named_modules`."""
-        note_outer_model(self, memo, prefix)
+        _note_outer_model(self, memo, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
@@ -343,3 +343,25 @@ def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
                 f"{type(module).__name__} has none."
             )
     return found
+
+
+def _note_outer_model(module: nn.Module, walked: Iterable[nn.Module] | None, path: str) -> None:
+    """Note the model around a unit: a walk over modules has come to the unit's module by ``path``.
+
+    A module does not know what holds it. ``outer.parameters()``, with which callers make optimizers, is such a walk.
+
+    Args:
+        module: a wrapper, or a module of ``fully_shard``.
+        walked: the modules that the walk has passed, its first one among them.
+        path: the path from the first one to ``module``; the longest one counts.
+    """
+    unit = unit_of(module)
+    if unit is None or len(path) <= len(unit.path_from_outer):
+        return
+    for each in walked or ():
+        inner: nn.Module | None = each
+        for name in path.split("."):
+            inner = None if inner is None else inner._modules.get(name)
+        if inner is module:
+            unit.outer, unit.path_from_outer = weakref.ref(each), path
+            return

@@ -36,6 +36,7 @@ from fsdp_flat.flat import (
     without,
 )
 from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.backward_exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.checks import check_units, late_gradients, log_units, raise_difference
@@ -45,7 +46,6 @@ from fsdp_flat.runtime.options import AfterForward, Phase
 from fsdp_flat.runtime.reduction import LOGGER, ReducedGrad, Reduction
 from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unmanaged import average_gradients, averaged_lines, unreduced_params
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
 _UNSHARDED = (MemoryState.GATHERING, MemoryState.READY)

@@ -1,6 +1,6 @@
 """Runs one unit: a wrapped module and its parameter groups, in one of the states of :mod:`memory`.
 
-A unit is driven by the step of its tree (``step``), and calls neither that nor forwards.
+A unit is driven by the step of its tree (``step``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -35,9 +35,6 @@ from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, Weig
 from fsdp_flat.runtime.options import Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import LOGGER, ReductionPolicy
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
-
-if TYPE_CHECKING:
-    from fsdp_flat.runtime.step import Step
 
 _SHARDED, _GATHERING, _READY = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.READY
 
@@ -90,7 +87,7 @@ class Unit:
     own_modules: tuple[nn.Module, ...]
     members: tuple[nn.Module, ...]
     unit_id: int
-    step: Step
+    step: Any  # the Step, which drives units: a unit reads its streams, memory and records
 
     def __post_init__(self) -> None:
         precision = self.options.precision
@@ -138,7 +135,7 @@ class Unit:
             handle.comm.rename(self.name)
             handle.rename(handle.comm.name)
 
-    def use_step(self, step: Step) -> None:
+    def use_step(self, step: Any) -> None:
         """Use ``step``: the streams, memory and records of the tree that the unit belongs to."""
         self.step = step
         for handle in self.handles:

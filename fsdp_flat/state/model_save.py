@@ -23,8 +23,9 @@ from fsdp_flat.api import (
 from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, local_part, modules_of
+from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
-from fsdp_flat.runtime import RankZeroTensors, Unit, full_params, own_unit, units_of
+from fsdp_flat.runtime import Unit, full_params, own_unit, units_of
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
 from fsdp_flat.state.shards import (
     IndexedParam,

@@ -163,7 +163,7 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         values=values,
         files=tuple(sorted(files)),
         problems=partial(_problems_of_dcp, path, places.values(), is_ours),
-        step=disk.step_of(path.name),
+        step=disk.step_number_of(path.name),
     )
 
 

@@ -13,7 +13,7 @@ from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
 from fsdp_flat.tools.model_run import Checkpointed
 from fsdp_flat.tools.planned_units import UnitArguments, planned_model
-from fsdp_flat.tools.step_plan import PlanChoice, Step, StepPlan, planned_step
+from fsdp_flat.tools.step_plan import PlanChoice, StepPlan, StepSettings, planned_step
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # The share of a model's parameters that modules of one class must have, for them to be tried as units.
@@ -23,7 +23,7 @@ _LEAST_SHARE = 0.1
 def search(
     module: nn.Module,
     arguments: UnitArguments,
-    step: Step,
+    step: StepSettings,
     limit_nbytes: int,
     checkpointed: Checkpointed,
     *,

@@ -13,7 +13,7 @@ from fsdp_flat.tools.model_run import Checkpointed, loss_of_output
 from fsdp_flat.tools.optimizer_run import MakeOptimizer
 from fsdp_flat.tools.plan_search import search
 from fsdp_flat.tools.planned_units import APIS, UnitArguments, planned_model
-from fsdp_flat.tools.step_plan import Loss, Step, StepPlan, plan_of_units, planned_step
+from fsdp_flat.tools.step_plan import Loss, StepPlan, StepSettings, plan_of_units, planned_step
 from fsdp_flat.tools.text import nbytes_of
 
 
@@ -105,7 +105,7 @@ def plan(
         if fit is not None:
             raise OptionError("plan(fit=...) needs a batch: without one it cannot count activations.")
         return plan_of_units(planned_model(module, arguments))
-    step = Step(batch, loss, optimizer, bandwidth, flops, accumulates, is_accelerator)
+    step = StepSettings(batch, loss, optimizer, bandwidth, flops, accumulates, is_accelerator)
     if fit is None:
         planned = planned_model(module, arguments)
         return planned_step(planned, arguments, step, step.entries(planned, checkpointing))

@@ -190,7 +190,7 @@ def plan_of_units(planned: PlannedModel) -> StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepSettings:
     """Holds the arguments of :func:`fsdp_flat.plan` that decide on a step and not on units; see there."""
 
     batch: Any
@@ -206,7 +206,9 @@ class Step:
         return step_entries(planned, self.batch, self.loss, checkpointed, is_accelerator=self.is_accelerator)
 
 
-def planned_step(planned: PlannedModel, arguments: UnitArguments, step: Step, entries: Sequence[StepEntry]) -> StepPlan:
+def planned_step(
+    planned: PlannedModel, arguments: UnitArguments, step: StepSettings, entries: Sequence[StepEntry]
+) -> StepPlan:
     """Return the plan of a step, of which ``entries`` happen to a model of the same units."""
     handles = [handle for unit in planned.units for handle in unit.handles]
     state_nbytes = step_nbytes = 0

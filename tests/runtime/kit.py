@@ -18,7 +18,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.shm import shared_channel, shared_collectives, transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
-from fsdp_flat.runtime import EVENTS, Phase, Unit, step_of, units_of
+from fsdp_flat.runtime import Phase, Unit, guards_in_use, step_of, units_of
 from tests.support import assert_close
 from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.reference import replicated_step
@@ -258,7 +258,7 @@ def shared_memory(use: bool) -> Iterator[None]:
 def acquaint(model: nn.Module) -> None:
     """Set up the shared-memory transport, and skip the checks of the first step."""
     step = step_of(model, units_of(model)[0])
-    for guard in EVENTS.guards:
+    for guard in guards_in_use():
         for name in ("_checked", "_compared_shards", "_compared_replicas"):
             getattr(guard, name, set()).add(step)
     for unit in units_of(model):

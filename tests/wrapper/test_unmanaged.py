@@ -18,7 +18,7 @@ import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, check_replicas, fully_shard
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
-from fsdp_flat.runtime import unmanaged
+from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss, train_on

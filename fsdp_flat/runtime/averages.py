@@ -1,0 +1,127 @@
+"""Averages over ranks, on request, what no unit manages: gradients of ignored and added parameters, and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, begin_all_reduce, connected
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat import is_managed, modules_of
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime.torch_runtime import is_replicated
+from fsdp_flat.runtime.unit import Unit
+
+_BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
+
+
+def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
+    """Return by name the parameters below ``root`` that none of its units manages."""
+    handles = [handle for unit in units for handle in unit.handles]
+    managed = {param for handle in handles for param in (*handle.visible_params(), *handle.unsharded_params)}
+    return {
+        clean_fqn(name): param
+        for name, param in root.named_parameters()
+        if param not in managed and not is_managed(param)
+    }
+
+
+def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
+    """Return by name the trainable parameters below ``root`` whose gradients nothing reduces; none without a root."""
+    if root is None:
+        return {}
+    # DistributedDataParallel, replicate and DTensors reduce their own gradients.
+    replicated = [
+        module for module in modules_of(root) if isinstance(module, DistributedDataParallel) or is_replicated(module)
+    ]
+    reduced = {param for module in replicated for param in module.parameters()}
+    return {
+        name: param
+        for name, param in unmanaged_params(root, units).items()
+        if param.requires_grad and param not in reduced and not isinstance(param, DTensor)
+    }
+
+
+def persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by name the persistent buffers below ``root``, each once, without DTensors."""
+    found: dict[torch.Tensor, str] = {}
+    for path, module in root.named_modules():
+        for name, buffer in module._buffers.items():
+            persists = buffer is not None and name not in module._nonpersistent_buffers_set
+            if persists and not isinstance(buffer, DTensor):
+                found.setdefault(buffer, clean_fqn(join_fqn(path, name)))
+    return {name: buffer for buffer, name in found.items()}
+
+
+def averaged_lines(params: Mapping[str, nn.Parameter], *, averages: bool) -> list[str]:
+    """Describe what :func:`average_gradients` is to average, one fact a line, the same on all ranks."""
+    described = [f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()]
+    return [f"average_ignored_gradients() {'called' if averages else 'not called'}", *(described if averages else ())]
+
+
+def average_gradients(
+    params: Mapping[str, nn.Parameter], unit: Unit, any_rank: Callable[[Sequence[bool]], list[bool]]
+) -> None:
+    """Replace each gradient by its mean over the ranks of the outermost ``unit``; one without counts as zeros.
+
+    A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a backward
+    has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of the unit's
+    groups must call this, with the same parameters. ``any_rank`` returns for each flag whether it is true on any of
+    these ranks.
+    """
+    groups, policy = unit.options.groups, unit.policy
+    if policy.divide_factor is not None or policy.hook is not None:
+        raise UsageError(
+            "average_ignored_gradients() gives means over ranks, but a communication hook or "
+            "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
+            "by hand too, and call model.average_ignored_gradients(False)."
+        )
+    if not params or groups.num_ranks == 1:
+        return
+    used = list(compress(params.values(), any_rank([param.grad is not None for param in params.values()])))
+    with torch.no_grad():
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in used]
+        for param, mean in zip(used, _means(grads, groups, "gradients"), strict=True):
+            param.grad = mean.to(param.dtype, copy=True)
+
+
+def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
+    """Return the mean over ranks of each tensor, dense; of an integer one the maximum."""
+    # One all-reduce for each dtype, device and group.
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
+    results = list(tensors)
+    for (dtype, _), indices in by_kind.items():
+        averages = dtype.is_floating_point or dtype.is_complex
+        # Sum in fp32 at least: sums in short dtypes lose digits or overflow.
+        wide = torch.promote_types(dtype, torch.float32) if averages else dtype
+        dense = [tensors[index].to_dense() for index in indices]
+        flat = torch.cat([each.reshape(-1).to(wide) for each in dense])
+        collective = f"the average of {what} that no unit manages"
+        for rank_group in connected(groups.rank_groups):
+            flat = begin_all_reduce(flat, rank_group, largest=not averages, collective=collective).wait()
+        if averages:
+            flat /= groups.num_ranks
+        for index, each, mean in zip(indices, dense, flat.split([each.numel() for each in dense]), strict=True):
+            results[index] = mean.view(each.shape)
+    return results
+
+
+def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
+    """Replace each persistent buffer by its mean over ranks; an integer one by the maximum.
+
+    Boolean buffers are unchanged. Every rank of the groups must call this, with the same buffers.
+    """
+    with torch.no_grad():
+        buffers = {name: buffer for name, buffer in persistent_buffers(root).items() if buffer.dtype is not torch.bool}
+        lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
+        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+        agree(lines, None, groups.rank_groups, device, _BUFFERS)
+        for buffer, mean in zip(buffers.values(), _means([*buffers.values()], groups, "buffers"), strict=True):
+            buffer.copy_(mean.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else mean)

@@ -1,0 +1,54 @@
+"""Defines guards, and turns them on.
+
+A guard keeps a promise that the step itself does not: it finds a mistake, or keeps a kind of program right. It may
+raise, and owns no state of the step. The step runs without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from fsdp_flat.runtime.backward import Iteration
+from fsdp_flat.runtime.events import EVENTS, Events
+from fsdp_flat.runtime.forward import UnitForward
+from fsdp_flat.runtime.memory import WeightsVersion
+from fsdp_flat.runtime.step import Step
+from fsdp_flat.runtime.unit import Unit
+
+
+class Guard:
+    """Is told of events; a subclass defines those that it needs. Every rank is told of the same events."""
+
+    def tree_built(self, step: Step, iteration: Iteration) -> None:
+        """Look at a tree of units: an iteration, an outermost forward, begins."""
+
+    def before_gather(self, unit: Unit) -> None:
+        """Look at the shards of a unit: they are read next, or its unsharded parameters used again."""
+
+    def after_compute(self, forward: UnitForward) -> None:
+        """Look at what a module has computed, while its parameters are unsharded."""
+
+    def before_backward(self, unit: Unit, weights: WeightsVersion, current: WeightsVersion) -> None:
+        """Look at a unit whose backward begins: of a forward with ``weights``, while it holds ``current`` ones."""
+
+    def after_reduce(self, step: Step) -> None:
+        """Look at a tree whose reduced gradients are set."""
+
+
+_on: Sequence[Guard] = ()
+
+
+def use_guards(guards: Sequence[Guard]) -> Sequence[Guard]:
+    """Tell ``guards`` of events from now on, in this order, in place of those before, which are returned."""
+    global _on
+    before, _on = _on, tuple(guards)
+    for event in fields(Events):
+        own = [each for each in _on if getattr(type(each), event.name) is not getattr(Guard, event.name)]
+        setattr(EVENTS, event.name, tuple(getattr(each, event.name) for each in own))
+    return before
+
+
+def guards_in_use() -> Sequence[Guard]:
+    """Return the guards that are told of events."""
+    return _on
