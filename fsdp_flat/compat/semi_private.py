@@ -399,7 +399,7 @@ class FlatParamHandle(GroupMember):
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)
 
     def needs_unshard(self) -> bool:
-        return self.uses_sharded_strategy and not self._unit.is_ready
+        return self.uses_sharded_strategy and not self._unit.is_unsharded
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unsharded parameters of the unit if ``free_unsharded_flat_param``; between steps."""

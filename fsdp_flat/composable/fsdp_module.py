@@ -111,11 +111,10 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
             else:
                 return
         unit.check_idle("state_dict or load_state_dict")
-        if unit.state is MemoryState.KEPT:
+        if unit.state is MemoryState.RETAINED_POST_BACKWARD:
             unit.reshard()
-        unit.keep_buffers(
-            MemoryEvent.PARK
-        )  # what a forward has left for its backward stays: one rank alone may take a state dict in between
+        # What a forward has left for its backward stays: one rank alone may take a state dict in between.
+        unit.retain(MemoryEvent.RETAIN_POST_FORWARD)
         handle.adopt_changes()
 
     return show_shards

@@ -176,15 +176,15 @@ class FSDPParamGroup(View):
 
     @property
     def is_sharded(self) -> bool:
-        return self.unit.shows_sharded and self.unit.state is not MemoryState.SHRUNK
+        return self.unit.is_sharded and self.unit.state is not MemoryState.SHARDED_POST_FORWARD
 
     @property
     def is_sharded_post_forward(self) -> bool:
-        return self.unit.state is MemoryState.SHRUNK
+        return self.unit.state is MemoryState.SHARDED_POST_FORWARD
 
     @property
     def is_unsharded(self) -> bool:
-        return not self.unit.shows_sharded
+        return not self.unit.is_sharded
 
     @property
     def reduce_grads(self) -> bool:
@@ -233,7 +233,7 @@ class FSDPParamGroup(View):
 
     def wait_for_unshard(self) -> None:
         """Wait for :meth:`unshard`, and point the modules at the unsharded parameters."""
-        if not self.unit.shows_sharded:
+        if not self.unit.is_sharded:
             self.unit.step.recover()
             self.unit.unshard()
 

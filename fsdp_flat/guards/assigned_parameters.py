@@ -17,9 +17,9 @@ class AssignedParameters(Guard):
             UsageError: a part of a flat parameter was assigned, or a tensor of another shape.
         """
         for handle in unit.handles:
-            if unit.state is MemoryState.READY:
+            if unit.state is MemoryState.UNSHARDED:
                 handle.check_not_assigned(shows_unsharded=True)
-            elif unit.state in (MemoryState.GATHERING, MemoryState.KEPT):
+            elif unit.state in (MemoryState.GATHERING, MemoryState.RETAINED_POST_BACKWARD):
                 handle.check_not_assigned(shows_unsharded=False)
             else:
                 handle.adopt_changes()

@@ -82,7 +82,7 @@ def full_params(
         unit.full = outer
         for handle in () if was_shown else unit.handles:
             handle.hide_full_params()
-            if outer is None and unit.is_ready:
+            if outer is None and unit.is_unsharded:
                 handle.show_unsharded()
 
 

@@ -9,26 +9,26 @@ from typing import NamedTuple
 class MemoryState(Enum):
     """Enumerates what a unit's buffers hold, and what its modules point at.
 
-    Modules point at the unsharded parameters in READY, and at the sharded ones in every other state.
+    Modules point at the unsharded parameters in UNSHARDED, and at the sharded ones in every other state.
     """
 
     SHARDED = "the buffers are freed"
     GATHERING = "an all-gather into the buffers is in flight"
-    READY = "the buffers hold all parameters, and the modules point at them"
-    PARKED = "a forward has kept the buffers for its backward"
-    SHRUNK = "the buffers are freed, and smaller groups keep all shards for backward"
-    KEPT = "a backward has kept the buffers for the next forward, or for another backward through its graph"
+    UNSHARDED = "the buffers hold all parameters, and the modules point at them"
+    RETAINED_POST_FORWARD = "a forward has kept the buffers for its backward"
+    SHARDED_POST_FORWARD = "the buffers are freed, and smaller groups keep all shards for backward"
+    RETAINED_POST_BACKWARD = "a backward has kept the buffers for the next forward, or for a backward through its graph"
 
 
 class MemoryEvent(Enum):
     """Enumerates what happens to a unit's memory."""
 
     GATHER = "an all-gather begins"
-    FINISH = "the all-gather is complete"
-    PARK = "a forward ends, and its backward is near"
-    KEEP = "a backward ends, and the caller wants no other all-gather"
+    WAIT = "the all-gather is complete"
+    RETAIN_POST_FORWARD = "a forward ends, and its backward is near"
+    RETAIN_POST_BACKWARD = "a backward ends, and the caller wants no other all-gather"
     REUSE = "the buffers are used again as they are"
-    SHRINK = "each rank copies the shards that it keeps for a smaller group"
+    SHARD_POST_FORWARD = "each rank copies the shards that it keeps for a smaller group"
     FREE = "the buffers, or the shards that a smaller group keeps, are freed"
     ABORT = "a step raised an exception"
 
@@ -36,17 +36,17 @@ class MemoryEvent(Enum):
 _State, _Event = MemoryState, MemoryEvent
 TRANSITIONS = {
     (_State.SHARDED, _Event.GATHER): _State.GATHERING,
-    (_State.SHRUNK, _Event.GATHER): _State.GATHERING,
-    (_State.GATHERING, _Event.FINISH): _State.READY,
-    (_State.READY, _Event.PARK): _State.PARKED,
-    (_State.READY, _Event.KEEP): _State.KEPT,
-    (_State.PARKED, _Event.REUSE): _State.READY,
-    (_State.KEPT, _Event.REUSE): _State.READY,
-    (_State.PARKED, _Event.SHRINK): _State.SHRUNK,
-    (_State.READY, _Event.FREE): _State.SHARDED,
-    (_State.PARKED, _Event.FREE): _State.SHARDED,
-    (_State.SHRUNK, _Event.FREE): _State.SHARDED,
-    (_State.KEPT, _Event.FREE): _State.SHARDED,
+    (_State.SHARDED_POST_FORWARD, _Event.GATHER): _State.GATHERING,
+    (_State.GATHERING, _Event.WAIT): _State.UNSHARDED,
+    (_State.UNSHARDED, _Event.RETAIN_POST_FORWARD): _State.RETAINED_POST_FORWARD,
+    (_State.UNSHARDED, _Event.RETAIN_POST_BACKWARD): _State.RETAINED_POST_BACKWARD,
+    (_State.RETAINED_POST_FORWARD, _Event.REUSE): _State.UNSHARDED,
+    (_State.RETAINED_POST_BACKWARD, _Event.REUSE): _State.UNSHARDED,
+    (_State.RETAINED_POST_FORWARD, _Event.SHARD_POST_FORWARD): _State.SHARDED_POST_FORWARD,
+    (_State.UNSHARDED, _Event.FREE): _State.SHARDED,
+    (_State.RETAINED_POST_FORWARD, _Event.FREE): _State.SHARDED,
+    (_State.SHARDED_POST_FORWARD, _Event.FREE): _State.SHARDED,
+    (_State.RETAINED_POST_BACKWARD, _Event.FREE): _State.SHARDED,
     **dict.fromkeys([(state, _Event.ABORT) for state in _State], _State.SHARDED),
 }
 """The next state by state and event. A missing pair raises a KeyError: a defect of this library."""

@@ -182,7 +182,7 @@ class AfterForward(Enum):
     """Enumerates what becomes of a unit's unsharded parameters at the end of its forward."""
 
     RESHARD = "they are freed"
-    PARK = "they stay until the next unit has begun its all-gather, or for the next backward"
+    RETAIN = "they stay until the next unit has begun its all-gather, or for the next backward"
     STAY_UNSHARDED = "they stay for backward"
 
 

@@ -28,7 +28,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gather, and point the modules at the unsharded parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
-        if unit is not None and not unit.shows_sharded:
+        if unit is not None and not unit.is_sharded:
             unit.unshard()
 
 

@@ -95,7 +95,7 @@ class ShardedModule(UnitSettings):
         if unit.phase is Phase.FORWARD:
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         try:
-            for handle in unit.handles if unit.is_ready else ():
+            for handle in unit.handles if unit.is_unsharded else ():
                 handle.check_after_compute()
         finally:
             unit.reshard()
@@ -145,7 +145,7 @@ class ShardedModule(UnitSettings):
             raise OptionError(f"reshard_after_forward must be True or False here; got {reshard_after_forward!r}.")
         for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_forward = reshard_after_forward
-            if unit.state is MemoryState.SHRUNK:
+            if unit.state is MemoryState.SHARDED_POST_FORWARD:
                 unit.reshard()
             for handle in unit.handles:
                 handle.comm.use_smaller_group(None)

@@ -48,7 +48,7 @@ from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
-_UNSHARDED = (MemoryState.GATHERING, MemoryState.READY)
+_UNSHARDED = (MemoryState.GATHERING, MemoryState.UNSHARDED)
 
 
 class _Unread(NamedTuple):
@@ -143,8 +143,8 @@ class Step:
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
         # The last unit that ran forward, while its buffers stay; and an event after their last use.
-        self._parked: Unit | None = None
-        self._parked_after: Any = None
+        self._retained: Unit | None = None
+        self._retained_after: Any = None
         self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.has_unfinalized_gradients = False
         # The last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
@@ -253,17 +253,17 @@ class Step:
         record.weights = unit.gathered_version
         self._prefetched.pop(unit, None)
         if record.iteration is not None:
-            if unit.handles and unit is not self._parked:
-                self._free_parked()
+            if unit.handles and unit is not self._retained:
+                self._free_retained()
             self._prefetch_forward(unit, record.iteration)
 
-    def _free_parked(self) -> None:
+    def _free_retained(self) -> None:
         """Free the buffers of the last unit that ran, which its forward has kept for the backward."""
-        unit, self._parked = self._parked, None
-        last_use, self._parked_after = self._parked_after, None
+        unit, self._retained = self._retained, None
+        last_use, self._retained_after = self._retained_after, None
         if unit is not None:
             # A backward may have computed with them since.
-            unit.free_parked(last_use if self.backward is None else None)
+            unit.free_retained(last_use if self.backward is None else None)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool, is_open_ended: bool) -> None:
         """End a unit's forward.
@@ -289,12 +289,12 @@ class Step:
         after = self._after_forward(unit, iteration, expects_backward=expects_backward, is_open_ended=is_open_ended)
         if after is AfterForward.RESHARD:
             unit.reshard()
-        elif after is AfterForward.PARK:
-            unit.keep_buffers(MemoryEvent.PARK)
+        elif after is AfterForward.RETAIN:
+            unit.retain(MemoryEvent.RETAIN_POST_FORWARD)
             if unit is not self.root:
-                if self._parked is not unit:
-                    self._free_parked()
-                self._parked, self._parked_after = unit, self.streams.last_use()
+                if self._retained is not unit:
+                    self._free_retained()
+                self._retained, self._retained_after = unit, self.streams.last_use()
 
     def _after_forward(
         self, unit: Unit, iteration: Iteration | None, *, expects_backward: bool, is_open_ended: bool
@@ -320,7 +320,7 @@ class Step:
         # The modules show sharded parameters, and the buffers stay until the next unit's all-gather has taken memory,
         # or for the backward, of which the last unit of a forward is the first.
         if iteration is not None and unit.needs_all_gather and unit.control.unshard_in_backward and not is_open_ended:
-            return AfterForward.PARK
+            return AfterForward.RETAIN
         return AfterForward.RESHARD
 
     def leave_failed(self, unit: Unit, *, recomputes: bool) -> None:
@@ -336,11 +336,11 @@ class Step:
         iteration = self.iteration
         assert iteration is not None
         self._last_order[iteration.order[0]] = iteration.order
-        parked = self._parked
+        retained = self._retained
         # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
-        if not iteration.expects_backward or (parked is not None and not parked.control.keeps_last):
-            self._free_parked()
-        self.root.free_parked()  # no unit follows it
+        if not iteration.expects_backward or (retained is not None and not retained.control.keeps_last):
+            self._free_retained()
+        self.root.free_retained()  # no unit follows it
         if not iteration.expects_backward:
             self._pending.remove([iteration])
             # Units of a method under no_grad may have kept buffers, as if in a re-entrant checkpoint.
@@ -393,7 +393,7 @@ class Step:
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
-        # In GATHERING and READY there is nothing to begin.
+        # In GATHERING and UNSHARDED there is nothing to begin.
         if unit is not None and unit.needs_all_gather and unit.state not in _UNSHARDED and unit.step is self:
             unit.log_event(event)
             self._prefetched[unit] = None
@@ -499,10 +499,10 @@ class Step:
 
     def _make_room_for(self, unit: Unit) -> None:
         """Free the buffers that the last unit of the forward has kept, unless they are those of ``unit``."""
-        if unit is self._parked:
-            self._parked = None
+        if unit is self._retained:
+            self._retained = None
         elif unit.needs_all_gather and unit.state not in _UNSHARDED and unit is not self.root:
-            self._free_parked()
+            self._free_retained()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
@@ -574,7 +574,7 @@ class Step:
         with profiled("root_post_backward", self.root.name):
             backward.finish()
             self._drop_prefetched()
-            self._free_parked()
+            self._free_retained()
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not (backward.keeps_graph or unit.is_at_rest):
                     unit.end_backward(keeps_graph=backward.keeps_graph)

@@ -36,7 +36,7 @@ from fsdp_flat.runtime.options import Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import LOGGER, ReductionPolicy
 from fsdp_flat.runtime.torch_runtime import is_autocast_on
 
-_SHARDED, _GATHERING, _READY = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.READY
+_SHARDED, _GATHERING, _UNSHARDED = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.UNSHARDED
 
 
 class FullParams(NamedTuple):
@@ -159,14 +159,14 @@ class Unit:
         return "; ".join(summary(*mesh) for mesh in meshes if mesh[1] or len(meshes) == 1)
 
     @property
-    def shows_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if the modules show the sharded parameters, and no all-gather is in flight (buffers may be kept)."""
-        return self.state is not _GATHERING and self.state is not _READY
+        return self.state is not _GATHERING and self.state is not _UNSHARDED
 
     @property
-    def is_ready(self) -> bool:
+    def is_unsharded(self) -> bool:
         """True if the modules show the unsharded parameters, or the unit has none."""
-        return self.state is _READY or not self.handles
+        return self.state is _UNSHARDED or not self.handles
 
     @property
     def is_at_rest(self) -> bool:
@@ -191,7 +191,7 @@ class Unit:
 
     def current_version(self) -> WeightsVersion:
         """Return the version of the shards' values, after guards have looked at them if an all-gather may follow."""
-        if self.state is not _GATHERING and self.state is not _READY:
+        if self.state is not _GATHERING and self.state is not _UNSHARDED:
             for guard in EVENTS.before_gather:
                 guard(self)
         storage_epoch = weights_epoch = num_updates = 0
@@ -206,7 +206,7 @@ class Unit:
 
         Every rank of the shard group must call this.
         """
-        if not self.handles or self.state is _GATHERING or self.state is _READY:
+        if not self.handles or self.state is _GATHERING or self.state is _UNSHARDED:
             return
         if self.state is not _SHARDED and self._reuse():
             return
@@ -230,12 +230,12 @@ class Unit:
         begin no all-gather that this rank could join. :meth:`pre_backward` then raises.
         """
         in_backward, now = graph_task_id() != -1, self.current_version()
-        if in_backward and self.state is MemoryState.SHRUNK:
+        if in_backward and self.state is MemoryState.SHARDED_POST_FORWARD:
             return False
         if in_backward:
             is_usable = now.storage_epoch == self.gathered_version.storage_epoch
         else:
-            is_usable = self.state is MemoryState.KEPT and now == self.gathered_version
+            is_usable = self.state is MemoryState.RETAINED_POST_BACKWARD and now == self.gathered_version
         if not is_usable:
             self.reshard()
             return False
@@ -261,18 +261,18 @@ class Unit:
             for handle in self.handles:
                 handle.finish_gather()
                 handle.show_unsharded()
-            self._move(MemoryEvent.FINISH)
+            self._move(MemoryEvent.WAIT)
         self.log_event("wait_for_unshard")
 
     def unshard(self) -> None:
         """Unshard the parameters, with their current values, and point the modules at them."""
-        if self.state is _READY:
+        if self.state is _UNSHARDED:
             for guard in EVENTS.before_gather:
                 guard(self)
             for handle in self.handles:
                 handle.show_unsharded()  # the user may have set ``requires_grad``
         if (
-            (self.state is _GATHERING or self.state is _READY)
+            (self.state is _GATHERING or self.state is _UNSHARDED)
             and self.needs_all_gather
             and self.phase is not Phase.BACKWARD
             and self.gathered_version != self.current_version()
@@ -301,12 +301,12 @@ class Unit:
 
     def before_gather(self) -> None:
         """Tell guards that the shards are read next, unless the modules show the unsharded parameters."""
-        for guard in EVENTS.before_gather if self.state is not _READY else ():
+        for guard in EVENTS.before_gather if self.state is not _UNSHARDED else ():
             guard(self)
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""
-        if self.shows_sharded or self.depth > 0 or graph_task_id() != -1:
+        if self.is_sharded or self.depth > 0 or graph_task_id() != -1:
             return {}
         return {param: own for handle in self.handles for param, own in handle.optimizer_param_of().items()}
 
@@ -319,7 +319,7 @@ class Unit:
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
         for handle in self.handles:
-            handle.hide_names(shows_unsharded=self.state is _READY)
+            handle.hide_names(shows_unsharded=self.state is _UNSHARDED)
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -338,37 +338,37 @@ class Unit:
         if self.state is _SHARDED:
             return
         self.wait()
-        if self.state is _READY:
+        if self.state is _UNSHARDED:
             for handle in self.handles:
                 handle.show_sharded()
-        is_freed = self.state is MemoryState.SHRUNK
+        is_freed = self.state is MemoryState.SHARDED_POST_FORWARD
         self._move(MemoryEvent.FREE)
         if not is_freed:
             self._free_buffers(last_use)
         for handle in self.handles:
             handle.kept_shards = None
 
-    def keep_buffers(self, event: MemoryEvent) -> None:
+    def retain(self, event: MemoryEvent) -> None:
         """Show the sharded parameters, and keep the buffers: for backward (PARK), or the next forward (KEEP)."""
         self.wait()
-        if self.state is _READY:
+        if self.state is _UNSHARDED:
             for handle in self.handles:
                 handle.show_sharded()
             self._move(event)
 
-    def free_parked(self, last_use: Any = None) -> None:
+    def free_retained(self, last_use: Any = None) -> None:
         """Free buffers that a forward has kept, after each smaller group has copied the shards that it keeps.
 
         ``last_use`` is the event after their last use by compute, if it is known.
         """
-        if self.state is not MemoryState.PARKED:
+        if self.state is not MemoryState.RETAINED_POST_FORWARD:
             return
         event = MemoryEvent.FREE
         for handle in self.handles:
             if handle.comm.smaller_group is not None:
                 with unrecorded():
                     handle.keep_shards(handle.comm.smaller_group.ranks)
-                event, last_use = MemoryEvent.SHRINK, None
+                event, last_use = MemoryEvent.SHARD_POST_FORWARD, None
         self._move(event)
         self._free_buffers(last_use)
 
@@ -404,7 +404,7 @@ class Unit:
         this one computed from the parameters.
         """
         for handle in self.handles:
-            if self.state is _READY:
+            if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
                 handle.restore_unsharded_params()
             handle.end_backward()
@@ -417,7 +417,7 @@ class Unit:
         if reshards is None:
             reshards = control.sync_gradients or control.reshard_after_forward is not False
         if keeps_graph or not reshards:
-            self.keep_buffers(MemoryEvent.KEEP)
+            self.retain(MemoryEvent.RETAIN_POST_BACKWARD)
         else:
             self.reshard()
 
@@ -446,7 +446,7 @@ class Unit:
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
-            handle.reset(frees=not self.control.keeps_unsharded_storage, shows_unsharded=self.state is _READY)
+            handle.reset(frees=not self.control.keeps_unsharded_storage, shows_unsharded=self.state is _UNSHARDED)
         self._move(MemoryEvent.ABORT)
         self.phase = Phase.IDLE
         self.step.streams.buffers_freed()

@@ -453,5 +453,5 @@ def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for handle in unit.handles:
             handle.hide_full_params()
-            if unit.is_ready:
+            if unit.is_unsharded:
                 handle.show_unsharded()

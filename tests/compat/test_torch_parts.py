@@ -183,7 +183,7 @@ def test_the_final_callback_cleans_up_after_a_step_that_did_not_end(when: str) -
         clean_up = vars(client)["_post_backward_final_callback"]
         clean_up(model, model)
         wrappers = fsdp_flat.FullyShardedDataParallel.fsdp_modules(model)
-        assert all(wrapper._unit.shows_sharded for wrapper in wrappers)
+        assert all(wrapper._unit.is_sharded for wrapper in wrappers)
         assert all((param.grad is not None) == (when == "after backward") for param in model.parameters() if len(param))
         with pytest.raises(UsageError, match="outermost"):
             clean_up(wrappers[1], wrappers[1])

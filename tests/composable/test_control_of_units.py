@@ -159,7 +159,7 @@ def test_a_wait_after_the_forward_has_resharded_does_nothing() -> None:
     sides.step()
     assert handle is not None
     handle.wait()
-    assert units_of(sides.ours)[1].shows_sharded
+    assert units_of(sides.ours)[1].is_sharded
     sides.step()
 
 
@@ -264,7 +264,7 @@ def test_wrong_lists_do_no_harm(reshards: bool | None) -> None:
     plain.order = [0, 1, 2]
     sides = Sides(plain, shard, optimizer=SGD)
     sides.step(num_steps=3)
-    assert all(unit.shows_sharded for unit in units_of(sides.ours))
+    assert all(unit.is_sharded for unit in units_of(sides.ours))
     assert_no_step_runs(sides.ours)
 
 
@@ -479,6 +479,6 @@ def test_switches_of_a_unit_are_the_same_on_both_fronts(front: str) -> None:
         assert record.count("gather") == number
     model.set_reshard_after_backward(True)
     square_loss(model, batch_of(0)).backward()
-    assert all(unit.shows_sharded for unit in units_of(model))
+    assert all(unit.is_sharded for unit in units_of(model))
     if expected is not None:
         close(full_params(model), expected)

@@ -47,7 +47,7 @@ def test_several_backwards_are_finalized_at_once(reshards: Any, sync: bool, wait
             assert (handle is None) is waits
             if handle is not None:
                 handle.wait()
-            assert all(unit.shows_sharded for unit in units_of(model))
+            assert all(unit.is_sharded for unit in units_of(model))
             model.set_manual_backward_finalization(False)
 
     Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(run, num_steps=2)
@@ -106,7 +106,7 @@ def test_kept_memory_of_unsharded_parameters_stays_in_place() -> None:
         others.append([param.full_tensor() for param in reference.parameters()])
         for param, expected in zip(model.parameters(), others[-1], strict=True):
             torch.testing.assert_close(param.full_tensor(), expected)
-        assert all(unit.shows_sharded for unit in units_of(model))
+        assert all(unit.is_sharded for unit in units_of(model))
 
     for _ in range(3):
         step()

@@ -106,7 +106,7 @@ def test_modules_of_a_list_that_are_called_by_themselves_reshard_on_all_meshes(r
         output = modules[1](modules[0](inputs(0)))
         output.sum().backward()
     assert not unit.step.unfinished_forwards
-    assert unit.shows_sharded
+    assert unit.is_sharded
     average_gradients(plain)
     for block, other in zip(blocks, plain, strict=True):
         torch.testing.assert_close(grads_of(block), grads_of(other))

@@ -78,7 +78,7 @@ def test_backward_gathers_fewer_bytes_over_the_smaller_group_and_each_rank_holds
     # The last unit keeps its buffers, the others two shards; all modules show shards.
     held = [unit.handles[0].kept_shards for unit in (root, *blocks)]
     assert [None if shards is None else shards.numel() for shards in held] == [2 * n for n in numels[:-1]] + [None]
-    assert all(unit.shows_sharded for unit in units_of(model))
+    assert all(unit.is_sharded for unit in units_of(model))
     with recorded() as backward:
         loss.backward()
     # Two shards go to one other rank.
@@ -193,7 +193,7 @@ def test_parameters_freed_by_hand_after_forward_come_back_in_backward() -> None:
 
     sides = Sides(Stack(), to_groups_of(False))
     sides.step(run, num_steps=2)
-    assert all(unit.shows_sharded for unit in units_of(sides.ours))
+    assert all(unit.is_sharded for unit in units_of(sides.ours))
 
 
 @on_ranks(2)

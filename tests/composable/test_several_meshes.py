@@ -160,7 +160,7 @@ def test_other_shapes_of_units_train_as_torchs(way: str) -> None:
         assert_same(ours, theirs, atol=1e-5, rtol=1e-5)
         assert_no_step_runs(ours)
     if way == "outermost":
-        assert all(unit.shows_sharded for unit in units_of(ours))
+        assert all(unit.is_sharded for unit in units_of(ours))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -239,13 +239,13 @@ def test_methods_of_a_module_are_for_its_parameters_on_all_meshes() -> None:
     units = units_of(block)
     assert [handle.comm.name for unit in units for handle in unit.handles] == ["blocks.0", "blocks.0 (efsdp)"]
     handle = block.unshard(async_op=True)
-    assert not any(unit.shows_sharded or unit.is_ready for unit in units)
+    assert not any(unit.is_sharded or unit.is_unsharded for unit in units)
     handle.wait()
-    assert all(unit.is_ready for unit in units)
+    assert all(unit.is_unsharded for unit in units)
     block.reshard()
-    assert all(unit.shows_sharded for unit in units)
+    assert all(unit.is_sharded for unit in units)
     block.unshard()
-    assert all(unit.is_ready for unit in units)
+    assert all(unit.is_unsharded for unit in units)
     block.set_reshard_after_forward(False)
     block.set_unshard_in_backward(True)
     block.set_gradient_divide_factor(2.0)
@@ -300,7 +300,7 @@ def test_a_step_after_an_exception_is_right() -> None:
     with pytest.raises(ZeroDivisionError):
         square_loss(ours, inputs(0))
     hook.remove()
-    assert all(unit.shows_sharded for unit in units_of(ours))
+    assert all(unit.is_sharded for unit in units_of(ours))
     torch.testing.assert_close(train(ours), train(theirs))
 
 

@@ -101,7 +101,7 @@ class Twin:
 def assert_idle(model: nn.Module) -> None:
     """Assert that no unit is unsharded and that no collective or gradient is pending."""
     for unit in units_of(model):
-        assert unit.shows_sharded, f"{unit.name} is not sharded"
+        assert unit.is_sharded, f"{unit.name} is not sharded"
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
         assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
         for handle in unit.handles:

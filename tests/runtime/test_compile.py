@@ -180,7 +180,7 @@ def test_evaluation_between_steps_compiles_once_and_training_goes_on() -> None:
 
 def assert_idle_but_root(model: FSDP) -> None:
     root = unit_of(model)
-    assert all(unit.shows_sharded for unit in units_of(model) if unit is not root)
+    assert all(unit.is_sharded for unit in units_of(model) if unit is not root)
 
 
 @on_ranks(2)

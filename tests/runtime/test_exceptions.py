@@ -120,7 +120,7 @@ def test_an_exception_in_the_roots_own_layers_leaves_the_next_step_right(rank: i
     twin.step()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         twin.model(torch.zeros(2, WIDTH + 1))
-    assert all(unit.shows_sharded for unit in units_of(twin.model))
+    assert all(unit.is_sharded for unit in units_of(twin.model))
     twin.step()
 
 

@@ -33,7 +33,7 @@ def kept(how: str, *, use_orig_params: bool = True) -> FSDP:
         else:
             stack.enter_context(model.no_sync())
         square_loss(model, batch(dist.get_rank(), 0)).backward()
-    assert {module._unit.state for module in FSDP.fsdp_modules(model)} == {MemoryState.KEPT}
+    assert {module._unit.state for module in FSDP.fsdp_modules(model)} == {MemoryState.RETAINED_POST_BACKWARD}
     return model
 
 

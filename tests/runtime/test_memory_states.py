@@ -25,11 +25,11 @@ def test_each_state_can_be_reached_and_left() -> None:
 
 
 def test_an_all_gather_begins_only_where_none_is_in_flight_or_complete() -> None:
-    assert {state for state, event in TRANSITIONS if event is E.GATHER} == {S.SHARDED, S.SHRUNK}
+    assert {state for state, event in TRANSITIONS if event is E.GATHER} == {S.SHARDED, S.SHARDED_POST_FORWARD}
 
 
 def test_parameters_are_ready_only_after_an_all_gather_or_where_they_were_kept() -> None:
-    assert {event for (_, event), after in TRANSITIONS.items() if after is S.READY} == {E.FINISH, E.REUSE}
+    assert {event for (_, event), after in TRANSITIONS.items() if after is S.UNSHARDED} == {E.WAIT, E.REUSE}
 
 
 @on_ranks(1)

@@ -151,7 +151,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(use_orig_param
     twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
     loss = square_loss(twin.model, batch(rank))
     last = units_of(twin.model)[-1]
-    assert last.shows_sharded
+    assert last.is_sharded
     assert last.handles[0].buffer.nbytes > 0
     with pytest.raises(UsageError, match=r"while its parameter .* is sharded"):
         last.module(torch.ones(2, WIDTH))
@@ -213,7 +213,7 @@ def test_a_last_unit_that_backward_does_not_need_first_is_freed_before_another_i
     twin.model(batch(rank))
     kept[0].sum().backward()
     assert at(list(trace), "reshard", "blocks.2") < at(list(trace), "pre_backward", "blocks.1")
-    assert all(unit.shows_sharded for unit in units_of(twin.model))
+    assert all(unit.is_sharded for unit in units_of(twin.model))
 
 
 @on_ranks(2)

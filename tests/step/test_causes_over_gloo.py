@@ -58,7 +58,7 @@ def test_ranks_that_wait_for_one_that_raised_get_its_error_and_their_unit(rank: 
         text = str(caught.value)
         assert f"Rank {rank} of the group was in the all-gather of unit 'blocks." in text, text
         assert "rank 1 raised ValueError: an odd batch" in text, text
-    assert all(unit.shows_sharded and unit.phase.value == "idle" for unit in model._unit.step.units)
+    assert all(unit.is_sharded and unit.phase.value == "idle" for unit in model._unit.step.units)
     dist.barrier()
 
 

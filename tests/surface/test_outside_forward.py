@@ -443,7 +443,7 @@ def test_a_registered_method_runs_and_trains_as_forward_does(use_orig_params: bo
     check_grads(model, plain, num_ranks, lambda module, batch: module.encode(batch, scale=2.0).pow(2).mean())
     with torch.no_grad():
         model.encode(x)
-    assert all(unit.shows_sharded for unit in model._unit.step.units)
+    assert all(unit.is_sharded for unit in model._unit.step.units)
 
 
 @on_ranks(2)
@@ -477,7 +477,7 @@ def test_a_loss_may_use_weights_inside_unshard_for(
             assert model[3].weight.shape == (3, 7)
             loss = loss_of(model, batches(num_ranks)[rank])
         loss.backward()
-        assert all(unit.shows_sharded or not unit.needs_all_gather for unit in model._unit.step.units)
+        assert all(unit.is_sharded or not unit.needs_all_gather for unit in model._unit.step.units)
         check_grads(model, small_model(), num_ranks, loss_of)
 
 
@@ -663,4 +663,4 @@ def test_a_loss_on_tensors_that_modules_keep_trains(
         model.zero_grad()
         loss_of(model, batches(num_ranks)[rank]).backward()
         check_grads(model, build(), num_ranks, loss_of)
-        assert all(unit.shows_sharded for unit in model._unit.step.units)
+        assert all(unit.is_sharded for unit in model._unit.step.units)

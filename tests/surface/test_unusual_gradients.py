@@ -58,7 +58,7 @@ def test_a_penalty_on_the_gradient_of_inputs_equals_the_plain_model(
         penalty(model, batches(num_ranks)[rank]).backward()
         expected = plain_mean_grads(small_model(), num_ranks, penalty)
         assert_near(grads_or_zeros(model), expected, 1e-5, "gradients of the penalty")
-        assert all(unit.shows_sharded or not unit.needs_all_gather for unit in model._unit.step.units)
+        assert all(unit.is_sharded or not unit.needs_all_gather for unit in model._unit.step.units)
     model.zero_grad()
     mean_loss(model, batches(num_ranks)[rank]).backward()
     assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients of the next step")
@@ -121,7 +121,7 @@ def test_a_frozen_input_embedding_costs_no_gradient_and_changes_none(strategy: s
             (plain(row).pow(2).mean() / num_ranks).backward()
     assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
     assert model[0].weight.grad is None
-    assert all(unit.shows_sharded or not unit.needs_all_gather for unit in model._unit.step.units)
+    assert all(unit.is_sharded or not unit.needs_all_gather for unit in model._unit.step.units)
 
 
 @KINDS
@@ -136,4 +136,4 @@ def test_a_frozen_embedding_as_a_unit_of_its_own_goes_with_both_kinds(
         for row in tokens(num_ranks):
             (plain(row).pow(2).mean() / num_ranks).backward()
     assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
-    assert all(unit.shows_sharded for unit in model._unit.step.units)
+    assert all(unit.is_sharded for unit in model._unit.step.units)

@@ -89,7 +89,7 @@ def test_a_forward_written_step_by_step_trains_as_the_wrappers_own(orig: bool, d
     with fsdp_flat.installed():
         model = step_by_step(use_orig_params=orig, **precision)
         assert_close(train(model), expected, rtol=0, atol=0)
-        assert all(each._unit.shows_sharded for each in model.fsdp_modules(model))
+        assert all(each._unit.is_sharded for each in model.fsdp_modules(model))
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def test_other_calls_run_inside_a_forward_that_is_opened_by_hand(orig: bool) -> 
             assert torch.equal(model.first(x), plain.first(x))
             assert torch.equal(model(x), plain(x))
             assert torch.equal(model.last(model.first(x)), plain.last(plain.first(x)))
-        assert all(each._unit.shows_sharded for each in model.fsdp_modules(model))
+        assert all(each._unit.is_sharded for each in model.fsdp_modules(model))
         with pytest.raises(ZeroDivisionError), scope(model):
             _ = 1 / 0
         assert torch.equal(model(x), plain(x))
@@ -138,9 +138,9 @@ def test_a_forward_may_be_ended_without_a_reshard_and_must_have_been_begun() -> 
             args, kwargs = runtime._pre_forward(block, block._handle, None, block.module, (x,), {})
             output = block.module(*args, **kwargs)
             assert runtime._post_forward(block, block._handle, reshard, block, None, output) is not None
-            assert block._unit.shows_sharded is (reshard is not None)
+            assert block._unit.is_sharded is (reshard is not None)
             runtime._reshard(block, block._handle, True)
-            assert block._unit.shows_sharded
+            assert block._unit.is_sharded
         text = message(
             UsageError, UsageError, lambda: runtime._post_forward(model, model._handle, None, model, None, x)
         )
