@@ -30,7 +30,6 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.events import EVENTS
 from fsdp_flat.runtime.group_collectives import begin_all_gathers, on_device, summary
-from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import LOGGER, ReductionPolicy
@@ -115,7 +114,7 @@ class Unit:
         self.outer: weakref.ref[nn.Module] | None = None
         self.path_from_outer = ""
         self.undo: list[Any] = []
-        self.unwritten: list[Unwritten] | None = None
+        self.unwritten: list[Any] | None = None
         self.step.root, self.step.units = self, [self]  # alone, until the first use of the tree
         self.use_step(self.step)
         _UNITS.add(self)
