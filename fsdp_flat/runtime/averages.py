@@ -52,7 +52,7 @@ def persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[torch.Tensor, str] = {}
     for path, module in root.named_modules():
         for name, buffer in module._buffers.items():
-            persists = buffer is not None and name not in module._nonpersistent_buffers_set
+            persists = buffer is not None and name not in module._non_persistent_buffers_set
             if persists and not isinstance(buffer, DTensor):
                 found.setdefault(buffer, clean_fqn(join_fqn(path, name)))
     return {name: buffer for buffer, name in found.items()}
