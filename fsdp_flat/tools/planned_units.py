@@ -285,7 +285,7 @@ def _planned_handle(
     gathered = layout.numel * handle.compute_dtype.itemsize if owns_memory else 0
     # Rows come in another order than the buffer's: a converted shard is sent, and accelerators receive into a copy.
     staging = 0
-    if not layout.gathers_in_place:
+    if arguments.has_rows and num_shards > 1:
         staging = row if handle.compute_dtype != handle.orig_dtype else 0
         staging += gathered if arguments.is_accelerator else 0
     if arguments.offloads:
