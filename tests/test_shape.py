@@ -12,7 +12,7 @@ PACKAGE = Path(fsdp_flat.__file__).parent
 # Files that know which kind of handle they have: the kinds themselves, the front that shows DTensors, and the plan of
 # units for either front.
 KNOW_KINDS = ("flat/", "layout/", "composable/", "state/torch_state.py", "tools/planned_units.py")
-_KIND = re.compile(r"\b(DTensorHandle|FlatHandle|OriginalsHandle|RowLayout)\b")
+_KIND = re.compile(r"\b(DTensorHandle|FlatHandle|OriginalsHandle|PerParamLayout)\b")
 
 
 def lines_with(pattern: re.Pattern[str], sources: Mapping[str, str]) -> list[str]:

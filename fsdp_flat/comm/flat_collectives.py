@@ -32,7 +32,7 @@ Finish = Callable[[], object]
 
 
 class PlacesRows(Protocol):
-    """Describes a receiver of the rows of an all-gather, each the input of one rank: ``RowTarget`` (``flat``)."""
+    """Describes a receiver of the rows of an all-gather, each the input of one rank: ``GatherTarget`` (``layout``)."""
 
     def place(self, first: int, rows: torch.Tensor) -> object: ...
 

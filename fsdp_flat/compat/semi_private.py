@@ -33,7 +33,7 @@ from fsdp_flat.compat.torch_names import (
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.flat import have_grads, sharded_grad_of
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, FlatLayout, alignment_numel, clean_fqn, flat_param_name
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, Layout, alignment_numel, clean_fqn, flat_param_name
 from fsdp_flat.runtime import (
     Phase,
     ShardedModule,
@@ -258,7 +258,7 @@ def _located(site: flat.Site) -> _ParamInfo:
     return _ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
 
 
-def _numels_and_paddings(layout: FlatLayout) -> list[tuple[int, bool]]:
+def _numels_and_paddings(layout: Layout) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     end = 0
     for param_info in layout.param_infos:

@@ -6,15 +6,7 @@ from fsdp_flat.flat.flat_parameter import FlatParameter
 from fsdp_flat.flat.gradients import set_grad, without
 from fsdp_flat.flat.handle import FlatParamHandle
 from fsdp_flat.flat.handle_spec import HandleSpec
-from fsdp_flat.flat.layout_views import (
-    VisibleParam,
-    clear_padding,
-    join_inputs,
-    local_part,
-    shard_of,
-    unsharded_of,
-    views_of,
-)
+from fsdp_flat.flat.layout_views import VisibleParam
 from fsdp_flat.flat.make_handle import make_handle
 from fsdp_flat.flat.optimizer_grads import (
     add_reduced,

@@ -9,7 +9,6 @@ from torch import nn
 
 from fsdp_flat.flat.gradients import apply_hooks, set_grad
 from fsdp_flat.flat.handle import FlatParamHandle
-from fsdp_flat.flat.layout_views import views_of
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
 
 
@@ -64,7 +63,7 @@ def have_grads(handle: FlatParamHandle) -> list[bool]:
 
 def show_full_grads(handle: FlatParamHandle, whole: torch.Tensor, there: Sequence[bool]) -> None:
     """Set ``.grad`` of shown full parameters to views of ``whole`` (1-D, ``layout.numel``), if ``there``."""
-    for index, (is_there, grad) in enumerate(zip(there, views_of(whole, handle.layout), strict=True)):
+    for index, (is_there, grad) in enumerate(zip(there, handle.layout.views(whole), strict=True)):
         if is_there:
             handle.full_param(index).grad = handle.params[index].adapter.from_local(grad)
 

@@ -13,14 +13,10 @@ from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
     FlatParamHandle,
     have_grads,
-    local_part,
     modules_of,
     restore_sharded_grad,
-    shard_of,
     sharded_grad_of,
     show_full_grads,
-    unsharded_of,
-    views_of,
 )
 from fsdp_flat.runtime.options import Phase
 from fsdp_flat.runtime.step import step_of
@@ -40,7 +36,7 @@ def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -
         with streams.all_gathers:
             pendings = [_begin_gather(handle, of(handle)) for handle in unit.handles]
             gathered = [pending.wait() for pending in pendings]
-            wholes = [unsharded_of(h.layout, each) for h, each in zip(unit.handles, gathered, strict=True)]
+            wholes = [handle.layout.unsharded_of(each) for handle, each in zip(unit.handles, gathered, strict=True)]
     streams.wait_for_all_gathers()
     return wholes
 
@@ -76,7 +72,7 @@ def full_params(
     try:
         if show and not was_shown:
             for handle, tensor in tensors.items():
-                handle.show_full_params(views_of(tensor, handle.layout))
+                handle.show_full_params(handle.layout.views(tensor))
         yield tensors
     finally:
         unit.full = outer
@@ -177,7 +173,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                     handle.raise_weights_epoch()
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.local(index)
-                    source = local_part(handle.layout, index, rank, handle.full_local(index).detach())
+                    source = handle.layout.local_part(index, rank, handle.full_local(index).detach())
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
 
@@ -225,5 +221,5 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
         yield
     finally:
         for handle, whole, _ in shown:
-            shard = shard_of(handle.layout, handle.spec.rank, whole) if writeback else shards[handle]
+            shard = handle.layout.shard_of(handle.spec.rank, whole) if writeback else shards[handle]
             restore_sharded_grad(handle, shard)

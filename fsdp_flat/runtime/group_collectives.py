@@ -19,7 +19,8 @@ from fsdp_flat.comm import (
     unit_names,
 )
 from fsdp_flat.errors import counted
-from fsdp_flat.flat import FlatParamHandle, join_inputs
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import join_inputs
 from fsdp_flat.runtime.options import UnitOptions
 
 _BEGIN_GATHER = methodcaller("begin_gather")

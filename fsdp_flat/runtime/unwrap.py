@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import clear_padding, note_unwrapped
+from fsdp_flat.flat import note_unwrapped
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import drop_full_precision
 from fsdp_flat.runtime.full_params import all_gather_full
@@ -47,7 +47,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         handle.convert(marking_empty(fn) if was_meta else fn)
         # Fake tensors, which have no values, stay on the meta device.
         if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
-            clear_padding(handle.flat_param.data, handle.layout, handle.spec.rank)
+            handle.layout.clear_padding(handle.flat_param.data, handle.spec.rank)
             unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
     _follow_parameters(unit)
     return True

@@ -22,7 +22,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import FlatParamHandle, local_part, modules_of
+from fsdp_flat.flat import FlatParamHandle, modules_of
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Unit, full_params, own_unit, units_of
@@ -250,7 +250,7 @@ def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
     local, handle = param.local, param.handle
     if param.unit.full is not None and param.unit.full.are_shown:
         rank = param.rank_group.rank
-        local = local_part(handle.layout, param.index, rank, handle.full_local(param.index).detach()).to(local.device)
+        local = handle.layout.local_part(param.index, rank, handle.full_local(param.index).detach()).to(local.device)
     return local.clone()
 
 

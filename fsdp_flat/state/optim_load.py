@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.flat import clear_padding
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
@@ -218,7 +217,7 @@ class _OptimLoad:
                 found[key] = shard if visible.dim() == 1 else shard.view(visible.shape)
                 if not first.is_original:
                     # The padding is zero; everything else will be written.
-                    clear_padding(shard, layout, first.rank_group.rank)
+                    layout.clear_padding(shard, first.rank_group.rank)
                 for param in params:
                     if param.fqn in rows:
                         self._fill(StateShard(param, param.part_of(shard), param.shape, key), rows[param.fqn][key])

@@ -15,7 +15,7 @@ from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe_tree, describe_unit
 from fsdp_flat.flat import FlatParamHandle, ManagedParam, collect_params, named_sites
-from fsdp_flat.layout import RowLayout
+from fsdp_flat.layout import PerParamLayout
 from fsdp_flat.runtime import (
     Ignored,
     UnitControl,
@@ -269,7 +269,7 @@ def _use_rows(handles: Iterable[FlatParamHandle]) -> None:
     """Give handles, which nobody will run, the layout that ``fully_shard`` gives them."""
     for handle in handles:
         named = [(param_info.fqn, param_info.shape) for param_info in handle.layout.param_infos]
-        handle.layout = RowLayout.of_rows(named, [0] * len(named), world_size=handle.layout.world_size)
+        handle.layout = PerParamLayout.build(named, [0] * len(named), world_size=handle.layout.world_size)
 
 
 def _planned_handle(
@@ -285,7 +285,7 @@ def _planned_handle(
     gathered = layout.numel * handle.compute_dtype.itemsize if owns_memory else 0
     # Rows come in another order than the buffer's: a converted shard is sent, and accelerators receive into a copy.
     staging = 0
-    if isinstance(layout, RowLayout) and num_shards > 1:
+    if arguments.has_rows and num_shards > 1:
         staging = row if handle.compute_dtype != handle.orig_dtype else 0
         staging += gathered if arguments.is_accelerator else 0
     if arguments.offloads:
@@ -308,15 +308,17 @@ def _planned_handle(
         trainable=trainable,
         params=tuple(params),
         optimizer_params={
-            params[index]: tensor for index, tensor in _optimizer_params(handle).items() if params[index].requires_grad
+            params[index]: tensor
+            for index, tensor in _optimizer_params(handle, arguments).items()
+            if params[index].requires_grad
         },
     )
 
 
-def _optimizer_params(handle: FlatParamHandle) -> dict[int, torch.Tensor]:
+def _optimizer_params(handle: FlatParamHandle, arguments: UnitArguments) -> dict[int, torch.Tensor]:
     """Return what an optimizer of rank 0 holds, by the index of the first parameter in it."""
     layout = handle.layout
-    if not isinstance(layout, RowLayout):
+    if not arguments.has_rows:
         return {each.indices.start: each.param.detach() for each in handle.visible}
     shapes = [layout.local_shape(index, 0) for index in range(len(layout.param_infos))]
     return {i: torch.empty(shape, dtype=handle.orig_dtype, device="meta") for i, shape in enumerate(shapes)}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import fully_shard
 from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
-from fsdp_flat.flat.layout_views import BufferRows
+from fsdp_flat.layout import PerParamTarget
 from tests.composable.sides import children_and_root
 from tests.support import on_ranks
 from tests.support.kit import Stack, seeded, square_loss
@@ -109,9 +109,9 @@ def test_an_all_gather_that_failed_keeps_no_memory_and_none_of_it_is_used_again(
         return _Work(work, fails == "wait")
 
     staged: list[torch.Tensor] = []
-    stage = BufferRows.stage
+    stage = PerParamTarget.stage
 
-    def note(rows: BufferRows, own: torch.Tensor, rank: int, num_ranks: int) -> object:
+    def note(rows: PerParamTarget, own: torch.Tensor, rank: int, num_ranks: int) -> object:
         found = stage(rows, own, rank, num_ranks)
         staged.append(found[0])
         return found
@@ -119,7 +119,7 @@ def test_an_all_gather_that_failed_keeps_no_memory_and_none_of_it_is_used_again(
     use_collectives(model, all_gather=gather)
     x = torch.ones(3, 8)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(BufferRows, "stage", note)
+        monkeypatch.setattr(PerParamTarget, "stage", note)
         expected = model(x).detach()
         fails = fails_in
         with pytest.raises(RuntimeError, match="on purpose"):

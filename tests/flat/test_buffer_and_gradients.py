@@ -10,9 +10,8 @@ from torch import nn
 
 from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.gradients import FlatGradBuffer
-from fsdp_flat.flat.layout_views import can_chunk
 from fsdp_flat.flat.torch_flat import swap_memory
-from fsdp_flat.layout import FlatLayout, RowLayout
+from fsdp_flat.layout import FlatLayout, PerParamLayout
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -126,7 +125,7 @@ def test_gradients_of_rows_are_laid_out_rank_by_rank(
     on_accelerator: bool, rows: int, num_given: int, dims: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     shapes = [(rows, 3), (7,), (3, 8)]
-    layout = RowLayout.of_rows(list(zip("abc", shapes, strict=True)), dims, world_size=4)
+    layout = PerParamLayout.build(list(zip("abc", shapes, strict=True)), dims, world_size=4)
     grad_buffer = FlatGradBuffer(layout, torch.float32, CPU, on_accelerator=on_accelerator)
     pool = MemoryPool()
     filled(torch.full((layout.numel,), float("nan"))).free(pool)
@@ -158,10 +157,10 @@ def test_one_operation_lays_out_rows_that_need_little_padding_and_all_on_acceler
     shapes: list[tuple[int, ...]], dims: tuple[int, ...], can: bool, can_there: bool
 ) -> None:
     names = [f"weight{index}" for index in range(len(shapes))]
-    layout = RowLayout.of_rows(list(zip(names, shapes, strict=True)), dims, world_size=4)
-    assert can_chunk(layout, on_accelerator=False) == can
-    assert can_chunk(layout, on_accelerator=True) == can_there
-    assert not can_chunk(LAYOUT, on_accelerator=True)
+    layout = PerParamLayout.build(list(zip(names, shapes, strict=True)), dims, world_size=4)
+    assert layout.can_chunk_cat(on_accelerator=False) == can
+    assert layout.can_chunk_cat(on_accelerator=True) == can_there
+    assert not LAYOUT.can_chunk_cat(on_accelerator=True)
 
 
 def test_a_window_goes_on_after_it_was_closed() -> None:

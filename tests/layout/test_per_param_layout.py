@@ -1,4 +1,4 @@
-"""RowLayout against torch.chunk: each parameter in chunks along one dim, padded to one size."""
+"""PerParamLayout against torch.chunk: each parameter in chunks along one dim, padded to one size."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat.layout_views import BufferRows, local_part, views_of
-from fsdp_flat.layout import Interval, RowLayout
+from fsdp_flat.layout import Interval, PerParamLayout, PerParamTarget
 
 Shapes = list[tuple[int, ...]]
 shape_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
 
 
-def layout_of(shapes: Shapes, world_size: int, choices: Sequence[int]) -> RowLayout:
+def layout_of(shapes: Shapes, world_size: int, choices: Sequence[int]) -> PerParamLayout:
     """Shard each parameter on the dim that ``choices`` asks for, or on dim 0 where that is not divisible."""
     dims = [choice % len(shape) for choice, shape in zip(itertools.cycle(choices), shapes, strict=False)]
     dims = [dim if shape[dim] % world_size == 0 else 0 for dim, shape in zip(dims, shapes, strict=True)]
     named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
-    return RowLayout.of_rows(named, dims, world_size=world_size)
+    return PerParamLayout.build(named, dims, world_size=world_size)
 
 
 layouts = st.builds(layout_of, shape_lists, st.integers(1, 5), st.lists(st.integers(0, 2), min_size=1, max_size=3))
 
 
-def params_of(layout: RowLayout) -> list[torch.Tensor]:
+def params_of(layout: PerParamLayout) -> list[torch.Tensor]:
     """Number all elements of all parameters from 1; 0 is for padding."""
     start, found = 1, []
     for param_info in layout.param_infos:
@@ -39,20 +38,20 @@ def params_of(layout: RowLayout) -> list[torch.Tensor]:
     return found
 
 
-def shard_of(layout: RowLayout, params: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+def shard_of(layout: PerParamLayout, params: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
     shard = torch.zeros(layout.shard_numel, dtype=torch.int64)
     for index, param in enumerate(params):
-        part = local_part(layout, index, rank, param)
+        part = layout.local_part(index, rank, param)
         shard[layout.local_shard(index, rank).in_shard.to_slice()] = part
     return shard
 
 
 @given(layouts)
-def test_local_parts_are_the_chunks_of_torch(layout: RowLayout) -> None:
+def test_local_parts_are_the_chunks_of_torch(layout: PerParamLayout) -> None:
     for index, param in enumerate(params_of(layout)):
         chunks = list(param.chunk(layout.world_size, layout.dims[index]))
         for rank in range(layout.world_size):
-            part = local_part(layout, index, rank, param).view(layout.local_shape(index, rank))
+            part = layout.local_part(index, rank, param).view(layout.local_shape(index, rank))
             if rank < len(chunks):
                 assert torch.equal(part, chunks[rank])
             else:
@@ -61,16 +60,16 @@ def test_local_parts_are_the_chunks_of_torch(layout: RowLayout) -> None:
 
 
 @given(layouts, st.booleans())
-def test_placed_shards_are_the_parameters(layout: RowLayout, on_accelerator: bool) -> None:
+def test_placed_shards_are_the_parameters(layout: PerParamLayout, on_accelerator: bool) -> None:
     params = params_of(layout)
     buffer = torch.full((layout.numel,), -1)
-    target = BufferRows(buffer, layout, on_accelerator=on_accelerator)
+    target = PerParamTarget(buffer, layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
     shards = torch.stack([shard_of(layout, params, rank) for rank in range(layout.world_size)])
     # One row, and then the others together.
     target.place(0, shards[:1])
     if layout.world_size > 1:
         target.place(1, shards[1:])
-    for view, param in zip(views_of(buffer, layout), params, strict=True):
+    for view, param in zip(layout.views(buffer), params, strict=True):
         assert torch.equal(view, param)
         assert view.is_contiguous()
     # Padding too is that of the shards.
@@ -79,11 +78,11 @@ def test_placed_shards_are_the_parameters(layout: RowLayout, on_accelerator: boo
 
 @given(layouts, st.integers(0, 7), st.booleans())
 def test_staged_shards_are_the_parameters_and_their_memory_is_freed(
-    layout: RowLayout, number: int, on_accelerator: bool
+    layout: PerParamLayout, number: int, on_accelerator: bool
 ) -> None:
     rank, world_size = number % layout.world_size, layout.world_size
     buffer = torch.empty(layout.numel, dtype=torch.int64)
-    target = BufferRows(buffer, layout, on_accelerator=on_accelerator)
+    target = PerParamTarget(buffer, layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
     for by in (0, 1000):  # the second time in the same memory
         params = [param + by for param in params_of(layout)]
         shards = torch.stack([shard_of(layout, params, rank) for rank in range(world_size)])
@@ -93,13 +92,13 @@ def test_staged_shards_are_the_parameters_and_their_memory_is_freed(
         assert torch.equal(full.view(world_size, -1)[rank], shards[rank])
         full.view(world_size, -1).copy_(shards)
         place()
-        for view, param in zip(views_of(buffer, layout), params, strict=True):
+        for view, param in zip(layout.views(buffer), params, strict=True):
             assert torch.equal(view, param)
         assert full.untyped_storage().nbytes() == 0
 
 
 @given(layouts)
-def test_shards_and_padding_cover_a_tensor_in_rank_order(layout: RowLayout) -> None:
+def test_shards_and_padding_cover_a_tensor_in_rank_order(layout: PerParamLayout) -> None:
     covered = torch.zeros(layout.world_size * layout.shard_numel, dtype=torch.int64)
     for rank in range(layout.world_size):
         start = layout.shard(rank).start
@@ -117,14 +116,14 @@ def test_shards_and_padding_cover_a_tensor_in_rank_order(layout: RowLayout) -> N
 
 
 @given(layouts)
-def test_partitions_count_elements_with_the_sharded_dim_first(layout: RowLayout) -> None:
+def test_partitions_count_elements_with_the_sharded_dim_first(layout: PerParamLayout) -> None:
     for index, param in enumerate(params_of(layout)):
         moved = param.movedim(layout.dims[index], 0)
         partition = layout.partition(index)
         for rank in range(layout.world_size):
             local_shard = layout.local_shard(index, rank)
             assert partition[rank] == local_shard.in_param
-            part = local_part(layout, index, rank, param).view(layout.local_shape(index, rank))
+            part = layout.local_part(index, rank, param).view(layout.local_shape(index, rank))
             expected = moved.reshape(-1)[local_shard.in_param.to_slice()]
             assert torch.equal(part.movedim(layout.dims[index], 0).reshape(-1), expected)
         assert sum(partition[rank].numel for rank in range(layout.world_size)) == math.prod(param.shape)
@@ -132,8 +131,8 @@ def test_partitions_count_elements_with_the_sharded_dim_first(layout: RowLayout)
 
 def test_scalars_and_uneven_inner_dims_are_refused() -> None:
     with pytest.raises(OptionError, match="'p' is a scalar"):
-        RowLayout.of_rows([("p", ())], [0], world_size=2)
+        PerParamLayout.build([("p", ())], [0], world_size=2)
     with pytest.raises(OptionError, match=r"'p' of shape \(4, 3\) cannot be sharded on dim 1 over 2 ranks"):
-        RowLayout.of_rows([("p", (4, 3))], [1], world_size=2)
+        PerParamLayout.build([("p", (4, 3))], [1], world_size=2)
     with pytest.raises(OptionError):
-        RowLayout.of_rows([("p", (4, 3)), ("p", (2,))], [0, 0], world_size=2)
+        PerParamLayout.build([("p", (4, 3)), ("p", (2,))], [0, 0], world_size=2)

@@ -1,0 +1,156 @@
+"""Places the output of an all-gather in unsharded buffers, where the all-gather cannot write to them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+
+class GatherTarget:
+    """Places the output of an all-gather where it belongs; a row of the output (2-D) is the input of one rank."""
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        """Copy ``rows`` (2-D), of rank ``first`` and the ranks after it, to their places."""
+        raise NotImplementedError
+
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Allocate memory for the rows of all ranks, and copy ``own`` (1-D), the row of ``rank``, to it.
+
+        Returns:
+            The memory (1-D, in rank order); and a function to be called once, when all rows are there: it places
+            them, and may free the memory.
+        """
+        full = own.new_empty(num_ranks * own.numel())
+        rows = full.view(num_ranks, -1)
+        rows[rank].copy_(own)
+        return full, partial(self.place, 0, rows)
+
+
+class _Staging(NamedTuple):
+    """Holds memory for the rows of all ranks, which is freed between all-gathers, and views of the memory."""
+
+    full: torch.Tensor
+    rows: torch.Tensor
+    storage: torch.UntypedStorage
+    nbytes: int
+    own: torch.Tensor
+    sources: list[torch.Tensor]
+
+
+class PerParamTarget(GatherTarget):
+    """Places shards of ranks in the unsharded buffer of parameters that are sharded one by one.
+
+    Views are made once: each costs as much host time as a copy of a small parameter. On accelerators one operation
+    copies all parameters, if all are sharded along dim 0; ``_foreach_copy_`` launches a slow kernel for each there,
+    since the rows of a parameter are strided.
+
+    Args:
+        buffer: the unsharded buffer.
+        chunks: each parameter in it, as a view ``(world_size, *chunk shape)``.
+        dims: the sharded dim of each parameter.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
+        dims: Sequence[int],
+        *,
+        on_accelerator: bool | None = None,
+    ) -> None:
+        self._buffer = buffer
+        self._sizes = [each[0].numel() for each in chunks]
+        # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
+        self._shapes = {index: chunks[index].shape[1:] for index, dim in enumerate(dims) if dim != 0}
+        self._ranked = [each if index in self._shapes else each.flatten(1) for index, each in enumerate(chunks)]
+        on_accelerator = buffer.device.type != "cpu" if on_accelerator is None else on_accelerator
+        self._is_fused = on_accelerator and not self._shapes
+        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._staging: _Staging | None = None
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        key = first, first + rows.size(0)
+        if key not in self._targets:
+            self._targets[key] = [each[slice(*key)] for each in self._ranked]
+        if self._is_fused:
+            torch.split_with_sizes_copy(rows, self._sizes, 1, out=self._targets[key])
+        else:
+            torch._foreach_copy_(self._targets[key], self._split(rows))
+
+    def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        sources = list(torch.split_with_sizes(rows, self._sizes, 1))
+        if not self._shapes:
+            return sources
+        return [
+            source.view(len(rows), *self._shapes[index]) if index in self._shapes else source
+            for index, source in enumerate(sources)
+        ]
+
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        staging = self._staging
+        # If memory was not freed, its all-gather failed and may still write to it.
+        if staging is None or staging.storage.nbytes():
+            full = torch.empty_like(self._buffer)
+            rows, storage = full.view(num_ranks, -1), full.untyped_storage()
+            sources = [] if self._is_fused else self._split(rows)
+            staging = self._staging = _Staging(full, rows, storage, storage.nbytes(), rows[rank], sources)
+        else:
+            staging.storage.resize_(staging.nbytes)
+        staging.own.copy_(own)
+        return staging.full, self._place_staged
+
+    def drop_staging(self) -> None:
+        """Drop the memory of an all-gather that failed."""
+        self._staging = None
+
+    def _place_staged(self) -> None:
+        assert self._staging is not None
+        if self._is_fused:
+            torch.split_with_sizes_copy(self._staging.rows, self._sizes, 1, out=self._ranked)
+        else:
+            torch._foreach_copy_(self._ranked, self._staging.sources)
+        self._staging.storage.resize_(0)
+
+
+class GroupedTarget(GatherTarget):
+    """Places rows of ``num_ranks`` shards each, of consecutive ranks, by the ``target`` of single shards."""
+
+    def __init__(self, target: GatherTarget, num_ranks: int) -> None:
+        self._target, self._num_ranks = target, num_ranks
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        self._target.place(first * self._num_ranks, rows.reshape(len(rows) * self._num_ranks, -1))
+
+
+class _JoinedTarget(GatherTarget):
+    """Splits the output of a joined all-gather into the parts of several targets, which place them."""
+
+    def __init__(self, inputs: Sequence[tuple[torch.Tensor, GatherTarget]]) -> None:
+        self._targets = [target for _, target in inputs]
+        self._sizes = [tensor.numel() for tensor, _ in inputs]
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        for target, part in zip(self._targets, rows.split(self._sizes, 1), strict=True):
+            target.place(first, part)
+
+
+def join_inputs(
+    inputs: Sequence[tuple[torch.Tensor, GatherTarget | None]],
+) -> list[tuple[torch.Tensor, GatherTarget | None]]:
+    """Join inputs of all-gathers, with the targets of their outputs, into one input for each dtype.
+
+    An input without a target, which is all-gathered in place, stays by itself.
+    """
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, GatherTarget]]] = {}
+    results: list[tuple[torch.Tensor, GatherTarget | None]] = []
+    for tensor, target in inputs:
+        if target is None:
+            results.append((tensor, None))
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append((tensor, target))
+    for some in by_dtype.values():
+        results.append(some[0] if len(some) == 1 else (torch.cat([tensor for tensor, _ in some]), _JoinedTarget(some)))
+    return results
