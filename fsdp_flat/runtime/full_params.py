@@ -15,6 +15,7 @@ from fsdp_flat.flat import (
     have_grads,
     local_part,
     modules_of,
+    place_of,
     restore_sharded_grad,
     shard_of,
     sharded_grad_of,
@@ -177,7 +178,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.local(index)
                     source = local_part(handle.layout, index, rank, handle.full_local(index).detach())
-                    if source.data_ptr() != target.data_ptr():
+                    if place_of(source) != place_of(target):
                         target.copy_(source)
 
 
