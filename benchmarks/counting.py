@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,18 +24,20 @@ class Counter(TorchDispatchMode):
     Messages through shared memory count once for each rank that reads them. Bytes alive are those of every storage that
     a tensor in this process ever had, queried at every operator, so memory that a storage gets back later counts.
     Memory that a collective allocates internally does not count, nor does the shared memory through which ranks of one
-    host exchange messages; ``shared`` reports the latter.
+    host exchange messages; ``shared`` reports the latter. Without ``counts_earlier`` a storage counts
+    from the first operator on that returns it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_earlier: bool = True) -> None:
         super().__init__()
         self._sent = 0.0
         self._sent_before = self._sent_by_transports()
         self.collectives = 0
         self.peak = 0
         self._storages: dict[int, StorageWeakRef] = {}
-        gc.collect()
-        self._note(o for o in gc.get_objects() if isinstance(o, torch.Tensor))
+        if counts_earlier:
+            gc.collect()
+            self._note(o for o in gc.get_objects() if isinstance(o, torch.Tensor))
 
     @property
     def sent(self) -> float:
@@ -61,7 +64,9 @@ class Counter(TorchDispatchMode):
             except (NotImplementedError, RuntimeError):
                 continue  # other kinds of meta tensors, and wrappers, whose inner tensors are counted on their own
             # Memory that torch did not allocate cannot be resized: mapped files, such as those of messages.
-            if storage.device.type != "meta" and storage.resizable() and storage._cdata not in self._storages:
+            # Tensors of FakeTensorMode have storages on meta, which are as large as those of real ones.
+            has_memory = storage.device.type != "meta" or isinstance(tensor, FakeTensor)
+            if has_memory and storage.resizable() and storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def alive(self) -> int:

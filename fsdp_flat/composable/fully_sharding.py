@@ -21,7 +21,14 @@ from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_di
 from fsdp_flat.composable.fsdp_state import FSDPState, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, StateNote
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
-from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
+from fsdp_flat.flat import (
+    DataParallelDims,
+    RowSharding,
+    concatenated_mesh,
+    flattened_mesh,
+    modules_of,
+    outside_fake_mode,
+)
 from fsdp_flat.runtime import (
     IN_PLACE,
     Ignored,
@@ -297,7 +304,8 @@ def _mesh_or_default(mesh: DeviceMesh | None, members: Sequence[nn.Module], *, o
     nested = [unit.options.device for member in members for unit in units_of(member)]
     devices = nested or devices_of(child for member in members for child in modules_of(member))
     device, _ = default_device(devices, [dist.group.WORLD], offloads=offloads and not nested)
-    return init_device_mesh(device.type, (dist.get_world_size(),))
+    with outside_fake_mode():
+        return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
@@ -316,10 +324,11 @@ def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
 
 
 def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
-    if not dims.shard:
-        return flattened_mesh(dims.mesh[dims.replicate])
-    shard = flattened_mesh(dims.mesh[dims.shard])
-    return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
+    with outside_fake_mode():
+        if not dims.shard:
+            return flattened_mesh(dims.mesh[dims.replicate])
+        shard = flattened_mesh(dims.mesh[dims.shard])
+        return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
 
 
 def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | int | None) -> UnitOptions:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
-from fsdp_flat.flat import PLAIN, FlatParameter, set_grad
+from fsdp_flat.flat import PLAIN, FlatParameter, place_of, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
 from fsdp_flat.state import IndexedParam, ParamIndex
 
@@ -79,7 +79,7 @@ class OwnedParam:
         """Begin to send the weight from the owner back to the local shards."""
         target = self.param.detach().reshape(-1)
         source = self.whole.detach().reshape(-1) if has_grad and self.is_owner else None
-        if source is not None and self.is_on_one_rank and source.data_ptr() != target.data_ptr():
+        if source is not None and self.is_on_one_rank and place_of(source) != place_of(target):
             target.copy_(source)
         self._transfer(channels, self._from_owner if has_grad else _NO_MOVES, source, target)
 

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_flat.flat.layout_views import row_target, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import swap_memory
-from fsdp_flat.layout import FlatLayout
+from fsdp_flat.layout import Layout
 
 # Largest number of freed blocks of one size that the pool keeps.
 _MOST_IDLE = 2
@@ -127,7 +127,7 @@ class UnshardedParams:
     def __init__(
         self,
         managed: Sequence[ManagedParam],
-        layout: FlatLayout,
+        layout: Layout,
         *,
         rank: int,
         device: torch.device,

@@ -82,7 +82,7 @@ class DTensorHandle(FlatParamHandle):
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
         # A DTensor and its local tensor have separate version counters.
         self._versioned = (self.flat_param, *shown, *[param._local_tensor for param in shown])
-        self._pointers = [param._local_tensor.data_ptr() for param in shown]
+        self._places = [self._place_of(param._local_tensor) for param in shown]
         for held in self._held.values():
             held.clear()
         for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
@@ -204,14 +204,14 @@ class DTensorHandle(FlatParamHandle):
         return self._held[module]
 
     def changed(self) -> list[int]:
-        pointers = [param._local_tensor.data_ptr() for param in self._shown]
-        if self._pointers == pointers and self._hold_sharded():
+        places = [self._place_of(param._local_tensor) for param in self._shown]
+        if self._places == places and self._hold_sharded():
             return []
         found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
         return [
             index
             for index, (current, param) in enumerate(found)
-            if current is not param or local_of(current).data_ptr() != self._pointers[index]
+            if current is not param or self._place_of(local_of(current)) != self._places[index]
         ]
 
     def adopt_changes(self) -> None:

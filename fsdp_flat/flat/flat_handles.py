@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,6 @@ from fsdp_flat.flat.layout_views import VisibleParam
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.placeholders import ShardedPlaceholder
 from fsdp_flat.layout import FLAT_PARAM
-
-_DATA_PTR = torch.Tensor.data_ptr
 
 
 class OriginalsHandle(FlatParamHandle):
@@ -41,7 +40,7 @@ class OriginalsHandle(FlatParamHandle):
             )
         )
         self._versioned = (self.flat_param, *self.visible_params())
-        self._pointers: tuple[int, ...] = ()
+        self._places: tuple[Any, ...] = ()
         self._bind_shard()
         self.show_sharded()
 
@@ -79,15 +78,15 @@ class OriginalsHandle(FlatParamHandle):
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
-        self._pointers = tuple(map(_DATA_PTR, self._visible_params))
+        self._places = tuple(map(self._place_of, self._visible_params))
 
     def changed(self) -> list[int]:
-        if self._pointers == tuple(map(_DATA_PTR, self._visible_params)) and self._hold_sharded():
+        if self._places == tuple(map(self._place_of, self._visible_params)) and self._hold_sharded():
             return []
         return [
             index
             for index, entry in enumerate(self.params)
-            if entry.param.data_ptr() != self._pointers[index]
+            if self._place_of(entry.param) != self._places[index]
             or any(site.module._parameters.get(site.name) is not entry.param for site in entry.sites)
         ]
 
@@ -101,7 +100,7 @@ class OriginalsHandle(FlatParamHandle):
                 replaced.append((entry.param, current.data))
         for param, data in replaced:  # after the loop: modules may have exchanged parameters
             param.data = data
-        assigned = [i for i, entry in enumerate(self.params) if entry.param.data_ptr() != self._pointers[i]]
+        assigned = [i for i, entry in enumerate(self.params) if self._place_of(entry.param) != self._places[i]]
         if assigned:
             renew_shard(self.flat_param)
         for index in assigned:

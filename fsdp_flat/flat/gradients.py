@@ -18,7 +18,7 @@ from fsdp_flat.flat.handle_spec import HandleSpec
 from fsdp_flat.flat.layout_views import VisibleParam, can_chunk, grad_places, split_grad, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.torch_flat import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_alias, is_in_a_graph
-from fsdp_flat.layout import FlatLayout
+from fsdp_flat.layout import Layout
 
 _DTYPE = attrgetter("dtype")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -43,7 +43,7 @@ class FlatGradBuffer:
     """
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, on_accelerator: bool | None = None
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, *, on_accelerator: bool | None = None
     ) -> None:
         on_accelerator = device.type != "cpu" if on_accelerator is None else on_accelerator
         self._buffer = FlatBuffer(torch.empty(layout.numel, dtype=dtype, device=device))
@@ -242,7 +242,7 @@ class GradientCollector:
 
     # Attributes of the handle that this class is a part of.
     spec: HandleSpec
-    layout: FlatLayout
+    layout: Layout
     params: tuple[ManagedParam, ...]
     unsharded_params: tuple[nn.Parameter, ...]
     flat_param: nn.Parameter

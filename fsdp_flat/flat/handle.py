@@ -42,17 +42,24 @@ from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
 from fsdp_flat.flat.placeholders import module_guard
 from fsdp_flat.flat.torch_flat import (
     VERSION_OF,
+    has_values,
     is_alias,
+    place_function,
     set_versions,
 )
-from fsdp_flat.layout import FlatLayout, LocalShard, alignment_numel
+from fsdp_flat.layout import FlatLayout, Layout, LocalShard, alignment_numel
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
+    """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN.
+
+    Of tensors without values (``FakeTensorMode``) it returns True.
+    """
     if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
         return False
-    return torch.equal(*[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)])
+    return not has_values(first) or torch.equal(
+        *[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)]
+    )
 
 
 class FlatParamHandle(GradientCollector):
@@ -124,7 +131,7 @@ class FlatParamHandle(GradientCollector):
 
     # -- what the kinds of handles differ in -------------------------------------------------------------------------
 
-    def _layout_of(self, params: Sequence[ManagedParam]) -> FlatLayout:
+    def _layout_of(self, params: Sequence[ManagedParam]) -> Layout:
         spec, named = self.spec, [(entry.fqn, tuple(entry.shape)) for entry in params]
         return FlatLayout.build(
             named,
@@ -254,7 +261,8 @@ class FlatParamHandle(GradientCollector):
             self._by_dtype[dtype] = UnshardedParams(
                 params, self.layout, rank=self.spec.rank, device=self.spec.device, shard=shard, dtype=dtype
             )
-            self._shard_pointer = shard.data_ptr()
+            self._place_of = place_function(shard)
+            self._shard_place = self._place_of(shard)
         self._unsharded = self._by_dtype[dtype]
         self.buffer: FlatBuffer = self._unsharded.buffer
         self.unsharded_params = self._unsharded.params
@@ -439,7 +447,7 @@ class FlatParamHandle(GradientCollector):
             if not all(each.buffer.owns_memory for each in self._by_dtype.values()):
                 self._rebuild(self.flat_param.data)
             else:
-                self._shard_pointer = self.flat_param.data_ptr()
+                self._shard_place = self._place_of(self.flat_param)
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
@@ -477,7 +485,7 @@ class FlatParamHandle(GradientCollector):
 
     def _is_current(self, shard: torch.Tensor) -> bool:
         return (
-            shard.data_ptr() == self._shard_pointer
+            self._place_of(shard) == self._shard_place
             and shard.dtype == self.orig_dtype
             and shard.device == self.spec.shard_device
         )

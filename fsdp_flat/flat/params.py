@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError, UnsupportedError
-from fsdp_flat.flat.torch_flat import concatenated_mesh, strided_shard
+from fsdp_flat.flat.torch_flat import concatenated_mesh, has_values, outside_fake_mode, strided_shard
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, Interval, chunk_rows, clean_fqn, join_fqn
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -185,7 +185,8 @@ class DTensorAdapter(TensorAdapter):
         # Tensor parallelism has sharded the tensor already; each of its parts is sharded here again.
         if self.data_dims is None:
             own = (*[Replicate()] * (mesh.ndim - 1), self._sharded_again(dim, 0))
-            return concatenated_mesh(mesh, self.mesh), (*own, *self.placements)
+            with outside_fake_mode():
+                return concatenated_mesh(mesh, self.mesh), (*own, *self.placements)
         shard, replicate = self.data_dims.shard, self.data_dims.replicate
         placements = list(self.placements)
         for index in map(self.data_dims.index, shard):
@@ -199,9 +200,11 @@ class DTensorAdapter(TensorAdapter):
                 meshes.append(mesh)
                 found += [*[Replicate()] * (mesh.ndim - 1), placement]
             elif name not in (*shard, *replicate):
-                meshes.append(self.mesh[name])
+                with outside_fake_mode():
+                    meshes.append(self.mesh[name])
                 found.append(placement)
-        return functools.reduce(concatenated_mesh, meshes), tuple(found)
+        with outside_fake_mode():
+            return functools.reduce(concatenated_mesh, meshes), tuple(found)
 
     def _sharded_again(self, dim: int, first: int) -> Placement:
         """Return the placement that shards the parts of ``dim`` into which mesh dims from ``first`` on split it."""
@@ -237,7 +240,7 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
         UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas.
     """
     data = tensor.data
-    if type(data) is torch.Tensor:
+    if type(data) is torch.Tensor or not has_values(data):
         return PLAIN
     if not isinstance(data, DTensor):
         raise UnsupportedError(
@@ -277,7 +280,8 @@ def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGr
     if not isinstance(adapter, DTensorAdapter):
         return
     own = dist.get_rank()
-    meshed = set(adapter.mesh.mesh.flatten().tolist())
+    with outside_fake_mode():
+        meshed = set(adapter.mesh.mesh.flatten().tolist())
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
         if meshed.intersection(ranks) - {own}:

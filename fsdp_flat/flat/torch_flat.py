@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -47,6 +49,12 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 # Returns whether two tensors share a storage; there is no public equivalent that takes fake tensors.
 is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
+# Context outside of ``FakeTensorMode``, in which a mesh reads its ranks: it keeps them in a tensor.
+outside_fake_mode: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
+
+# Returns the address of a tensor's first element.
+_ADDRESS_OF: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+
 # Splits each tensor into as many chunks along a dim, padded with zeros, and concatenates the first chunks of all, the
 # second chunks of all, and so on, as rows of a matrix: the order of a reduce-scatter of rows, by one operation.
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
@@ -67,6 +75,31 @@ def pytree_children(value: Any) -> Iterable[Any] | None:
     """
     node = _pytree.SUPPORTED_NODES.get(type(value))
     return None if node is None else node.flatten_fn(value)[0]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, not a DTensor, has values to read: tensors of ``FakeTensorMode`` have none.
+
+    torch documents the mode, and exports neither it nor the class of its tensors.
+    """
+    return not isinstance(tensor, FakeTensor)
+
+
+def place_function(tensor: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    """Return the function that identifies the memory of tensors like ``tensor``: equal where they begin at one place.
+
+    It is the address. Tensors of ``FakeTensorMode`` have none: it is the storage, and the offset in the storage.
+    """
+    return _ADDRESS_OF if has_values(tensor) else _fake_place
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """Return what :func:`place_function` says of ``tensor``."""
+    return place_function(tensor)(tensor)
+
+
+def _fake_place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:

@@ -82,6 +82,8 @@ class BackwardExchange:
         # Kept until the next exchange: a thread of gloo that drops the last reference to a tensor needs the GIL for
         # it, and aborts the process if the interpreter is ending (pytorch issue 190489).
         self._in_flight: dict[ShardingGroups, Pending] = {}
+        # The memory of their tensors, which no dispatch mode of a caller (FakeTensorMode) sees read.
+        self._messages: dict[ShardingGroups, bytearray] = {}
 
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
         """Return for each flag whether it is true on any rank of ``over``, by default of all groups with handles."""
@@ -120,7 +122,7 @@ class BackwardExchange:
             pending = Pending((), torch.frombuffer(message, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
-            self._in_flight[groups] = pending
+            self._in_flight[groups], self._messages[groups] = pending, message
 
     def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:
         if groups not in self._host_groups_of:
@@ -144,7 +146,8 @@ class BackwardExchange:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
         differing, found = None, bytes(3)
         for groups, pending in self._in_flight.items():
-            message = BytesIO(bytes(pending.wait().numpy()))
+            pending.wait()
+            message = BytesIO(self._messages[groups])
             handles = self.handles[groups]
             for handle in handles:
                 used[handle] = message.read(len(handle.layout.param_infos))

@@ -355,7 +355,10 @@ def owners_of_ties(
     chains: dict[nn.Module, dict[tuple[nn.Module, ...], None]] = {}
     places: dict[nn.Parameter, dict[tuple[nn.Module, ...], None]] = {}
 
-    def visit(module: nn.Module, chain: tuple[nn.Module, ...]) -> None:
+    # No closure: one that calls itself keeps the parameters alive until the garbage collector runs.
+    ahead: list[tuple[nn.Module, tuple[nn.Module, ...]]] = [(root, ())]
+    while ahead:
+        module, chain = ahead.pop()
         chain = (*chain, module) if module in chosen else chain
         known = chains.setdefault(module, {})
         if chain not in known:
@@ -363,10 +366,7 @@ def owners_of_ties(
             for param in module._parameters.values():
                 if param is not None and not is_ignored(param):
                     places.setdefault(param, {})[chain] = None
-            for child in module.children():
-                visit(child, chain)
-
-    visit(root, ())
+            ahead.extend([(child, chain) for child in reversed([*module.children()])])
     owners: dict[nn.Parameter, nn.Module] = {}
     for param, found in places.items():
         units = {chain[-1] for chain in found}

@@ -14,6 +14,7 @@ from fsdp_flat.flat import (
     FlatParamHandle,
     have_grads,
     modules_of,
+    place_of,
     restore_sharded_grad,
     sharded_grad_of,
     show_full_grads,
@@ -174,7 +175,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.local(index)
                     source = handle.layout.local_part(index, rank, handle.full_local(index).detach())
-                    if source.data_ptr() != target.data_ptr():
+                    if place_of(source) != place_of(target):
                         target.copy_(source)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, named_sites, unguarded
+from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, has_values, named_sites, unguarded
 from fsdp_flat.layout import join_fqn
 from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.runtime.torch_runtime import TorchDispatchMode
@@ -139,6 +139,8 @@ def agree_on_weights(
     """
     if sync == "broadcast":
         return True
+    if not connected(groups.rank_groups):
+        return False
     named = [
         (n, each) for n, each in named if each.layout is torch.strided and type(each.data) in (torch.Tensor, DTensor)
     ]
@@ -213,7 +215,13 @@ def marking_empty(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 
 def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     local = _local(tensor)
-    if local.is_meta or local.layout is not torch.strided or local.is_quantized or local.itemsize not in _MARKS:
+    if (
+        local.is_meta
+        or not has_values(local)
+        or local.layout is not torch.strided
+        or local.is_quantized
+        or local.itemsize not in _MARKS
+    ):
         return None, 0
     dtype, mark = _MARKS[local.itemsize]
     return local.view(dtype), mark
@@ -243,7 +251,7 @@ class Unwritten:
         """Return whether the tensor still has no values."""
         with unguarded():
             tensor = self.read()
-            if tensor is None or tensor.numel() == 0:
+            if tensor is None or tensor.numel() == 0 or not has_values(tensor):
                 return False
             # A conversion to another dtype keeps a NaN, but not its bits.
             is_nan = tensor.is_floating_point() and tensor.itemsize > 1

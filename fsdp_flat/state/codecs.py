@@ -22,7 +22,7 @@ from torch.overrides import is_tensor_like
 from fsdp_flat import api
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
-from fsdp_flat.flat import PLAIN, TensorAdapter, without_data
+from fsdp_flat.flat import PLAIN, TensorAdapter, place_of, without_data
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.shards import (
@@ -249,7 +249,7 @@ class BoxCodec(StateDictCodec):
                 "torch.distributed.checkpoint, which reshards."
             )
         for part, given in zip(own.parts, value.parts, strict=True):
-            if part.data_ptr() != given.data_ptr():
+            if place_of(part) != place_of(given):
                 plan.copy(part, given)
 
 

@@ -301,14 +301,14 @@ def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
     A module that is registered at several places has the first of its paths, and precedes every module that holds it.
     """
     ordered: list[tuple[str, nn.Module]] = []
-    visited = {root}
-
-    def visit(path: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            if child is not None and child not in visited:
-                visited.add(child)
-                visit(join_fqn(path, name), child)
-        ordered.append((path, module))
-
-    visit("", root)
+    _visit("", root, {root}, ordered)
     return ordered
+
+
+def _visit(path: str, module: nn.Module, visited: set[nn.Module], ordered: list[tuple[str, nn.Module]]) -> None:
+    # No closure: one that calls itself keeps the model alive until the garbage collector runs.
+    for name, child in module.named_children():
+        if child is not None and child not in visited:
+            visited.add(child)
+            _visit(join_fqn(path, name), child, visited, ordered)
+    ordered.append((path, module))

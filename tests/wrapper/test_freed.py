@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -67,3 +68,19 @@ def test_a_loss_outlives_the_model_that_made_it() -> None:
     gc.collect()
     loss.backward()
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_wrapping_frees_unsharded_parameters_without_the_garbage_collector(use_orig_params: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = [StorageWeakRef(param.untyped_storage()) for param in module.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FSDP(module, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        assert [ref.expired() for ref in before] == [True] * 4
+        del model
+    finally:
+        gc.enable()
