@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, counted, some_of
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import RankZeroTensors, unreduced_params, warn_of_unsynchronized
@@ -81,9 +81,9 @@ def check_units(units: Sequence[Unit]) -> None:
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
         for handle in unit.handles:
-            handle.check_plain()
+            handle.shown.check_plain()
         for handle in unit.handles if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.unsharded_params)):
+            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.buffer.params)):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
@@ -200,7 +200,7 @@ def _trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> lis
         for mesh in unit.meshes
         if mesh.groups == groups
         for number, handle in enumerate(mesh.handles)
-        for param_info, trains in zip(handle.layout.param_infos, handle.requires_grad(), strict=True)
+        for param_info, trains in zip(handle.layout.param_infos, handle.shown.requires_grad(), strict=True)
     ]
 
 
@@ -223,7 +223,7 @@ def raise_difference(
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
 
 
-def late_gradients(handles: Iterable[FlatParamHandle]) -> RankMismatchError:
+def late_gradients(handles: Iterable[ParamGroup]) -> RankMismatchError:
     """Return the error for gradients that some ranks alone had to reduce when others had set theirs already."""
     names = some_of(sorted(f"{handle.spec.unit_name!r}" for handle in handles), 4)
     return RankMismatchError(
@@ -302,7 +302,7 @@ class RankChecks:
             tensors.warn()
         warn_of_unsynchronized(self._units)
         handles = [handle for unit in self._units for handle in unit.handles]
-        short = next((each for each in handles if each.num_trainable and each.orig_dtype.itemsize < 4), None)
+        short = next((each for each in handles if each.shown.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:
             warn_user(
                 f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "

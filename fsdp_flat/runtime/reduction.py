@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, profiled, unrecorded
-from fsdp_flat.flat import FlatParamHandle, MemoryPool, VisibleParam, add_reduced
+from fsdp_flat.flat import MemoryPool, ParamGroup, VisibleParam, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
 LOGGER = logging.getLogger("fsdp_flat")
@@ -75,7 +75,7 @@ class Reduction:
 
     def __init__(
         self,
-        handle: FlatParamHandle,
+        handle: ParamGroup,
         options: UnitOptions,
         *,
         collectives: Collectives | None,
@@ -93,7 +93,7 @@ class Reduction:
         self._mean_divisor = options.groups.shard.size * self._replicate.size
         self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
-            flat, gradient = handle.take_flat_grad()
+            flat, gradient = handle.grads.take_flat()
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -134,7 +134,7 @@ class Reduction:
         """Wait for the sum over the shard group, and begin the sum over the replicate group."""
         self.needs_all_reduce = False
         with unrecorded(), self._streams.reduce_scatters:
-            shard, partial = self._pending.wait(), self.handle.partial_grad.take()
+            shard, partial = self._pending.wait(), self.handle.grads.partial.take()
             if partial is not None:
                 shard.add_(partial)
                 # If nothing is sharded, its memory is the compute stream's too.
@@ -156,7 +156,7 @@ class Reduction:
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
-                handle.partial_grad.add(shard)
+                handle.grads.partial.add(shard)
             else:
                 self._divide(shard)
                 if policy.all_reduce_hook is not None:
@@ -186,7 +186,7 @@ class Reduction:
         self._alive.clear()
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.recycle_grad_buffer(gradient)
+            self.handle.grads.recycle(gradient)
         del self._pending  # and with it the sum, if it is not the result
 
     def take_result(self) -> torch.Tensor | None:
@@ -204,13 +204,13 @@ class Reduction:
 
         ``used`` has one byte per parameter: 1 if any rank has used it.
         """
-        partial = self.handle.partial_grad
+        partial = self.handle.grads.partial
         if partial.used is not None:
             used = partial.add_used(used)
         if partial.shard is None:
             partial.used = None
         if self._policy.zeros_for_unused:
-            used = bytes(self.handle.requires_grad())
+            used = bytes(self.handle.shown.requires_grad())
         add_reduced(self.handle, shard, used)
 
     def discard(self) -> None:
@@ -230,7 +230,7 @@ class Reductions:
     def __init__(self, most: int) -> None:
         self._most = most
         self._in_flight: list[Reduction] = []
-        self._finished: dict[FlatParamHandle, list[Reduction]] = {}
+        self._finished: dict[ParamGroup, list[Reduction]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -239,7 +239,7 @@ class Reductions:
 
     def begin(
         self,
-        handle: FlatParamHandle,
+        handle: ParamGroup,
         options: UnitOptions,
         *,
         collectives: Collectives | None,
@@ -286,7 +286,7 @@ class Reductions:
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
 
-    def clear(self, handle: FlatParamHandle, chosen: Iterable[VisibleParam], streams: Streams) -> None:
+    def clear(self, handle: ParamGroup, chosen: Iterable[VisibleParam], streams: Streams) -> None:
         """Fill the results for some parameters of a handle with zeros, as far as no gradient contains them yet."""
         if self.is_empty:
             return
@@ -297,7 +297,7 @@ class Reductions:
                 for each in chosen:
                     each.part_of(result).zero_()
 
-    def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, bytes]) -> None:
+    def set_grads(self, streams: Streams, used: Mapping[ParamGroup, bytes]) -> None:
         """Wait for all reductions, and add the results to the gradients of their handles.
 
         ``used`` holds for each handle and parameter whether any rank has used it.
@@ -313,8 +313,8 @@ class Reductions:
                     last = reduction
             if total is not None:
                 last.hand_over(total, used[handle])
-            if handle.partial_grad.shard is not None:
-                handle.partial_grad.add_used(used[handle])
+            if handle.grads.partial.shard is not None:
+                handle.grads.partial.add_used(used[handle])
 
 
 class CommContext:
@@ -339,7 +339,7 @@ class CommContext:
         self.pool = MemoryPool()
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
-        self.used: dict[FlatParamHandle, bytes] = {}
+        self.used: dict[ParamGroup, bytes] = {}
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import RankGroup, profiled, report_error
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
-from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, graph_task_id
+from fsdp_flat.flat import ParamGroup, dynamo_disabled, graph_task_id
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.backward_exchange import BackwardExchange, Outcome
@@ -44,7 +44,7 @@ class _Unread(NamedTuple):
     backward: Backward
     averaged: list[str]
     outcome: Outcome | None = None
-    unreduced: Collection[FlatParamHandle] = ()
+    unreduced: Collection[ParamGroup] = ()
 
 
 class Schedule(CommContext):
@@ -123,7 +123,7 @@ class Schedule(CommContext):
                     self._pending.adopt(before._pending)
             unit.use_context(self)
             for handle in unit.handles:
-                handle.on_grads_ready = partial(self.grads_ready, unit)
+                handle.grads.on_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -149,7 +149,7 @@ class Schedule(CommContext):
     @property
     def has_unset_gradients(self) -> bool:
         """True if a backward has ended, and a later one or ``finalize_backward`` is to set its gradients."""
-        partial = any(handle.partial_grad.shard is not None for unit in self.units for handle in unit.handles)
+        partial = any(handle.grads.partial.shard is not None for unit in self.units for handle in unit.handles)
         return self.has_unfinalized_gradients or partial or not self.reductions.is_empty
 
     def check_gradients_set(self, what: str) -> None:
@@ -436,14 +436,15 @@ class Schedule(CommContext):
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for handle in unit.handles:
-                    if handle.num_trainable:
+                    if handle.shown.num_trainable:
                         self._take_grads_ready(handle)
                 unit.begin_reductions()
 
-    def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
+    def _take_grads_ready(self, handle: ParamGroup) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
-        handle.hide_unreduced_grads()  # drops gradients that the caller has cleared
-        grads_ready, before = handle.grads_ready(), self.used.get(handle)
+        if handle.grads.unreduced:
+            handle.grads.hide_unreduced()  # drops gradients that the caller has cleared
+        grads_ready, before = handle.grads.ready(), self.used.get(handle)
         has_any = any(grads_ready)
         if before is None:
             self.used[handle] = grads_ready
@@ -479,7 +480,7 @@ class Schedule(CommContext):
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:
-            handle.show_unreduced_grads()
+            handle.grads.show_unreduced()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         averages = bool(self.root.averages_ignored)
@@ -495,12 +496,12 @@ class Schedule(CommContext):
 
     def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
         handles = [handle for unit in reduced for handle in unit.handles]
-        unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
+        unreduced = {handle for handle in handles if handle.grads.has_waiting and self._take_grads_ready(handle)}
         used, self.used = self.used, {}
         unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced:
             if unit.policy.all_reduce:
-                unreduced.update([handle for handle in unit.handles if handle.partial_grad.shard is not None])
+                unreduced.update([handle for handle in unit.handles if handle.grads.partial.shard is not None])
         for unit in reduced if unreduced else ():
             unit.begin_reductions(unreduced)
         self.reductions.set_grads(self.streams, used)
@@ -508,10 +509,10 @@ class Schedule(CommContext):
     def _exchange_with_ranks(
         self,
         reduced: list[Unit],
-        used: dict[FlatParamHandle, bytes],
-        unreduced: set[FlatParamHandle],
+        used: dict[ParamGroup, bytes],
+        unreduced: set[ParamGroup],
         averaged: list[str],
-    ) -> set[FlatParamHandle]:
+    ) -> set[ParamGroup]:
         """Exchange what ranks have to know of each other, and wait for it if this rank needs it.
 
         Returns:
@@ -537,7 +538,7 @@ class Schedule(CommContext):
         self._take_outcome(outcome, backward, averaged, is_late=False)
         return unreduced
 
-    def _needs_other_ranks(self, backward: Backward, reduced: list[Unit], used: dict[FlatParamHandle, bytes]) -> bool:
+    def _needs_other_ranks(self, backward: Backward, reduced: list[Unit], used: dict[ParamGroup, bytes]) -> bool:
         """Return whether what follows depends on what other ranks have used, on their graphs, or on their settings."""
         root = self.root
         if backward.keeps_iterations or backward.retains_graph or root.control.finalizes_by_hand:
@@ -545,7 +546,7 @@ class Schedule(CommContext):
         if root.averages_ignored:
             return True
         return any(
-            handle.num_trainable and used.get(handle, b"").count(1) < handle.num_trainable
+            handle.shown.num_trainable and used.get(handle, b"").count(1) < handle.shown.num_trainable
             for unit in reduced
             if not unit.policy.zeros_for_unused
             for handle in unit.handles

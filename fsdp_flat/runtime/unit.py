@@ -25,7 +25,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of, without
+from fsdp_flat.flat import ParamGroup, graph_task_id, is_managed, modules_of, without
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.materialize import Unwritten
@@ -47,7 +47,7 @@ class FullParams(NamedTuple):
         are_shown: the modules hold Parameters that are views of ``tensors``.
     """
 
-    tensors: dict[FlatParamHandle, torch.Tensor]
+    tensors: dict[ParamGroup, torch.Tensor]
     are_shown: bool
 
 
@@ -159,7 +159,7 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
-        return any(handle.num_trainable for handle in self.handles)
+        return any(handle.shown.num_trainable for handle in self.handles)
 
     @property
     def frees_buffers(self) -> bool:
@@ -185,7 +185,7 @@ class Unit:
         """
         for handle in self.handles:
             if self.state in (MemoryState.GATHERING, MemoryState.KEPT):
-                handle.check_not_assigned(shows_unsharded=False)
+                handle.shown.check_not_assigned(shows_unsharded=False)
             elif self.state is not MemoryState.READY:
                 handle.adopt_changes()
 
@@ -241,7 +241,7 @@ class Unit:
         self.gathered_version = now
         self._move(MemoryEvent.REUSE)
         for handle in self.handles:
-            handle.show_unsharded()
+            handle.shown.show_unsharded()
         return True
 
     def finish_unshard(self) -> None:
@@ -259,7 +259,7 @@ class Unit:
             streams.wait_for_all_gathers()
             for handle in self.handles:
                 handle.finish_gather()
-                handle.show_unsharded()
+                handle.shown.show_unsharded()
             self._move(MemoryEvent.FINISH)
         self.log_event("wait_for_unshard")
 
@@ -273,8 +273,8 @@ class Unit:
         if not self.shows_sharded:
             if self.state is MemoryState.READY:
                 for handle in self.handles:
-                    handle.check_not_assigned(shows_unsharded=True)
-                    handle.show_unsharded()  # the user may have set ``requires_grad``
+                    handle.shown.check_not_assigned(shows_unsharded=True)
+                    handle.shown.show_unsharded()  # the user may have set ``requires_grad``
             if (
                 self.needs_all_gather
                 and self.phase is not Phase.BACKWARD
@@ -309,18 +309,18 @@ class Unit:
         """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""
         if self.shows_sharded or self._depth > 0 or graph_task_id() != -1:
             return {}
-        return {param: own for handle in self.handles for param, own in handle.optimizer_param_of().items()}
+        return {param: own for handle in self.handles for param, own in handle.shown.optimizer_param_of().items()}
 
     def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put ``tensors`` in the place of the modules' parameters, in handle order, until :meth:`hide_names`."""
         remaining = iter(tensors)
         for handle in self.handles:
-            handle.show_names([next(remaining) for _ in handle.layout.param_infos])
+            handle.shown.show_names([next(remaining) for _ in handle.layout.param_infos])
 
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
         for handle in self.handles:
-            handle.hide_names(shows_unsharded=self.state is MemoryState.READY)
+            handle.shown.hide_names(shows_unsharded=self.state is MemoryState.READY)
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -338,7 +338,7 @@ class Unit:
         self.finish_unshard()
         if self.state is MemoryState.READY:
             for handle in self.handles:
-                handle.show_sharded()
+                handle.shown.show_sharded()
         is_freed = self.state is MemoryState.SHRUNK
         self._move(MemoryEvent.FREE)
         if not is_freed:
@@ -354,7 +354,7 @@ class Unit:
         self.finish_unshard()
         if self.state is MemoryState.READY:
             for handle in self.handles:
-                handle.show_sharded()
+                handle.shown.show_sharded()
             self._move(event)
 
     def shrink_parked(self, last_use: Any = None) -> None:
@@ -454,7 +454,7 @@ class Unit:
             if self.state is MemoryState.READY:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
                 handle.restore_unsharded_params()
-            handle.end_backward()
+            handle.grads.end_backward()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
         if self._depth > 0:
@@ -471,29 +471,29 @@ class Unit:
     @property
     def has_hidden_gradients(self) -> bool:
         """True if there are gradients that ``.grad`` of the optimizer's parameters may not contain."""
-        partial = any(handle.has_waiting_grads or handle.partial_grad.shard is not None for handle in self.handles)
+        partial = any(handle.grads.has_waiting or handle.grads.partial.shard is not None for handle in self.handles)
         return partial or not self.context.reductions.is_empty
 
     def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
         """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
         context = self.context
         for handle in self.handles if self.has_hidden_gradients else ():
-            chosen = [each for each in handle.visible if among is None or each.param in among]
+            chosen = [each for each in handle.shown.visible if among is None or each.param in among]
             # Reductions first: one that ends may leave a partial gradient with the handle.
             context.reductions.clear(handle, chosen, context.streams)
             if set_to_none and handle in context.used:
                 indices = [index for each in chosen for index in each.indices]
                 context.used[handle] = without(context.used[handle], indices)
-            handle.clear_grads(chosen, set_to_none=set_to_none)
+            handle.grads.clear(chosen, set_to_none=set_to_none)
 
-    def begin_reductions(self, chosen: Container[FlatParamHandle] | None = None) -> None:
+    def begin_reductions(self, chosen: Container[ParamGroup] | None = None) -> None:
         """Begin to reduce the gradients (zeros if missing) of the ``chosen`` handles, by default all trainable ones.
 
         Every rank of the handles' groups must call this.
         """
         for mesh in self.meshes:
             for handle in mesh.handles:
-                if handle not in chosen if chosen is not None else not handle.num_trainable:
+                if handle not in chosen if chosen is not None else not handle.shown.num_trainable:
                     continue
                 self.log_event("reduce_scatter")
                 mesh.issued.append(("reduction", mesh))
@@ -531,7 +531,9 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     if not held:
         return []
     return [
-        unit for unit in list(_UNITS) if any(not held.isdisjoint(handle.visible_params()) for handle in unit.handles)
+        unit
+        for unit in list(_UNITS)
+        if any(not held.isdisjoint(handle.shown.visible_params) for handle in unit.handles)
     ]
 
 

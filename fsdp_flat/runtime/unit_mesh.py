@@ -20,7 +20,7 @@ from fsdp_flat.comm import (
     unrecorded,
 )
 from fsdp_flat.errors import counted
-from fsdp_flat.flat import FlatParamHandle, join_inputs
+from fsdp_flat.flat import ParamGroup, join_inputs
 from fsdp_flat.runtime.options import UnitOptions
 from fsdp_flat.runtime.reduction import CommContext
 
@@ -47,7 +47,7 @@ class SmallerGroup:
         assert collectives is not None
         self.collectives = collectives
 
-    def keep(self, handles: Sequence[FlatParamHandle]) -> None:
+    def keep(self, handles: Sequence[ParamGroup]) -> None:
         """Copy from the buffers of ``handles`` the shards that this rank keeps."""
         with unrecorded():
             for handle in handles:
@@ -70,7 +70,7 @@ class UnitMesh:
         smaller_group: keeps all shards between forward and backward; None if backward uses the shard group.
     """
 
-    def __init__(self, options: UnitOptions, handles: Sequence[FlatParamHandle], unit_id: int, name: str) -> None:
+    def __init__(self, options: UnitOptions, handles: Sequence[ParamGroup], unit_id: int, name: str) -> None:
         self.options, self.handles, self.unit_id, self.name = options, list(handles), unit_id, name
         self.choice = CollectiveChoice()
         self.collectives = collectives_for(self.groups.shard, options.device, unit=unit_id, name=name)
@@ -101,7 +101,7 @@ class UnitMesh:
         """Use ``context``: the memory and records of the tree that the unit belongs to."""
         self.issued = context.collectives.of(self.groups)
         for handle in self.handles:
-            handle.pool = context.pool
+            handle.use_pool(context.pool)
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
         """Use the collectives of ``choice`` in later steps. The caller checks that no step is under way."""

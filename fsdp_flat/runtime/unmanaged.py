@@ -50,7 +50,7 @@ _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Reg
 def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the parameters below ``root`` that none of its units manages."""
     handles = [handle for unit in units for handle in unit.handles]
-    managed = {param for handle in handles for param in (*handle.visible_params(), *handle.unsharded_params)}
+    managed = {param for handle in handles for param in (*handle.shown.visible_params, *handle.buffer.params)}
     return {
         clean_fqn(name): param
         for name, param in root.named_parameters()
@@ -137,8 +137,8 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
     handles = [handle for unit in units for handle in unit.handles]
     # Ranks of tensor parallelism on other dims of the mesh have gradients of the same loss.
     if all(entry.adapter is PLAIN for handle in handles for entry in handle.params):
-        trained = [handle for handle in handles if any(map(_is_unsynchronized, handle.visible_params()))]
-        names = [handle.describe(index) for handle in trained for index in range(len(handle.params))]
+        trained = [handle for handle in handles if any(map(_is_unsynchronized, handle.shown.visible_params))]
+        names = [handle.shown.describe(index) for handle in trained for index in range(len(handle.params))]
         if names:
             warn_user(
                 f"Gradients of {len(names)} parameters are averaged over {num_ranks} of the {mesh.size()} ranks of "
