@@ -289,13 +289,11 @@ class ParamGroup:
 
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
-        shown, shard, spec = self.shown, self.flat_param.data, self.spec
-        if shard.is_meta and spec.rows is not None and not self._take_loaded():
+        shown, spec = self.shown, self.spec
+        if self.flat_param.is_meta and spec.rows is not None and not self._take_loaded():
             return
-        if shard.data_ptr() != self._shard_pointer or (shard.dtype, shard.device) != (
-            self.orig_dtype,
-            spec.shard_device,
-        ):
+        shard, place = self.flat_param.data, (self._shard_pointer, self.orig_dtype, spec.shard_device)
+        if (shard.data_ptr(), shard.dtype, shard.device) != place:
             self.convert(lambda tensor: tensor)
         # A load that began at a plain module, not at a wrapper, and raised has not called hide_names.
         if shown.shows_names:

@@ -97,7 +97,7 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     assert sizes == [(64 * 2 * 4, 0)]
     reduced = [call.nbytes for call in record.calls if call.name == "reduction"]
     assert reduced == [64 * 2 * 4 // 2], "half of it goes to the other rank"
-    assert not frozen.num_trainable
+    assert not frozen.shown.num_trainable
 
 
 @on_ranks(2)
