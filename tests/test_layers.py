@@ -203,8 +203,7 @@ def test_one_module_alone_knows_of_shared_memory_and_uses_its_interface() -> Non
 
 # One file for torch's private names in each package that needs them.
 SAME_BASENAMES = {"__init__"}
-# FSDP1's name for the view of a handle that it does not document.
-SAME_NAMES = {"FlatParamHandle", "main"}
+SAME_NAMES = {"main"}
 
 
 def repeated(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -251,7 +250,7 @@ FILES = dict.fromkeys(
         "fsdp_flat/errors.py",
         "fsdp_flat/api.py",
         "fsdp_flat/layout/intervals.py",
-        "fsdp_flat/flat/handle.py",
+        "fsdp_flat/flat/param_group.py",
         "fsdp_flat/comm/rank_groups.py",
         "fsdp_flat/wrap/policies.py",
         "fsdp_flat/runtime/unit.py",
@@ -270,16 +269,16 @@ FILES = dict.fromkeys(
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fsdp_flat/layout/intervals.py", "from fsdp_flat.flat.handle import Handle"),
+        ("fsdp_flat/layout/intervals.py", "from fsdp_flat.flat.param_group import Handle"),
         ("fsdp_flat/layout/intervals.py", "from fsdp_flat import api"),
         ("fsdp_flat/layout/intervals.py", "import torch.distributed as dist"),
         ("fsdp_flat/layout/intervals.py", "from torch import distributed"),
         ("fsdp_flat/api.py", "import torch\nrank = torch.distributed.get_rank()"),
         ("fsdp_flat/errors.py", "import torch"),
-        ("fsdp_flat/flat/handle.py", "from ..comm.groups import Groups"),
-        ("fsdp_flat/flat/handle.py", "from ..comm import groups"),
-        ("fsdp_flat/flat/handle.py", "from .. import comm"),
-        ("fsdp_flat/wrap/policies.py", "from fsdp_flat.flat import handle"),
+        ("fsdp_flat/flat/param_group.py", "from ..comm.groups import Groups"),
+        ("fsdp_flat/flat/param_group.py", "from ..comm import groups"),
+        ("fsdp_flat/flat/param_group.py", "from .. import comm"),
+        ("fsdp_flat/wrap/policies.py", "from fsdp_flat.flat import param_group"),
         ("fsdp_flat/runtime/unit.py", "def f():\n    from ..state.full import save"),
         ("fsdp_flat/runtime/unit.py", "from fsdp_flat import FullyShardedDataParallel"),
         ("fsdp_flat/runtime/unit.py", "import importlib\nimportlib.import_module('fsdp_flat.state.keys')"),
@@ -305,14 +304,17 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
             "fsdp_flat/layout/intervals.py",
             "import torch\nfrom ..errors import OptionError\nfrom .intervals import Interval",
         ),
-        ("fsdp_flat/flat/handle.py", "from .. import errors\nfrom ..layout import boxes\nfrom ..api import CPUOffload"),
+        (
+            "fsdp_flat/flat/param_group.py",
+            "from .. import errors\nfrom ..layout import boxes\nfrom ..api import CPUOffload",
+        ),
         (
             "fsdp_flat/comm/rank_groups.py",
             "import torch.distributed as dist\nfrom torch.distributed import device_mesh",
         ),
         (
             "fsdp_flat/runtime/unit.py",
-            "from . import order\nfrom ..flat.handle import Handle\nfrom ..comm import groups",
+            "from . import order\nfrom ..flat.param_group import Handle\nfrom ..comm import groups",
         ),
         ("fsdp_flat/fully_sharded_data_parallel.py", "from .clipping import clip\nfrom .state import keys"),
         ("fsdp_flat/__init__.py", "from .fully_sharded_data_parallel import FSDP\nfrom .tools import convert"),

@@ -1,4 +1,4 @@
-"""Who knows which kind a handle is."""
+"""Who knows what kind of tensors a parameter group shows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import fsdp_flat
 
 PACKAGE = Path(fsdp_flat.__file__).parent
-# Files that know which kind of handle they have: the kinds themselves, the front that shows DTensors, and the plan of
-# units for either front.
+# Files that know what kind of tensors a group shows: the kinds themselves, the front that shows DTensors, and the plan
+# of units for either front.
 KNOW_KINDS = ("flat/", "layout/", "composable/", "state/torch_state.py", "tools/planned_units.py")
 _KIND = re.compile(r"\b(DTensorHandle|FlatHandle|OriginalsHandle|PerParamLayout)\b")
 
@@ -25,11 +25,13 @@ def lines_with(pattern: re.Pattern[str], sources: Mapping[str, str]) -> list[str
     ]
 
 
-def test_a_step_and_what_is_around_it_do_not_ask_for_the_kind_of_a_handle() -> None:
+def test_a_step_and_what_is_around_it_do_not_ask_what_kind_of_tensors_a_group_shows() -> None:
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert lines_with(_KIND, sources) == []
 
 
 def test_the_search_for_kinds_finds_one() -> None:
-    found = lines_with(_KIND, {"runtime/a.py": "if isinstance(handle, DTensorHandle):", "flat/b.py": "DTensorHandle()"})
-    assert found == ["runtime/a.py: if isinstance(handle, DTensorHandle):"]
+    found = lines_with(
+        _KIND, {"runtime/a.py": "if isinstance(group.shown, DTensorShown):", "flat/b.py": "DTensorShown()"}
+    )
+    assert found == ["runtime/a.py: if isinstance(group.shown, DTensorShown):"]

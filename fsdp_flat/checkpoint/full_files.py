@@ -42,7 +42,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
 )
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits
 from fsdp_flat.runtime import no_units, unit_of, units_of
@@ -109,9 +109,9 @@ def _entries_of(
     params = model.named_parameters() if trainable_only else ()
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     handles = {param.handle for param in (*index.params, *by_name.values())} if trainable_only else ()
-    flags = {handle: handle.requires_grad() for handle in handles}
+    flags = {handle: handle.shown.requires_grad() for handle in handles}
     found: list[_Entry] = []
-    first: dict[tuple[FlatParamHandle, int], str] = {}
+    first: dict[tuple[ParamGroup, int], str] = {}
     for key, value in (_template_of(model) if loads else boxed_state_dict(model)).items():
         name = clean_fqn(key)
         # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
@@ -623,7 +623,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     for unit in units_of(model):
         unit.reshard()
         unit.before_gather()
-    managed = {param for handle in handles for param in handle.visible_params()}
+    managed = {param for handle in handles for param in handle.shown.visible_params}
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
     copies = [tensor.clone() for tensor in tensors]

@@ -242,11 +242,11 @@ def describe_flat_params(unit: Unit) -> None:
         )
 
 
-def _first_sites(handle: flat.FlatParamHandle) -> list[_ParamInfo]:
+def _first_sites(handle: flat.ParamGroup) -> list[_ParamInfo]:
     return [_located(entry.sites[0]) for entry in handle.params]
 
 
-def _further_sites(handle: flat.FlatParamHandle) -> list[_SharedParamInfo]:
+def _further_sites(handle: flat.ParamGroup) -> list[_SharedParamInfo]:
     return [
         _SharedParamInfo(*_located(site), *_located(entry.sites[0]))
         for entry in handle.params
@@ -279,7 +279,7 @@ def forget_tensors(unit: Unit) -> None:
 class FlatParamHandle(GroupMember):
     """Presents a handle under FSDP1's names."""
 
-    def __init__(self, unit: Unit, handle: flat.FlatParamHandle) -> None:
+    def __init__(self, unit: Unit, handle: flat.ParamGroup) -> None:
         self._unit = unit
         self._real = handle
 
@@ -287,7 +287,7 @@ class FlatParamHandle(GroupMember):
     _sharding_strategy = derived("_unit.options.strategy.member")
     _offload_params = derived("_unit.options.offload_params")
     _fwd_bwd_param_dtype = derived("_real.compute_dtype")
-    _reduce_dtype = derived("_real.reduce_dtype")
+    _reduce_dtype = derived("_real.grads.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
     device = derived("_real.spec.device")
     _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
@@ -307,7 +307,7 @@ class FlatParamHandle(GroupMember):
         flat_param.__dict__.update(
             _local_shard=flat_param.data,
             _full_param_padded=self._real.buffer.tensor,
-            _params=self._real.visible_params() if self._use_orig_params else None,
+            _params=list(self._real.shown.visible_params) if self._use_orig_params else None,
             _shared_params=self._shared_params(),
         )
         return flat_param
@@ -316,7 +316,7 @@ class FlatParamHandle(GroupMember):
         """Return the parameter of each further registration, or None without original parameters."""
         if not self._use_orig_params:
             return None
-        visible = self._real.visible_params()
+        visible = self._real.shown.visible_params
         return [param for param, entry in zip(visible, self._real.params, strict=True) for _ in entry.sites[1:]]
 
     @property
@@ -618,7 +618,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
             unit.reshard()
             unit.before_gather()
             for position, handle in enumerate(unit.handles):
-                handle.remove()
+                handle.shown.remove()
                 for entry in handle.params:
                     for site in entry.sites:
                         site.module._parameters[site.name] = None
@@ -629,7 +629,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
             for unit in units:
                 for position, handle in enumerate(unit.handles):
                     unit.module._parameters.pop(flat_param_name(position), None)
-                    handle.show_sharded()
+                    handle.shown.show_sharded()
                     # The caller may have set ``.data``, or changed it in place past its version counter.
                     handle.raise_weights_epoch()
                     handle.adopt_changes()

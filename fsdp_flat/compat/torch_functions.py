@@ -186,7 +186,7 @@ def _suits_torch(params: list[torch.Tensor], units: list[Unit]) -> bool:
 def _is_on_one_rank(param: torch.Tensor, unit: Unit) -> bool:
     """Return whether one rank has all elements of a unit's parameter, which the layout shows on every rank."""
     for handle in unit.handles:
-        for each in handle.visible:
+        for each in handle.shown.visible:
             if each.param is param and len(each.indices) == 1:
                 index, ranks = each.indices.start, range(handle.layout.world_size)
                 is_plain = not handle.params[index].adapter.groups
@@ -321,11 +321,11 @@ def backward(*args: Any, **kwargs: Any) -> None:
 def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Parameter]]:
     """Return for each parameter that a unit manages the leaves of the graph that stand for it."""
     return {
-        visible.param: [handle.unsharded_params[index] for index in visible.indices]
+        visible.param: [handle.buffer.params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
         if unit.full is None  # else modules compute with the parameters that an optimizer holds
         for handle in unit.handles
-        for visible in handle.visible
+        for visible in handle.shown.visible
     }
 
 
@@ -386,7 +386,7 @@ def _check_ddp(module: nn.Module, given: Mapping[str, Any]) -> list[nn.Parameter
         reduces = groups.num_ranks == dist.get_world_size() or len(ranks) == 1 or ranks <= set().union(*own)
         sharded = [each for each in _groups_of(unit) if each.group is not None]
         mixes = any(len(ranks.intersection(dist.get_process_group_ranks(each.group))) > 1 for each in sharded)
-        held = [param for handle in unit.handles for param in handle.visible_params() if param in names]
+        held = [param for handle in unit.handles for param in handle.shown.visible_params if param in names]
         trained = [param for param in held if param.requires_grad]
         if sharded and ((given["init_sync"] and mixes) or (trained and not reduces)):
             raise UsageError(

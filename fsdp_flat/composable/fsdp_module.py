@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
 from fsdp_flat.composable.fsdp_state import state_of
-from fsdp_flat.flat import DTensorHandle, FlatParamHandle
+from fsdp_flat.flat import DTensorShown, ParamGroup
 from fsdp_flat.runtime import MemoryEvent, MemoryState, Phase, ShardedModule, Unit
 from fsdp_flat.state import with_advice
 from fsdp_flat.user_warnings import warn_user
@@ -83,7 +83,6 @@ _PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
     for handle in unit.handles:
-        assert isinstance(handle, DTensorHandle)
         indices: dict[nn.Module, dict[str, int]] = {}
         for index, entry in enumerate(handle.params):
             for site in entry.sites:
@@ -92,14 +91,18 @@ def hook_state_dicts(unit: Unit) -> None:
             show_shards = _shows_shards(unit, handle, module)
             unit.undo.append(module.register_state_dict_pre_hook(show_shards))
             unit.undo.append(
-                module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, handle, by_name))
+                module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, _views(handle), by_name))
             )
 
 
-def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _PreHook:
+def _views(handle: ParamGroup) -> DTensorShown:
+    assert isinstance(handle.shown, DTensorShown)
+    return handle.shown
+
+
+def _shows_shards(unit: Unit, handle: ParamGroup, module: nn.Module) -> _PreHook:
     """Create the hook that reshards a unit before a module's state dict is taken, and adopts assigned parameters."""
-    assert isinstance(handle, DTensorHandle)
-    held, parameters = handle.held_by(module), module._parameters
+    held, parameters = _views(handle).held_by(module), module._parameters
     idle, sharded = Phase.IDLE, MemoryState.SHARDED
 
     def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
@@ -122,7 +125,7 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
 
 def _prepare_load(
     show_shards: _PreHook,
-    handle: DTensorHandle,
+    views: DTensorShown,
     indices: dict[str, int],
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -131,9 +134,10 @@ def _prepare_load(
 ) -> None:
     """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts."""
     show_shards(module, prefix, False)
+    views.takes_assigned = True
     for name, index in indices.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
             continue
-        if value.shape == handle.params[index].param.shape:
-            state_dict[prefix + name] = handle.distribute(index, value)
+        if value.shape == views.params[index].param.shape:
+            state_dict[prefix + name] = views.distribute(index, value)

@@ -16,7 +16,7 @@ from fsdp_flat import runtime
 from fsdp_flat.compat.torch_fsdp import mesh_info, training_state
 from fsdp_flat.compat.views import View
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import DTensorHandle
+from fsdp_flat.flat import DTensorShown, ParamGroup, RowSharding
 from fsdp_flat.layout import join_fqn
 from fsdp_flat.runtime import MemoryState, Phase, Unit, UnitOptions, step_of, unit_of
 
@@ -24,7 +24,7 @@ from fsdp_flat.runtime import MemoryState, Phase, Unit, UnitOptions, step_of, un
 class FSDPParam(View):
     """Shows one parameter of a unit as FSDP2's; the unit, the handle and a position in it are what it is made of."""
 
-    _viewed: tuple[Unit, DTensorHandle, int]
+    _viewed: tuple[Unit, ParamGroup, int]
     _INSTEAD: ClassVar = {
         "_sharded_param_data": "read sharded_param.to_local(); the shards of a unit share one memory",
         "all_gather_inputs": "call unshard() of the module",
@@ -39,7 +39,7 @@ class FSDPParam(View):
     @property
     def _unsharded_param(self) -> nn.Parameter:
         _, handle, index = self._viewed
-        return handle.unsharded_params[index]
+        return handle.buffer.params[index]
 
     @property
     def unsharded_param(self) -> nn.Parameter:
@@ -69,11 +69,18 @@ class FSDPParam(View):
     def fsdp_placement(self) -> Shard:
         """Placement on the mesh of the unit."""
         _, handle, index = self._viewed
-        return Shard(handle.layout.dims[index])
+        assert isinstance(handle.shown, DTensorShown)
+        return Shard(handle.shown.layout.dims[index])
+
+    @property
+    def _rows(self) -> RowSharding:
+        rows = self._viewed[1].spec.rows
+        assert rows is not None
+        return rows
 
     @property
     def mesh_info(self) -> Any:
-        return mesh_info(self._viewed[1].row_sharding.mesh)
+        return mesh_info(self._rows.mesh)
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +104,7 @@ class FSDPParam(View):
 
     @property
     def offload_to_cpu(self) -> bool:
-        return self._viewed[1].row_sharding.offloads
+        return self._rows.offloads
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Do nothing: the handle collects each gradient as autograd produces it."""
@@ -127,8 +134,7 @@ class FSDPParamGroup(View):
     def fsdp_params(self) -> list[FSDPParam]:
         """The parameters, in the order of registration in each handle."""
         unit, options = self._viewed
-        own = [handle for handle in unit.handles if handle.comm.options is options]
-        handles = [handle for handle in own if isinstance(handle, DTensorHandle)]
+        handles = [handle for handle in unit.handles if handle.comm.options is options]
         return [FSDPParam(unit, handle, index) for handle in handles for index in range(len(handle.params))]
 
     @property

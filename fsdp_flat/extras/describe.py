@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
 from fsdp_flat.errors import OptionError, counted, some_of
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import UnitOptions, units_of, unreduced_params
 from fsdp_flat.sizes import size_text
@@ -158,13 +158,13 @@ def describe(model: nn.Module) -> ModelDescription:
 def describe_unit(
     name: str,
     options: UnitOptions,
-    handles: Sequence[FlatParamHandle],
+    handles: Sequence[ParamGroup],
     reshard_after_forward: bool | None,
     *,
     is_gathered: bool = False,
 ) -> UnitDescription:
     """Describe a unit of ``handles``, which are all on one mesh."""
-    trainable = [handle for handle in handles if handle.num_trainable]
+    trainable = [handle for handle in handles if handle.shown.num_trainable]
     gathered = [handle for handle in handles if handle.buffer.owns_memory]
     return UnitDescription(
         name=name,
@@ -175,17 +175,17 @@ def describe_unit(
         trainable_numel=sum(
             param_info.numel
             for handle in trainable
-            for param_info, wanted in zip(handle.layout.param_infos, handle.requires_grad(), strict=True)
+            for param_info, wanted in zip(handle.layout.param_infos, handle.shown.requires_grad(), strict=True)
             if wanted
         ),
         shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
         grad_nbytes=sum(
             handle.layout.shard_numel
-            * (handle.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype).itemsize
+            * (handle.grads.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype).itemsize
             for handle in trainable
         ),
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
-        whole_grad_nbytes=sum(handle.layout.numel * handle.grad_dtype.itemsize for handle in trainable),
+        whole_grad_nbytes=sum(handle.layout.numel * handle.grads.dtype.itemsize for handle in trainable),
         is_gathered=is_gathered,
         reshard_after_forward=reshard_after_forward,
     )

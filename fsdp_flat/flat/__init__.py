@@ -1,13 +1,10 @@
-"""Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
+"""Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the parameter group."""
 
 from fsdp_flat.flat.buffers import MemoryPool
-from fsdp_flat.flat.dtensor_handle import DTensorHandle
-from fsdp_flat.flat.flat_parameter import FlatParameter
-from fsdp_flat.flat.gradients import set_grad, without
-from fsdp_flat.flat.handle import FlatParamHandle
-from fsdp_flat.flat.handle_spec import HandleSpec
+from fsdp_flat.flat.flat_parameter import FlatParameter, set_grad
+from fsdp_flat.flat.gradients import without
+from fsdp_flat.flat.group_spec import ParamGroupSpec
 from fsdp_flat.flat.layout_views import VisibleParam
-from fsdp_flat.flat.make_handle import make_handle
 from fsdp_flat.flat.optimizer_grads import (
     add_reduced,
     grads_by_adapter,
@@ -16,7 +13,8 @@ from fsdp_flat.flat.optimizer_grads import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.flat.optimizers import check_whole, note_unwrapped
+from fsdp_flat.flat.optimizers import check_whole, note_unwrapped, watch_steps_on
+from fsdp_flat.flat.param_group import ParamGroup
 from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,
@@ -39,6 +37,7 @@ from fsdp_flat.flat.params import (
 )
 from fsdp_flat.flat.placeholders import SHARDED_HINTS, ShardedPlaceholder
 from fsdp_flat.flat.row_sharding import RowSharding
+from fsdp_flat.flat.shown_dtensors import DTensorShown
 from fsdp_flat.flat.torch_flat import (
     VERSION_OF,
     active_compiler,

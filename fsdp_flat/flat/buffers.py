@@ -1,4 +1,4 @@
-"""Manages the memory of flat buffers, and the unsharded parameters that are views of a buffer."""
+"""Manages the memory of flat buffers; an all-gather's output is one, with the unsharded parameters that view it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.flat.layout_views import row_target, views_of
 from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.torch_flat import swap_memory
+from fsdp_flat.flat.torch_flat import place_function, swap_memory
 from fsdp_flat.layout import Layout
 
 # Largest number of freed blocks of one size that the pool keeps.
@@ -22,20 +21,15 @@ class MemoryPool:
     The memory moves from one storage object to another: a view of a freed buffer, which autograd may hold, keeps an
     empty storage and never sees the data of another unit. Accelerators have caching allocators, so the pool keeps
     nothing for them, nor if torch cannot move memory between storages.
+
+    Attributes:
+        idle: the freed blocks, by their number of bytes.
+        blank: storage objects without memory.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[torch.UntypedStorage]] = {}
-        self._blank: list[torch.UntypedStorage] = []  # objects without memory
-
-    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Allocate ``nbytes`` for an empty ``storage``; the content is undefined."""
-        idle = self._idle.get(nbytes)
-        if idle and storage.device.type == "cpu":
-            swap_memory(storage, idle[-1])
-            self._blank.append(idle.pop())
-        else:
-            storage.resize_(nbytes)
+        self.idle: dict[int, list[torch.UntypedStorage]] = {}
+        self.blank: list[torch.UntypedStorage] = []
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         """Take the memory of ``storage``, unless a numpy array uses it too."""
@@ -43,17 +37,17 @@ class MemoryPool:
         # A numpy array that a caller has made of a view points to memory that torch marks as not resizable.
         if nbytes == 0 or not storage.resizable():
             return
-        idle = self._idle.setdefault(nbytes, [])
+        idle = self.idle.setdefault(nbytes, [])
         if swap_memory is None or storage.device.type != "cpu" or len(idle) >= _MOST_IDLE:
             storage.resize_(0)
             return
-        kept = self._blank.pop() if self._blank else torch.UntypedStorage(0)
-        swap_memory(kept, storage)
-        idle.append(kept)
+        block = self.blank.pop() if self.blank else torch.UntypedStorage(0)
+        swap_memory(block, storage)
+        idle.append(block)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the shape, dtype and device of ``tensor`` and undefined content."""
-        idle = self._idle.get(tensor.nbytes)
+        idle = self.idle.get(tensor.nbytes)
         if not idle or tensor.device.type != "cpu":
             return torch.empty_like(tensor)
         fresh = torch.empty(0, dtype=tensor.dtype)
@@ -61,11 +55,11 @@ class MemoryPool:
 
     def clear(self) -> None:
         """Return all memory of the pool to the system."""
-        self._idle.clear()
+        self.idle.clear()
 
 
 class FlatBuffer:
-    """Holds a 1-D tensor whose memory can be freed and allocated again while views of it exist.
+    """Holds a 1-D tensor whose memory a pool can take (``MemoryPool.empty``) while views of it exist, and give again.
 
     Autograd saves views of unsharded parameters. The storage object therefore stays and is resized to zero; once the
     same values are all-gathered again, all saved views are valid.
@@ -86,16 +80,16 @@ class FlatBuffer:
 
     def alloc(self, pool: MemoryPool) -> bool:
         """Allocate memory from ``pool`` (undefined content); return False if there is memory already."""
-        storage = self.tensor.untyped_storage()
-        if not self.owns_memory or storage.nbytes() == self._nbytes:
+        storage, nbytes = self.tensor.untyped_storage(), self._nbytes
+        if not self.owns_memory or storage.nbytes() == nbytes:
             return False
-        pool.fill(storage, self._nbytes)
+        idle = pool.idle.get(nbytes)
+        if idle and storage.device.type == "cpu":
+            swap_memory(storage, idle[-1])
+            pool.blank.append(idle.pop())
+        else:
+            storage.resize_(nbytes)
         return True
-
-    def free(self, pool: MemoryPool) -> None:
-        """Return the memory to ``pool``."""
-        if self.owns_memory:
-            pool.empty(self.tensor.untyped_storage())
 
 
 # Added to version counters while parameters are freed, so that autograd refuses what it saved.
@@ -103,23 +97,24 @@ class FlatBuffer:
 EXPIRED = 10**9
 
 
-class UnshardedParams:
-    """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
+class AllGatherOutput(FlatBuffer):
+    """Is the buffer of one compute dtype that a group all-gathers into, with the unsharded parameters that view it.
 
     While the buffer is freed, the parameters are marked as changed: autograd, which compares versions whenever it
     unpacks a saved tensor, then raises. Otherwise a backward from a tensor that a module stored, which passes no
     hooked output and so unshards nothing, would read freed memory.
 
     Args:
-        shard: the handle's shard, which becomes the buffer if it holds the same values.
+        shard: the group's shard, which becomes the buffer if it holds the same values.
         dtype: compute dtype.
 
     Attributes:
         params: one Parameter per managed parameter, for modules to compute with; each has its own version counter.
         plain: the ``params`` that are plain tensors and not DTensors.
-        buffer: the memory of ``params``.
+        storages: for each of ``params`` the identity of its storage; None if it is a DTensor.
         own_slice: the part of the buffer for this rank's shard, in a flat layout (1-D, ``shard_numel``).
-        gather_target: places the shards of ranks in the buffer, for a row layout over several ranks; else None.
+        gather_target: places the shards of ranks in the buffer, where they are not contiguous there; else None.
+        place_of: identifies the memory of a tensor, equal for those that begin at one place.
         versions_before_free: version counters before a free raised them; None while the buffer is filled.
         versions_when_filled: version counters when the buffer was filled.
     """
@@ -136,17 +131,21 @@ class UnshardedParams:
     ) -> None:
         is_shard = layout.world_size == 1 and dtype == shard.dtype and device == shard.device
         flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=device)
-        self.buffer = FlatBuffer(flat, owns_memory=not is_shard)
-        self.gather_target = row_target(flat, layout)
+        super().__init__(flat, owns_memory=not is_shard)
+        self.gather_target = layout.gather_target(flat)
+        self.place_of = place_function(shard)
         self.own_slice = flat[layout.shard(rank).to_slice()]
-        params = []
-        for entry, view in zip(managed, views_of(flat, layout), strict=True):
+        params, plain, storages = [], [], []
+        for entry, view in zip(managed, layout.views(flat), strict=True):
             # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
             param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
             # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
             param.__dict__.update(entry.param.__dict__)
             params.append(param)
-        self.params = tuple(params)
-        self.plain = [param for param, entry in zip(params, managed, strict=True) if entry.adapter is PLAIN]
+            is_plain = entry.adapter is PLAIN
+            storages.append(param.untyped_storage()._cdata if is_plain else None)
+            if is_plain:
+                plain.append(param)
+        self.params, self.plain, self.storages = tuple(params), plain, storages
         self.versions_before_free: tuple[int, ...] | None = None
         self.versions_when_filled: tuple[int, ...] | None = None

@@ -74,6 +74,19 @@ def replace_shard(flat_param: nn.Parameter, shard: torch.Tensor) -> None:
         torch.utils.swap_tensors(flat_param, other)
 
 
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad``, which may have another shape, dtype or device than ``param``.
+
+    Gradients have another dtype with ``keep_low_precision_grads``, and another shape inside ``no_sync``.
+    """
+    if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
+        param.grad = grad
+        return
+    # torch rejects such a gradient unless it is assigned through ``.data``.
+    param.grad = torch.empty_like(param)
+    param.grad.data = grad
+
+
 def renew_shard(flat_param: nn.Parameter) -> None:
     """Move the shard to new memory, before values that a caller has assigned are copied to it.
 

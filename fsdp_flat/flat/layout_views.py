@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.layout import GatherTarget, GroupedTarget, Interval, Layout, PerParamLayout, PerParamTarget
+from fsdp_flat.layout import Interval
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,44 +52,3 @@ def split_storage(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int
         else:
             views.append(shard[start:stop].view(shape))
     return views
-
-
-# Until flat/ calls the layout itself.
-RowTarget = GatherTarget
-GroupedRows = GroupedTarget
-
-
-def views_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    return layout.views(flat)  # Until flat/ calls the layout itself.
-
-
-def local_part(layout: Layout, index: int, rank: int, param: torch.Tensor) -> torch.Tensor:
-    return layout.local_part(index, rank, param)  # Until flat/ calls the layout itself.
-
-
-def clear_padding(shard: torch.Tensor, layout: Layout, rank: int) -> None:
-    layout.clear_padding(shard, rank)  # Until flat/ calls the layout itself.
-
-
-def shard_of(layout: Layout, rank: int, unsharded: torch.Tensor) -> torch.Tensor:
-    return layout.shard_of(rank, unsharded)  # Until flat/ calls the layout itself.
-
-
-def row_target(buffer: torch.Tensor, layout: Layout) -> PerParamTarget | None:
-    return layout.gather_target(buffer)  # Until flat/ calls the layout itself.
-
-
-def shards_of(buffer: torch.Tensor, layout: PerParamLayout, ranks: range) -> torch.Tensor:
-    return layout.shards_of(ranks, buffer)  # Until flat/ calls the layout itself.
-
-
-def grad_places(flat: torch.Tensor, layout: Layout) -> list[list[torch.Tensor]]:
-    return layout.grad_places(flat)  # Until flat/ calls the layout itself.
-
-
-def can_chunk(layout: Layout, *, on_accelerator: bool) -> bool:
-    return layout.can_chunk_cat(on_accelerator=on_accelerator)  # Until flat/ calls the layout itself.
-
-
-def split_grad(grad: torch.Tensor, layout: Layout, index: int) -> list[torch.Tensor]:
-    return layout.split_grad(grad, index)  # Until flat/ calls the layout itself.

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_flat.errors import LocalShardError, UsageError, counted
 from fsdp_flat.flat.flat_parameter import FlatParameter
-from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.param_group import ParamGroup
 from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
 from fsdp_flat.flat.torch_flat import dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.user_warnings import warn_user
@@ -43,10 +43,8 @@ class _Watch:
     """
 
     def __init__(self) -> None:
-        self.handles: weakref.WeakSet[FlatParamHandle] = weakref.WeakSet()
-        self.checked: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[FlatParamHandle]]
-        ]
+        self.handles: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
+        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[ParamGroup]]]
         self.checked = weakref.WeakKeyDictionary()
         self.unwrapped: Any = WeakTensorKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
@@ -59,7 +57,9 @@ class _Watch:
         if ids != ids_checked:
             _check_optimizer(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
-            found = weakref.WeakSet(handle for handle in self.handles if not held.isdisjoint(handle.visible_params()))
+            found = weakref.WeakSet(
+                handle for handle in self.handles if not held.isdisjoint(handle.shown.visible_params)
+            )
             self.checked[optimizer] = ids, found
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
@@ -80,7 +80,7 @@ def _watch() -> _Watch:
     return _Watch()
 
 
-def watch_steps_on(handle: FlatParamHandle) -> None:
+def watch_steps_on(handle: ParamGroup) -> None:
     """Check each optimizer before its next step, and tell ``handle`` of the steps of those that hold its parameters.
 
     It uses torch's hook for all optimizers of the process.

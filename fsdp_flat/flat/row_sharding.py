@@ -1,4 +1,4 @@
-"""Configures how the parameters of a handle are sharded one by one, and makes their DTensors."""
+"""Configures how the parameters of a group are sharded one by one, and makes their DTensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ The shard group is the key, and not the mesh, because a mesh may equal an earlie
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:
-    """Configures the DTensors of a handle.
+    """Configures the DTensors of a group.
 
     Attributes:
         mesh: the data-parallel mesh; its last dim shards, and a dim before it replicates.

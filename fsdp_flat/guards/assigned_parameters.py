@@ -18,8 +18,8 @@ class AssignedParameters(Guard):
         """
         for handle in unit.handles:
             if unit.state is MemoryState.UNSHARDED:
-                handle.check_not_assigned(shows_unsharded=True)
+                handle.shown.check_not_assigned(shows_unsharded=True)
             elif unit.state in (MemoryState.GATHERING, MemoryState.RETAINED_POST_BACKWARD):
-                handle.check_not_assigned(shows_unsharded=False)
+                handle.shown.check_not_assigned(shows_unsharded=False)
             else:
                 handle.adopt_changes()

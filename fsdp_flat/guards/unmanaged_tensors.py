@@ -87,8 +87,8 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
     handles = [handle for unit in units for handle in unit.handles]
     # Ranks of tensor parallelism on other dims of the mesh have gradients of the same loss.
     if all(entry.adapter is PLAIN for handle in handles for entry in handle.params):
-        trained = [handle for handle in handles if any(map(_is_unsynchronized, handle.visible_params()))]
-        names = [handle.describe(index) for handle in trained for index in range(len(handle.params))]
+        trained = [handle for handle in handles if any(map(_is_unsynchronized, handle.shown.visible_params))]
+        names = [handle.shown.describe(index) for handle in trained for index in range(len(handle.params))]
         if names:
             warn_user(
                 f"Gradients of {len(names)} parameters are averaged over {num_ranks} of the {mesh.size()} ranks of "

@@ -35,5 +35,3 @@ from fsdp_flat.layout.intervals import (
 )
 from fsdp_flat.layout.layouts import FlatLayout, Layout, LocalShard, ParamInfo, PerParamLayout, alignment_numel
 from fsdp_flat.layout.name_matches import added_prefix, advice_on, misfits
-
-RowLayout = PerParamLayout  # Until flat/ calls the layout itself.

@@ -355,9 +355,6 @@ class PerParamLayout(Layout):
             end += world_size * math.prod(_chunk_shape(shape, dim, world_size))
         return cls(tuple(param_infos), end, world_size, end, tuple(dims))
 
-    # Until flat/ calls the layout itself.
-    of_rows = build
-
     def dim_interval(self, index: int, rank: int) -> Interval:
         """Return the indices along the sharded dim of parameter ``index`` that ``rank`` holds."""
         return chunk_rows(self.param_infos[index].shape[self.dims[index]], self.world_size, rank)

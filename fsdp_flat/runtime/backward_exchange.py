@@ -37,7 +37,7 @@ from fsdp_flat.comm import (
     host_group,
     true_on_any_rank,
 )
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 from fsdp_flat.runtime.unit import Unit
 
 _DOING = "the exchange of ranks in a backward"
@@ -69,7 +69,7 @@ class BackwardExchange:
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog) -> None:
         self._log = log
-        self.handles: dict[ShardingGroups, list[FlatParamHandle]] = {}
+        self.handles: dict[ShardingGroups, list[ParamGroup]] = {}
         for unit in units:
             for handle in unit.handles:
                 groups = handle.comm.options.groups
@@ -93,8 +93,8 @@ class BackwardExchange:
 
     def begin(
         self,
-        used: Mapping[FlatParamHandle, bytes],
-        unreduced: set[FlatParamHandle],
+        used: Mapping[ParamGroup, bytes],
+        unreduced: set[ParamGroup],
         *,
         same: bytes,
         retains_graph: bool,
@@ -114,7 +114,7 @@ class BackwardExchange:
         for groups, handles in self.handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             is_unreduced = bytes([handle in unreduced for handle in handles])
-            trained = bytes([trains for handle in handles for trains in handle.requires_grad()])
+            trained = bytes([trains for handle in handles for trains in handle.shown.requires_grad()])
             digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes maxima; that of the complement shows the minimum of the digest.
             facts = bytes([retains_graph, is_needed, not waits])
@@ -142,7 +142,7 @@ class BackwardExchange:
         """
         return len(self.handles) < 2 and all(len(self._host_groups(groups)) < 2 for groups in self.handles)
 
-    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
+    def finish(self, used: dict[ParamGroup, bytes], unreduced: set[ParamGroup]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
         differing, found = None, bytes(3)
         for groups, pending in self._in_flight.items():

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
 from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.flat import (
-    FlatParamHandle,
-    HandleSpec,
     ManagedParam,
+    ParamGroup,
+    ParamGroupSpec,
     collect_params,
     inside_wrappers,
     is_managed,
-    make_handle,
     to_local_param,
+    watch_steps_on,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
 from fsdp_flat.runtime.casts import BufferCasts, keep_full_precision
@@ -256,7 +256,7 @@ def process_groups(options: UnitOptions) -> list[dist.ProcessGroup]:
 
 def handles_of(
     params: Sequence[ManagedParam], module: nn.Module, name: str, options: UnitOptions, unit_id: int = 0
-) -> list[FlatParamHandle]:
+) -> list[ParamGroup]:
     """Create a handle for each flat parameter of a unit; the modules then hold this rank's local shards.
 
     ``unit_id`` is the id of the unit and mesh in messages between ranks.
@@ -287,7 +287,7 @@ def handles_of(
     handles = []
     for (_, _, full), group in groups.items():
         device = group[0].param.device
-        spec = HandleSpec(
+        spec = ParamGroupSpec(
             unit_name=name,
             module=inside_wrappers(module),
             rank=shard.rank,
@@ -303,8 +303,9 @@ def handles_of(
             rows=options.rows,
         )
         with unrecorded():
-            handles.append(make_handle(group, spec))
+            handles.append(ParamGroup(group, spec))
         handles[-1].comm = GroupCollectives(options, unit_id, name)
+        watch_steps_on(handles[-1])
     return handles
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 from fsdp_flat.runtime.unit import Unit
 
 _logger = logging.getLogger("fsdp_flat")
@@ -73,9 +73,9 @@ def check_units(units: Sequence[Unit]) -> None:
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
         for handle in unit.handles:
-            handle.check_plain()
+            handle.shown.check_plain()
         for handle in unit.handles if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.unsharded_params)):
+            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.buffer.params)):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
@@ -98,7 +98,7 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
         for options, handles in unit.by_mesh()
         if options.groups == groups
         for number, handle in enumerate(handles)
-        for param_info, trains in zip(handle.layout.param_infos, handle.requires_grad(), strict=True)
+        for param_info, trains in zip(handle.layout.param_infos, handle.shown.requires_grad(), strict=True)
     ]
 
 
@@ -121,7 +121,7 @@ def raise_difference(
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
 
 
-def late_gradients(handles: Iterable[FlatParamHandle]) -> RankMismatchError:
+def late_gradients(handles: Iterable[ParamGroup]) -> RankMismatchError:
     """Return the error for gradients that some ranks alone had to reduce when others had set theirs already."""
     names = some_of(sorted(f"{handle.spec.unit_name!r}" for handle in handles), 4)
     return RankMismatchError(

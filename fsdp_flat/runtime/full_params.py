@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_flat.comm import Pending, doing, true_on_any_rank, unrecorded
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
-    FlatParamHandle,
+    ParamGroup,
     have_grads,
     modules_of,
     place_of,
@@ -25,7 +25,7 @@ from fsdp_flat.runtime.unit import FullParams, Unit, units_of
 from fsdp_flat.user_warnings import warn_user
 
 
-def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
+def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> list[torch.Tensor]:
     """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
 
     The result is separate memory, except if nothing is sharded: then it is the given tensor.
@@ -42,7 +42,7 @@ def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -
     return wholes
 
 
-def _begin_gather(handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
+def _begin_gather(handle: ParamGroup, shard: torch.Tensor) -> Pending:
     collectives = handle.comm.exact
     if collectives is None:
         return Pending((), shard)
@@ -55,7 +55,7 @@ def _begin_gather(handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
 @contextmanager
 def full_params(
     unit: Unit, *, device: torch.device | None = None, show: bool = True
-) -> Iterator[dict[FlatParamHandle, torch.Tensor]]:
+) -> Iterator[dict[ParamGroup, torch.Tensor]]:
     """All-gather a unit in its original dtype into separate memory; with ``show`` set views of it as Parameters.
 
     Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
@@ -73,14 +73,14 @@ def full_params(
     try:
         if show and not was_shown:
             for handle, tensor in tensors.items():
-                handle.show_full_params(handle.layout.views(tensor))
+                handle.shown.show_full_params(handle.layout.views(tensor))
         yield tensors
     finally:
         unit.full = outer
         for handle in () if was_shown else unit.handles:
-            handle.hide_full_params()
+            handle.shown.hide_full_params()
             if outer is None and unit.is_unsharded:
-                handle.show_unsharded()
+                handle.shown.show_unsharded()
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def summon_full_params(
 
 
 @contextmanager
-def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Iterator[None]:
+def _written_back(unit: Unit, whole: dict[ParamGroup, torch.Tensor]) -> Iterator[None]:
     versions = {handle: tensor._version for handle, tensor in whole.items()}
     try:
         yield
@@ -161,7 +161,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
             # Every rank checks every shape, so that all raise and none waits for the others.
             for handle in whole:
                 for index, param_info in enumerate(handle.layout.param_infos):
-                    shape = tuple(handle.full_local(index).shape)
+                    shape = tuple(handle.shown.full_local(index).shape)
                     if shape != param_info.shape:
                         raise UsageError(
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
@@ -174,7 +174,7 @@ def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Ite
                     handle.raise_weights_epoch()
                 for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
                     target = handle.local(index)
-                    source = handle.layout.local_part(index, rank, handle.full_local(index).detach())
+                    source = handle.layout.local_part(index, rank, handle.shown.full_local(index).detach())
                     if place_of(source) != place_of(target):
                         target.copy_(source)
 
@@ -185,7 +185,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
     """
     sharded = [unit for unit in units if unit.needs_all_gather]
-    waiting = [unit for unit in sharded if any(any(handle.grads_ready()) for handle in unit.handles)]
+    waiting = [unit for unit in sharded if any(any(handle.grads.ready()) for handle in unit.handles)]
     found = bool(waiting)
     # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
     meshes = [options.groups for unit in units if sharded for options, _ in unit.by_mesh()]

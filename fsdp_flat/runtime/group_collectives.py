@@ -19,7 +19,7 @@ from fsdp_flat.comm import (
     unit_names,
 )
 from fsdp_flat.errors import counted
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 from fsdp_flat.layout import join_inputs
 from fsdp_flat.runtime.options import UnitOptions
 
@@ -79,7 +79,7 @@ class GroupCollectives:
             unit_names(group)[self.unit_id] = self.name
 
 
-def begin_all_gathers(handles: Sequence[FlatParamHandle], trace: list[tuple[str, str]] | None) -> list[Pending]:
+def begin_all_gathers(handles: Sequence[ParamGroup], trace: list[tuple[str, str]] | None) -> list[Pending]:
     """Begin the all-gathers of parameter groups of one mesh.
 
     All groups of DTensors with one compute dtype share an all-gather; each flat parameter has one of its own.
@@ -98,7 +98,7 @@ def begin_all_gathers(handles: Sequence[FlatParamHandle], trace: list[tuple[str,
     return pendings
 
 
-def summary(options: UnitOptions, handles: Sequence[FlatParamHandle]) -> str:
+def summary(options: UnitOptions, handles: Sequence[ParamGroup]) -> str:
     """Return strategy, numbers of ranks, dtypes, and bytes of this rank's shards of groups on one mesh, in one line."""
     shard, replicate = options.groups.shard.size, options.groups.replicate.size
     ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else counted(shard, "ranks")

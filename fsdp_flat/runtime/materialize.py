@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle, Site, adapter_if_dtensor, has_values, named_sites, unguarded
+from fsdp_flat.flat import ParamGroup, Site, adapter_if_dtensor, has_values, named_sites, unguarded
 from fsdp_flat.layout import join_fqn
 from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.runtime.torch_runtime import TorchDispatchMode
@@ -258,7 +258,7 @@ class Unwritten:
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
 
 
-def unwritten_params(handle: FlatParamHandle) -> list[Unwritten]:
+def unwritten_params(handle: ParamGroup) -> list[Unwritten]:
     """Return the parameters of a handle, whose memory is new. Values that a caller assigns count too."""
 
     def read(index: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import Pending, Streams, begin_all_reduce, unrecorded
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import ParamGroup
 
 LOGGER = logging.getLogger("fsdp_flat")
 
@@ -69,7 +69,7 @@ class Reduction:
         is_partial: the gradient is summed over the shard group only, for a later backward.
     """
 
-    def __init__(self, handle: FlatParamHandle, policy: ReductionPolicy, streams: Streams) -> None:
+    def __init__(self, handle: ParamGroup, policy: ReductionPolicy, streams: Streams) -> None:
         self.handle = handle
         self._streams = streams
         self._policy = policy
@@ -82,7 +82,7 @@ class Reduction:
         self._mean_divisor = groups.shard.size * self._replicate.size
         self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
-            flat, gradient = handle.take_flat_grad()
+            flat, gradient = handle.grads.take_flat()
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -123,7 +123,7 @@ class Reduction:
         """Wait for the sum over the shard group, and begin the sum over the replicate group."""
         self.needs_all_reduce = False
         with unrecorded(), self._streams.reduce_scatters:
-            shard, partial = self._pending.wait(), self.handle.partial_grad.take()
+            shard, partial = self._pending.wait(), self.handle.grads.partial.take()
             if partial is not None:
                 shard.add_(partial)
                 # If nothing is sharded, its memory is the compute stream's too.
@@ -150,7 +150,7 @@ class Reduction:
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
-                handle.partial_grad.add(shard)
+                handle.grads.partial.add(shard)
             else:
                 reduced = ReducedGrad(shard, policy, self._mean_divisor, self._divided_by)
                 reduced.divide()
@@ -170,7 +170,7 @@ class Reduction:
         self._alive.clear()
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.recycle_grad_buffer(gradient)
+            self.handle.grads.recycle(gradient)
         del self._pending  # and with it the sum, if it is not the result
 
     def discard(self) -> None:

@@ -111,7 +111,7 @@ class ShardedModule(UnitSettings):
         for unit in units_of(self):
             unit.clear_hidden_gradients(set_to_none=set_to_none)
             for handle in unit.handles:
-                for param in handle.visible_params():
+                for param in handle.shown.visible_params:
                     if set_to_none:
                         param.grad = None
                     elif param.grad is not None:

@@ -27,8 +27,8 @@ from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import (
-    FlatParamHandle,
     MemoryPool,
+    ParamGroup,
     VisibleParam,
     add_reduced,
     dynamo_disabled,
@@ -63,7 +63,7 @@ class _Unread(NamedTuple):
     backward: Backward
     averaged: list[str]
     outcome: Outcome | None = None
-    unreduced: Collection[FlatParamHandle] = ()
+    unreduced: Collection[ParamGroup] = ()
 
 
 class Step:
@@ -101,7 +101,7 @@ class Step:
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self._most_in_flight = 2 if self.streams.is_accelerator else 1
         self._in_flight: list[Reduction] = []
-        self._reduced: dict[FlatParamHandle, list[ReducedGrad]] = {}
+        self._reduced: dict[ParamGroup, list[ReducedGrad]] = {}
         self._position = 0
         self._last_order: dict[Unit, list[Unit]] = {}
         self.has_lost_gradients = False
@@ -138,7 +138,7 @@ class Step:
         """Forget the step, and everything that earlier steps have left for a later backward."""
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
-        self.used: dict[FlatParamHandle, bytes] = {}
+        self.used: dict[ParamGroup, bytes] = {}
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
         self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
@@ -183,7 +183,7 @@ class Step:
     @property
     def has_unset_gradients(self) -> bool:
         """True if a backward has ended, and a later one or ``finalize_backward`` is to set its gradients."""
-        partial = any(handle.partial_grad.shard is not None for unit in self.units for handle in unit.handles)
+        partial = any(handle.grads.partial.shard is not None for unit in self.units for handle in unit.handles)
         return self.has_unfinalized_gradients or partial or self.has_reductions
 
     def check_gradients_set(self, what: str) -> None:
@@ -528,13 +528,13 @@ class Step:
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for handle in unit.handles:
-                    if handle.num_trainable:
+                    if handle.shown.num_trainable:
                         self._take_grads_ready(handle)
                 for handle in unit.handles:
-                    if handle.num_trainable:
+                    if handle.shown.num_trainable:
                         self._reduce(unit, handle)
 
-    def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
+    def _reduce(self, unit: Unit, handle: ParamGroup) -> None:
         """Begin to reduce the gradient of a parameter group (zeros if there is none).
 
         Reductions follow each other in the same order on every rank. A few are in flight while backward goes on, so
@@ -555,10 +555,11 @@ class Step:
         reduced = reduction.finish()
         self._reduced.setdefault(reduction.handle, []).extend([] if reduced is None else [reduced])
 
-    def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
+    def _take_grads_ready(self, handle: ParamGroup) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
-        handle.hide_unreduced_grads()  # drops gradients that the caller has cleared
-        grads_ready, before = handle.grads_ready(), self.used.get(handle)
+        if handle.grads.unreduced:
+            handle.grads.hide_unreduced()  # drops gradients that the caller has cleared
+        grads_ready, before = handle.grads.ready(), self.used.get(handle)
         has_any = any(grads_ready)
         if before is None:
             self.used[handle] = grads_ready
@@ -594,7 +595,7 @@ class Step:
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for handle in [handle for unit in waiting for handle in unit.handles]:
-            handle.show_unreduced_grads()
+            handle.grads.show_unreduced()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         averages = bool(self.root.averages_ignored)
@@ -612,12 +613,12 @@ class Step:
     def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
         """Reduce what is not reduced yet, and set the gradients once ranks have exchanged which of them exist."""
         handles = [handle for unit in reduced for handle in unit.handles]
-        unreduced = {handle for handle in handles if handle.has_waiting_grads and self._take_grads_ready(handle)}
+        unreduced = {handle for handle in handles if handle.grads.has_waiting and self._take_grads_ready(handle)}
         used, self.used = self.used, {}
         unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced:
             for handle in unit.handles:
-                if handle in unreduced or (unit.policy.all_reduce and handle.partial_grad.shard is not None):
+                if handle in unreduced or (unit.policy.all_reduce and handle.grads.partial.shard is not None):
                     self._reduce(unit, handle)
         self._set_grads(used)
 
@@ -633,7 +634,7 @@ class Step:
         self.streams.wait_for_reduce_scatters()
         self.streams.wait_for_host_copies()
 
-    def _set_grads(self, used: dict[FlatParamHandle, bytes]) -> None:
+    def _set_grads(self, used: dict[ParamGroup, bytes]) -> None:
         """Wait for all reductions, and add the results to ``.grad`` of the parameters that an optimizer holds.
 
         ``used`` holds for each parameter group one byte per parameter: 1 if any rank has used it.
@@ -641,7 +642,7 @@ class Step:
         self._wait_for_reductions()
         all_reduced, self._reduced = self._reduced, {}
         for handle, grads in all_reduced.items():
-            partial, flags = handle.partial_grad, used[handle]
+            partial, flags = handle.grads.partial, used[handle]
             if grads:
                 for grad in grads:
                     grad.divide(by_tensor=True)
@@ -652,7 +653,7 @@ class Step:
                 if partial.shard is None:
                     partial.used = None
                 zeros_for_unused = grads[0].policy.zeros_for_unused
-                add_reduced(handle, grads[0].shard, bytes(handle.requires_grad()) if zeros_for_unused else flags)
+                add_reduced(handle, grads[0].shard, bytes(handle.shown.requires_grad()) if zeros_for_unused else flags)
             if partial.shard is not None:
                 partial.add_used(used[handle])
 
@@ -666,7 +667,7 @@ class Step:
         self.streams.wait_for_reduce_scatters()
         self.streams.wait_for_host_copies()
 
-    def clear_reduced(self, handle: FlatParamHandle, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
+    def clear_reduced(self, handle: ParamGroup, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
         """Fill reduced gradients of some parameters of a group with zeros, as far as ``.grad`` has none of them yet."""
         if self.has_reductions:
             self._wait_for_reductions()
@@ -679,10 +680,10 @@ class Step:
     def _exchange_with_ranks(
         self,
         reduced: list[Unit],
-        used: dict[FlatParamHandle, bytes],
-        unreduced: set[FlatParamHandle],
+        used: dict[ParamGroup, bytes],
+        unreduced: set[ParamGroup],
         averaged: list[str],
-    ) -> set[FlatParamHandle]:
+    ) -> set[ParamGroup]:
         """Exchange what ranks have to know of each other, and wait for it if this rank needs it.
 
         Returns:
@@ -709,7 +710,7 @@ class Step:
         self._take_outcome(outcome, backward, averaged, is_late=False)
         return unreduced
 
-    def _needs_other_ranks(self, backward: Backward, reduced: list[Unit], used: dict[FlatParamHandle, bytes]) -> bool:
+    def _needs_other_ranks(self, backward: Backward, reduced: list[Unit], used: dict[ParamGroup, bytes]) -> bool:
         """Return whether what follows depends on what other ranks have used, on their graphs, or on their settings."""
         root = self.root
         if backward.keeps_iterations or backward.retains_graph or root.control.finalizes_by_hand:
@@ -717,7 +718,7 @@ class Step:
         if root.averages_ignored:
             return True
         return any(
-            handle.num_trainable and used.get(handle, b"").count(1) < handle.num_trainable
+            handle.shown.num_trainable and used.get(handle, b"").count(1) < handle.shown.num_trainable
             for unit in reduced
             if not unit.policy.zeros_for_unused
             for handle in unit.handles

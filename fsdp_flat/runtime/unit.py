@@ -25,7 +25,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, graph_task_id, is_managed, modules_of
+from fsdp_flat.flat import ParamGroup, graph_task_id, is_managed, modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.events import EVENTS
@@ -47,7 +47,7 @@ class FullParams(NamedTuple):
         are_shown: the modules hold Parameters that are views of ``tensors``.
     """
 
-    tensors: dict[FlatParamHandle, torch.Tensor]
+    tensors: dict[ParamGroup, torch.Tensor]
     are_shown: bool
 
 
@@ -80,7 +80,7 @@ class Unit:
     module: nn.Module
     name: str
     options: UnitOptions
-    handles: Sequence[FlatParamHandle]
+    handles: Sequence[ParamGroup]
     ignored: Ignored
     buffers: BufferCasts
     own_modules: tuple[nn.Module, ...]
@@ -119,9 +119,9 @@ class Unit:
         self.use_step(self.step)
         _UNITS.add(self)
 
-    def by_mesh(self) -> list[tuple[UnitOptions, list[FlatParamHandle]]]:
+    def by_mesh(self) -> list[tuple[UnitOptions, list[ParamGroup]]]:
         """Return the parameter groups of each mesh with its options; the unit's own comes first, even without any."""
-        found: dict[int, tuple[UnitOptions, list[FlatParamHandle]]] = {id(self.options): (self.options, [])}
+        found: dict[int, tuple[UnitOptions, list[ParamGroup]]] = {id(self.options): (self.options, [])}
         for handle in self.handles:
             options = handle.comm.options
             found.setdefault(id(options), (options, []))[1].append(handle)
@@ -138,9 +138,9 @@ class Unit:
         """Use ``step``: the streams, memory and records of the tree that the unit belongs to."""
         self.step = step
         for handle in self.handles:
-            handle.pool = step.pool
+            handle.use_pool(step.pool)
             handle.comm.issued = step.collectives.of(handle.comm.options.groups)
-            handle.on_grads_ready = partial(step.grads_ready, self)
+            handle.grads.on_ready = partial(step.grads_ready, self)
 
     def use_device(self, device: torch.device) -> None:
         """Compute on another device from now on, to which the parameters have moved; the tree gets new streams."""
@@ -175,7 +175,7 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
-        return any(handle.num_trainable for handle in self.handles)
+        return any(handle.shown.num_trainable for handle in self.handles)
 
     def log_event(self, event: str) -> None:
         """Append an event to the tree's trace, if there is one, and to the log."""
@@ -241,7 +241,7 @@ class Unit:
         self.gathered_version = now
         self._move(MemoryEvent.REUSE)
         for handle in self.handles:
-            handle.show_unsharded()
+            handle.shown.show_unsharded()
         return True
 
     def wait(self) -> None:
@@ -259,7 +259,7 @@ class Unit:
             streams.wait_for_all_gathers()
             for handle in self.handles:
                 handle.finish_gather()
-                handle.show_unsharded()
+                handle.shown.show_unsharded()
             self._move(MemoryEvent.WAIT)
         self.log_event("wait_for_unshard")
 
@@ -269,7 +269,7 @@ class Unit:
             for guard in EVENTS.before_gather:
                 guard(self)
             for handle in self.handles:
-                handle.show_unsharded()  # the user may have set ``requires_grad``
+                handle.shown.show_unsharded()  # the user may have set ``requires_grad``
         if (
             (self.state is _GATHERING or self.state is _UNSHARDED)
             and self.needs_all_gather
@@ -307,18 +307,18 @@ class Unit:
         """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""
         if self.is_sharded or self.depth > 0 or graph_task_id() != -1:
             return {}
-        return {param: own for handle in self.handles for param, own in handle.optimizer_param_of().items()}
+        return {param: own for handle in self.handles for param, own in handle.shown.optimizer_param_of().items()}
 
     def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put ``tensors`` in the place of the modules' parameters, in their order, until :meth:`hide_names`."""
         remaining = iter(tensors)
         for handle in self.handles:
-            handle.show_names([next(remaining) for _ in handle.layout.param_infos])
+            handle.shown.show_names([next(remaining) for _ in handle.layout.param_infos])
 
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
         for handle in self.handles:
-            handle.hide_names(shows_unsharded=self.state is _UNSHARDED)
+            handle.shown.hide_names(shows_unsharded=self.state is _UNSHARDED)
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -339,7 +339,7 @@ class Unit:
         self.wait()
         if self.state is _UNSHARDED:
             for handle in self.handles:
-                handle.show_sharded()
+                handle.shown.show_sharded()
         is_freed = self.state is MemoryState.SHARDED_POST_FORWARD
         self._move(MemoryEvent.FREE)
         if not is_freed:
@@ -352,7 +352,7 @@ class Unit:
         self.wait()
         if self.state is _UNSHARDED:
             for handle in self.handles:
-                handle.show_sharded()
+                handle.shown.show_sharded()
             self._move(event)
 
     def free_retained(self, last_use: Any = None) -> None:
@@ -406,7 +406,7 @@ class Unit:
             if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
                 handle.restore_unsharded_params()
-            handle.end_backward()
+            handle.grads.end_backward()
         self.phase = Phase.IDLE if self.depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
         if self.depth > 0:
@@ -423,16 +423,16 @@ class Unit:
     @property
     def has_hidden_gradients(self) -> bool:
         """True if there are gradients that ``.grad`` of the optimizer's parameters may not contain."""
-        partial = any(handle.has_waiting_grads or handle.partial_grad.shard is not None for handle in self.handles)
+        partial = any(handle.grads.has_waiting or handle.grads.partial.shard is not None for handle in self.handles)
         return partial or self.step.has_reductions
 
     def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
         """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
         for handle in self.handles if self.has_hidden_gradients else ():
-            chosen = [each for each in handle.visible if among is None or each.param in among]
+            chosen = [each for each in handle.shown.visible if among is None or each.param in among]
             # Reductions first: one that ends may leave a partial gradient with the group.
             self.step.clear_reduced(handle, chosen, set_to_none=set_to_none)
-            handle.clear_grads(chosen, set_to_none=set_to_none)
+            handle.grads.clear(chosen, set_to_none=set_to_none)
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
@@ -461,7 +461,9 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     if not held:
         return []
     return [
-        unit for unit in list(_UNITS) if any(not held.isdisjoint(handle.visible_params()) for handle in unit.handles)
+        unit
+        for unit in list(_UNITS)
+        if any(not held.isdisjoint(handle.shown.visible_params) for handle in unit.handles)
     ]
 
 

@@ -36,12 +36,12 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     unit.reshard()
     unit.before_gather()
     for handle in unit.handles:
-        handle.remove()
+        handle.shown.remove()
     try:
         convert_others()
     finally:
         for handle in unit.handles:
-            handle.show_sharded()
+            handle.shown.show_sharded()
     for handle in unit.handles:
         was_meta = handle.flat_param.is_meta
         handle.convert(marking_empty(fn) if was_meta else fn)
@@ -105,8 +105,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         unit.before_gather()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
         for handle, whole in zip(unit.handles, wholes, strict=True):
-            held = {param: param.shape for param in handle.visible_params()}
-            handle.unflatten(whole)
+            held = {param: param.shape for param in handle.shown.visible_params}
+            handle.shown.unflatten(whole)
             left = {site.module._parameters.get(site.name) for entry in handle.params for site in entry.sites}
             gone = f"parameters of unit {unit.name!r}, {handle.params[0].fqn!r} the first"
             note_unwrapped({param: ("" if param in left else gone, shape) for param, shape in held.items()})

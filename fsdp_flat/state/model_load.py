@@ -74,7 +74,7 @@ class ModelLoad:
             if unit.options.front.has_wrapper:
                 unit.hide_names()  # an exception may have ended a load below a plain module
                 for handle in unit.handles:
-                    managed.update(handle.visible_params())
+                    managed.update(handle.shown.visible_params)
             else:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
@@ -352,7 +352,7 @@ def load_unit(
         found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
-    own = {param for handle in unit.handles for param in handle.visible_params()}
+    own = {param for handle in unit.handles for param in handle.shown.visible_params}
     shown = load.show_placeholders(unit, codec, prefix)
     for key, value in state_dict.items():
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
@@ -446,7 +446,7 @@ def _sites_of(unit: Unit) -> list[list[Site]]:
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
-    own = {id(param) for handle in unit.handles for param in handle.visible_params()}
+    own = {id(param) for handle in unit.handles for param in handle.shown.visible_params}
     found = []
     for param, sites in zip(params_of(unit, prefix), _sites_of(unit), strict=True):
         given = [state_dict.pop(prefix + FSDP_PREFIX + site.fqn, None) for site in sites]

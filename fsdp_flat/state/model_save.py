@@ -22,7 +22,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.flat import ParamGroup, modules_of
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Unit, full_params, own_unit, units_of
@@ -250,11 +250,13 @@ def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
     local, handle = param.local, param.handle
     if param.unit.full is not None and param.unit.full.are_shown:
         rank = param.rank_group.rank
-        local = handle.layout.local_part(param.index, rank, handle.full_local(param.index).detach()).to(local.device)
+        local = handle.layout.local_part(param.index, rank, handle.shown.full_local(param.index).detach()).to(
+            local.device
+        )
     return local.clone()
 
 
-def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
+def flat_shard(unit: Unit, handle: ParamGroup, prefix: str) -> StateShard:
     """Return this rank's part of a flat parameter."""
     layout, name = handle.layout, prefix + flat_param_name(unit.handles.index(handle))
     own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
@@ -331,7 +333,7 @@ def _save_summoned(
         destination = inner()
         values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
         for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
-            shown = param.handle.full_local(param.index)
+            shown = param.handle.shown.full_local(param.index)
             for name in present:
                 found = destination[name]
                 local = found.to_local() if isinstance(found, DTensor) else found
@@ -407,7 +409,7 @@ def _save_full(
             elif present:
                 stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                 # A value may be a view of the summoned parameter, unless a hook replaced it.
-                if is_summoned and _shares_memory(stored, param.handle.full_local(param.index)):
+                if is_summoned and _shares_memory(stored, param.handle.shown.full_local(param.index)):
                     stored = stored.clone()
                 destination.update(dict.fromkeys(present, stored))
         if keep:
@@ -448,10 +450,10 @@ def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     remaining = iter(tensors)
     try:
         for handle in unit.handles:
-            handle.show_full_params([next(remaining) for _ in handle.layout.param_infos])
+            handle.shown.show_full_params([next(remaining) for _ in handle.layout.param_infos])
         yield
     finally:
         for handle in unit.handles:
-            handle.hide_full_params()
+            handle.shown.hide_full_params()
             if unit.is_unsharded:
-                handle.show_unsharded()
+                handle.shown.show_unsharded()

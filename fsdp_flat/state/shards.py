@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle, TensorAdapter, check_module
+from fsdp_flat.flat import ParamGroup, TensorAdapter, check_module
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -63,7 +63,7 @@ class IndexedParam:
     """
 
     unit: Unit
-    handle: FlatParamHandle
+    handle: ParamGroup
     index: int
     fqns: tuple[str, ...]
 
@@ -90,7 +90,7 @@ class IndexedParam:
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
-        return self.handle.requires_grad()[self.index]
+        return self.handle.shown.requires_grad()[self.index]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class IndexedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's local shard (1-D), a view of the flat shard; see ``FlatParamHandle.local``."""
+        """This rank's local shard (1-D), a view of the flat shard; see ``ParamGroup.local``."""
         return self.handle.local(self.index)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class ParamIndex:
             if not unit.options.front.has_wrapper:
                 shown = params_of(unit, "")
                 rows.update((param.shown, param) for param in shown)
-                unsharded.update({param.handle.unsharded_params[param.index]: param.shown for param in shown})
+                unsharded.update({param.handle.buffer.params[param.index]: param.shown for param in shown})
             else:
                 # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
                 ordered = found_paths if unit.options.use_orig_params else [found_paths[-1], *found_paths[:-1]]
@@ -199,9 +199,9 @@ class ParamIndex:
                 self.params += found
                 for handle in unit.handles:
                     own = tuple(param for param in found if param.handle is handle)
-                    unsharded.update(dict.fromkeys(handle.unsharded_params))
+                    unsharded.update(dict.fromkeys(handle.buffer.params))
                     if handle.spec.use_orig_params:
-                        self.managed.update(zip(handle.visible_params(), zip(own), strict=True))
+                        self.managed.update(zip(handle.shown.visible_params, zip(own), strict=True))
                     else:
                         self.managed[handle.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
 from fsdp_flat.comm import RankGroup, global_ranks
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import DTensorHandle
+from fsdp_flat.flat import DTensorShown
 from fsdp_flat.layout import chunk_rows, chunk_shape
 from fsdp_flat.state.shards import IndexedParam, dtype_of, shape_of
 
@@ -211,7 +211,7 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
     return distribute_tensor(full, mesh, found, src_data_rank=None)
 
 
-def _views(param: IndexedParam) -> DTensorHandle:
-    views = param.handle
-    assert isinstance(views, DTensorHandle)
+def _views(param: IndexedParam) -> DTensorShown:
+    views = param.handle.shown
+    assert isinstance(views, DTensorShown)
     return views

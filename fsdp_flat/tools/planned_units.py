@@ -14,7 +14,7 @@ from fsdp_flat.api import ShardingStrategy, is_a
 from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe_tree, describe_unit
-from fsdp_flat.flat import FlatParamHandle, ManagedParam, collect_params, named_sites
+from fsdp_flat.flat import ManagedParam, ParamGroup, collect_params, named_sites
 from fsdp_flat.layout import PerParamLayout
 from fsdp_flat.runtime import (
     Ignored,
@@ -265,7 +265,7 @@ def _options(kwargs: dict[str, Any], arguments: UnitArguments) -> UnitOptions:
     )
 
 
-def _use_rows(handles: Iterable[FlatParamHandle]) -> None:
+def _use_rows(handles: Iterable[ParamGroup]) -> None:
     """Give handles, which nobody will run, the layout that ``fully_shard`` gives them."""
     for handle in handles:
         named = [(param_info.fqn, param_info.shape) for param_info in handle.layout.param_infos]
@@ -273,14 +273,14 @@ def _use_rows(handles: Iterable[FlatParamHandle]) -> None:
 
 
 def _planned_handle(
-    handle: FlatParamHandle, options: UnitOptions, originals: dict[str, nn.Parameter], arguments: UnitArguments
+    handle: ParamGroup, options: UnitOptions, originals: dict[str, nn.Parameter], arguments: UnitArguments
 ) -> PlannedHandle:
     layout, spec = handle.layout, handle.spec
-    reduce_dtype = handle.reduce_dtype
+    reduce_dtype = handle.grads.reduce_dtype
     final = reduce_dtype if spec.keep_reduce_dtype else handle.orig_dtype
     num_shards, num_replicas = options.groups.shard.size, options.groups.replicate.size
     row = layout.shard_numel * handle.compute_dtype.itemsize
-    trainable = bool(handle.num_trainable)
+    trainable = bool(handle.shown.num_trainable)
     owns_memory = handle.buffer.owns_memory or arguments.offloads
     gathered = layout.numel * handle.compute_dtype.itemsize if owns_memory else 0
     # Rows come in another order than the buffer's: a converted shard is sent, and accelerators receive into a copy.
@@ -291,8 +291,8 @@ def _planned_handle(
     if arguments.offloads:
         staging += layout.shard_numel * handle.orig_dtype.itemsize  # on its way to the device
     params = [originals[param_info.fqn] for param_info in layout.param_infos]
-    whole_grad = layout.numel * handle.grad_dtype.itemsize
-    cast_grad = layout.numel * reduce_dtype.itemsize if reduce_dtype != handle.grad_dtype else 0
+    whole_grad = layout.numel * handle.grads.dtype.itemsize
+    cast_grad = layout.numel * reduce_dtype.itemsize if reduce_dtype != handle.grads.dtype else 0
     return PlannedHandle(
         shard=layout.shard_numel * handle.orig_dtype.itemsize,
         gathered=gathered,
@@ -315,10 +315,10 @@ def _planned_handle(
     )
 
 
-def _optimizer_params(handle: FlatParamHandle, arguments: UnitArguments) -> dict[int, torch.Tensor]:
+def _optimizer_params(handle: ParamGroup, arguments: UnitArguments) -> dict[int, torch.Tensor]:
     """Return what an optimizer of rank 0 holds, by the index of the first parameter in it."""
     layout = handle.layout
     if not arguments.has_rows:
-        return {each.indices.start: each.param.detach() for each in handle.visible}
+        return {each.indices.start: each.param.detach() for each in handle.shown.visible}
     shapes = [layout.local_shape(index, 0) for index in range(len(layout.param_infos))]
     return {i: torch.empty(shape, dtype=handle.orig_dtype, device="meta") for i, shape in enumerate(shapes)}

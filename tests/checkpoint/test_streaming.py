@@ -23,7 +23,7 @@ from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_ful
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat.shown import Shown
 from fsdp_flat.runtime import units_of
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
@@ -132,9 +132,7 @@ def test_frozen_parameters_are_looked_for_once_and_only_where_that_is_asked(
     trainable_only: bool, num_walks: int
 ) -> None:
     model = shard(seeded(), use_orig_params=True)
-    with patch.object(
-        FlatParamHandle, "requires_grad", autospec=True, side_effect=FlatParamHandle.requires_grad
-    ) as asked:
+    with patch.object(Shown, "requires_grad", autospec=True, side_effect=Shown.requires_grad) as asked:
         dict(iter_full_state_dict(model, trainable_only=trainable_only))
     assert asked.call_count == num_walks * sum(len(unit.handles) for unit in units_of(model))
 

@@ -80,9 +80,9 @@ def test_a_reduction_over_gloo_returns_its_memory_to_the_pool_once_it_is_summed(
     assert rank_group is not None
     full = torch.ones(400)
     pending = GlooCollectives(rank_group).begin_reduce_scatter(full, pool)
-    assert not pool._idle
+    assert not pool.idle
     assert_equal(pending.wait(), torch.full((100,), 4.0))
-    assert list(pool._idle) == [full.nbytes]
+    assert list(pool.idle) == [full.nbytes]
 
 
 @on_ranks(4)

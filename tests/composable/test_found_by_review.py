@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import fully_shard
 from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
+from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import PerParamTarget
 from tests.composable.sides import children_and_root
 from tests.support import on_ranks
@@ -133,7 +134,7 @@ def test_an_all_gather_that_failed_keeps_no_memory_and_none_of_it_is_used_again(
         output.sum().backward()
     for unit_module in (*model.blocks, model):
         for handle in unit_module._unit.handles:
-            staging = handle._unsharded.gather_target._staging
+            staging = handle.buffer.gather_target._staging
             assert staging is None or staging.storage.nbytes() == 0
 
 
@@ -165,14 +166,15 @@ def test_full_tensors_that_are_assigned_go_to_the_device_of_the_mesh() -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_that_is_taken_out_and_put_back_is_unchanged() -> None:
+def test_a_parameter_that_is_taken_out_is_an_error_and_one_that_is_put_back_is_unchanged() -> None:
     model = children_and_root(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)))
     x = torch.ones(2, 4)
     before, layer = model(x).detach(), model[0]
     saved = dict(layer.named_parameters())
     for name, param in saved.items():
         setattr(layer, name, nn.Parameter(torch.zeros_like(param)))
-    assert not torch.equal(model(x), before)
+    with pytest.raises(UsageError, match=r"'weight' of unit '0' was assigned on rank .*distribute_tensor"):
+        model(x)
     for name, param in saved.items():
         setattr(layer, name, param)
     assert torch.equal(model(x), before)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_flat.flat import ParamGroup, ParamGroupSpec, collect_params
 from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.flat.gradients import FlatGradBuffer
 from fsdp_flat.flat.torch_flat import swap_memory
@@ -20,7 +21,7 @@ POOL = MemoryPool()
 
 def idle_nbytes(pool: MemoryPool) -> int:
     """Number of bytes that the pool keeps."""
-    return sum(nbytes * len(idle) for nbytes, idle in pool._idle.items())
+    return sum(nbytes * len(idle) for nbytes, idle in pool.idle.items())
 
 
 def filled(values: torch.Tensor) -> FlatBuffer:
@@ -30,11 +31,15 @@ def filled(values: torch.Tensor) -> FlatBuffer:
     return buffer
 
 
+def free(buffer: FlatBuffer, pool: MemoryPool) -> None:
+    pool.empty(buffer.tensor.untyped_storage())
+
+
 def test_a_freed_buffer_holds_no_bytes_and_its_storage_stays() -> None:
     buffer = filled(torch.arange(6.0))
     storage = buffer.tensor.untyped_storage()
     assert buffer.nbytes == 24
-    buffer.free(POOL)
+    free(buffer, POOL)
     assert buffer.nbytes == 0
     assert buffer.tensor.numel() == 6
     buffer.alloc(POOL)
@@ -57,7 +62,7 @@ def test_what_autograd_saved_is_valid_again_after_a_refill() -> None:
     version = leaf._version
     x = torch.ones(2, 2, requires_grad=True)
     loss = (x * leaf).pow(2).sum()
-    buffer.free(POOL)
+    free(buffer, POOL)
     buffer.alloc(POOL)
     buffer.tensor.copy_(values)
     assert leaf._version == version, "a refill is no change"
@@ -81,8 +86,7 @@ def test_a_change_of_a_leaf_by_the_user_is_still_noticed_by_autograd() -> None:
 def test_the_buffer_of_an_unsharded_unit_is_the_shard_and_is_never_freed() -> None:
     shard = torch.arange(4.0)
     buffer = FlatBuffer(shard, owns_memory=False)
-    buffer.alloc(POOL)
-    buffer.free(POOL)
+    assert not buffer.alloc(POOL)
     assert buffer.tensor is shard
     assert buffer.nbytes == 16
     assert_equal(shard, torch.arange(4.0))
@@ -108,7 +112,7 @@ def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
     grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
     pool = MemoryPool()
     used = filled(torch.full((LAYOUT.numel,), float("nan")))
-    used.free(pool)
+    free(used, pool)
     grad_buffer.add_grad(1, torch.tensor([1.0, 2.0, 3.0]))
     flat = grad_buffer.close(pool)
     expected = torch.zeros(LAYOUT.numel)
@@ -128,7 +132,7 @@ def test_gradients_of_rows_are_laid_out_rank_by_rank(
     layout = PerParamLayout.build(list(zip("abc", shapes, strict=True)), dims, world_size=4)
     grad_buffer = FlatGradBuffer(layout, torch.float32, CPU, on_accelerator=on_accelerator)
     pool = MemoryPool()
-    filled(torch.full((layout.numel,), float("nan"))).free(pool)
+    free(filled(torch.full((layout.numel,), float("nan"))), pool)
     grads = [torch.randn(shape[::-1]).t() if len(shape) > 1 else torch.randn(shape) for shape in shapes]
     grads = [grad.to(dtype) if index < num_given else torch.zeros(grad.shape) for index, grad in enumerate(grads)]
     for index in reversed(range(num_given)):
@@ -200,10 +204,10 @@ def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() 
 def test_a_freed_buffers_memory_serves_the_next_one_and_its_views_see_nothing_of_it() -> None:
     pool = MemoryPool()
     first, second = (FlatBuffer(torch.empty(6)) for _ in range(2))
-    second.free(MemoryPool())
+    free(second, MemoryPool())
     view = first.tensor[2:]
     place = first.tensor.data_ptr()
-    first.free(pool)
+    free(first, pool)
     assert idle_nbytes(pool) == 24
     second.alloc(pool)
     assert second.tensor.data_ptr() == place
@@ -221,8 +225,8 @@ def test_a_pool_keeps_a_few_blocks_of_a_size_and_none_after_it_is_cleared() -> N
     pool = MemoryPool()
     buffers = [FlatBuffer(torch.empty(6)) for _ in range(5)]
     for buffer in buffers:
-        buffer.free(pool)
-        buffer.free(pool)
+        free(buffer, pool)
+        free(buffer, pool)
     assert idle_nbytes(pool) == (0 if swap_memory is None else 48)
     assert all(buffer.nbytes == 0 for buffer in buffers)
     pool.clear()
@@ -235,7 +239,7 @@ def test_a_pool_keeps_a_few_blocks_of_a_size_and_none_after_it_is_cleared() -> N
 
 def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() -> None:
     pool = MemoryPool()
-    FlatBuffer(torch.empty(6)).free(pool)
+    free(FlatBuffer(torch.empty(6)), pool)
     kept = idle_nbytes(pool)
     assert pool.empty_like(torch.empty(5)).untyped_storage().nbytes() == 20
     assert idle_nbytes(pool) == kept
@@ -245,15 +249,39 @@ def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() ->
     assert idle_nbytes(pool) == 0
 
 
-def test_a_released_window_is_empty_when_it_is_opened_again() -> None:
-    pool = MemoryPool()
-    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    for index, param_info in enumerate(LAYOUT.param_infos):
-        grad_buffer.add_grad(index, torch.ones(param_info.shape))
-    grad_buffer.close(POOL)
-    grad_buffer.release(pool)
-    assert grad_buffer.nbytes == 0
-    assert grad_buffer.kind == (torch.float32, CPU)
+def test_a_recycled_buffer_is_empty_when_gradients_are_collected_again() -> None:
+    module = nn.Linear(3, 2)
+    params = collect_params(
+        module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
+    )
+    spec = ParamGroupSpec(
+        unit_name="small",
+        module=module,
+        rank=0,
+        world_size=2,
+        num_ranks=2,
+        use_orig_params=True,
+        device=CPU,
+        shard_device=CPU,
+    )
+    group, pool = ParamGroup(params, spec), MemoryPool()
+    group.use_pool(pool)
+    group.begin_gather()
+    group.finish_gather()
+    group.shown.show_unsharded()
+    module(torch.ones(1, 3)).sum().backward()
+    flat, buffer = group.grads.take_flat()
+    assert flat.any()
+    assert buffer is not None
+    group.grads.recycle(buffer)
+    assert buffer.nbytes == 0
+    assert buffer.kind == (torch.float32, CPU)
     pool.clear()
-    assert not any(grad_buffer.grads_ready)
-    assert_equal(grad_buffer.close(POOL), torch.zeros(LAYOUT.numel))
+    assert not any(buffer.grads_ready)
+    module.bias.sum().backward()
+    flat, again = group.grads.take_flat()
+    assert again is buffer
+    place = group.layout.param_infos[1].interval.to_slice()
+    expected = torch.zeros_like(flat)
+    expected[place] = 1.0
+    assert_equal(flat, expected)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat import FlatParameter
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import FlatParamHandle, HandleSpec, add_reduced, collect_params, make_handle
+from fsdp_flat.flat import ParamGroup, ParamGroupSpec, add_reduced, collect_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -26,15 +26,13 @@ class Small(nn.Module):
         return x @ self.weight.t() + self.bias
 
 
-def handle_of(
-    module: nn.Module, *, rank: int = 0, world_size: int = 2, use_orig_params: bool = True
-) -> FlatParamHandle:
+def handle_of(module: nn.Module, *, rank: int = 0, world_size: int = 2, use_orig_params: bool = True) -> ParamGroup:
     params = collect_params(
         module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
     )
-    return make_handle(
+    return ParamGroup(
         params,
-        HandleSpec(
+        ParamGroupSpec(
             unit_name="small",
             module=module,
             rank=rank,
@@ -47,7 +45,7 @@ def handle_of(
     )
 
 
-def whole_flat(handle: FlatParamHandle) -> torch.Tensor:
+def whole_flat(handle: ParamGroup) -> torch.Tensor:
     """What every rank's shards make up together."""
     flat = torch.zeros(handle.layout.numel)
     for param_info, value in zip(
@@ -57,7 +55,7 @@ def whole_flat(handle: FlatParamHandle) -> torch.Tensor:
     return flat
 
 
-def gather(handle: FlatParamHandle, flat: torch.Tensor | None = None) -> None:
+def gather(handle: ParamGroup, flat: torch.Tensor | None = None) -> None:
     own = handle.layout.shard(handle.spec.rank).to_slice()
     buffer, _ = handle.begin_gather()
     assert_equal(buffer[own], handle.flat_param.data, what="the own slice")
@@ -74,7 +72,7 @@ def test_a_reset_frees_the_buffer_and_the_handle_can_be_gathered_again(is_gather
     handle.reset(frees=True, shows_unsharded=False)
     assert handle.buffer.nbytes == 0
     gather(handle)
-    handle.show_unsharded()
+    handle.shown.show_unsharded()
     assert_equal(module.weight.detach(), torch.arange(6.0).view(2, 3))
 
 
@@ -92,11 +90,11 @@ def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bo
     handle = handle_of(module, use_orig_params=use_orig_params)
     for _ in range(2):
         gather(handle)
-        handle.show_unsharded()
+        handle.shown.show_unsharded()
         x = torch.eye(3)
         assert_equal(module(x).detach(), torch.arange(6.0).view(2, 3).t() + torch.tensor([10.0, 11.0]))
-        assert module.weight is handle.unsharded_params[0]
-        handle.show_sharded()
+        assert module.weight is handle.buffer.params[0]
+        handle.shown.show_sharded()
         handle.free()
         assert handle.buffer.nbytes == 0
         with pytest.raises(UsageError, match=r"'weight' \(2, 3\) of unit 'small'"):
@@ -125,7 +123,7 @@ def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bo
     handle = handle_of(module, use_orig_params=use_orig_params)
     before = handle.weights_epoch()
     with torch.no_grad():
-        for param in handle.visible_params():
+        for param in handle.shown.visible_params:
             param.mul_(2.0)
     assert handle.weights_epoch() != before
     own = handle.layout.shard(0).to_slice()
@@ -135,7 +133,7 @@ def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bo
 # -- what users assign between steps ---------------------------------------------------------------------------------
 
 
-def adopted(handle: FlatParamHandle) -> dict[str, torch.Tensor]:
+def adopted(handle: ParamGroup) -> dict[str, torch.Tensor]:
     """This rank's values after the handle took over what was assigned."""
     handle.adopt_changes()
     data = handle.flat_param.data
@@ -145,7 +143,7 @@ def adopted(handle: FlatParamHandle) -> dict[str, torch.Tensor]:
     }
 
 
-def slices(handle: FlatParamHandle, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def slices(handle: ParamGroup, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         param_info.fqn: values[param_info.fqn].reshape(-1)[local_shard.in_param.to_slice()]
         for param_info, local_shard in zip(handle.layout.param_infos, handle.local_shards, strict=True)
@@ -206,7 +204,7 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
     handle.adopt_changes()
     handle.begin_gather()
     handle.finish_gather()
-    handle.show_unsharded()
+    handle.shown.show_unsharded()
     assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
 
 
@@ -218,21 +216,21 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     module = Small()
     handle = handle_of(module, use_orig_params=use_orig_params)
     grads_ready: list[Any] = []
-    handle.on_grads_ready = lambda: grads_ready.append(handle)
+    handle.grads.on_ready = lambda: grads_ready.append(handle)
     gather(handle)
-    handle.show_unsharded()
+    handle.shown.show_unsharded()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
-        handle.end_backward()
+        handle.grads.end_backward()
     assert grads_ready == [handle] * 2  # once a backward: there are few gradients
-    assert all(leaf.grad is None for leaf in handle.unsharded_params)
-    assert sum(handle.grads_ready()) == 2
+    assert all(leaf.grad is None for leaf in handle.buffer.params)
+    assert sum(handle.grads.ready()) == 2
     expected = torch.zeros(handle.layout.numel)
     for param_info in handle.layout.param_infos:
         expected[param_info.interval.to_slice()] = 8.0
-    assert_equal(handle.take_flat_grad()[0], expected)
-    assert not any(handle.grads_ready())
-    assert_equal(handle.take_flat_grad()[0], torch.zeros(handle.layout.numel))
+    assert_equal(handle.grads.take_flat()[0], expected)
+    assert not any(handle.grads.ready())
+    assert_equal(handle.grads.take_flat()[0], torch.zeros(handle.layout.numel))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -245,9 +243,9 @@ def test_a_gradient_after_one_that_was_refused_is_examined_as_the_first_one(use_
         calls.append(1)
         raise UsageError("not now")
 
-    handle.on_grads_ready = refuse
+    handle.grads.on_ready = refuse
     gather(handle)
-    handle.show_unsharded()
+    handle.shown.show_unsharded()
     for number in range(2):
         with pytest.raises(UsageError, match="not now"):
             module(torch.ones(4, 3)).sum().backward()
@@ -268,14 +266,14 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
 def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     module = Small()
     handle = handle_of(module)
-    assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 2
+    assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 2
     module.bias.requires_grad_(False)
     gather(handle)
-    handle.show_unsharded()
-    assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 1
+    handle.shown.show_unsharded()
+    assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
-    assert handle.grads_ready() == b"\x01\x00"
-    handle.show_sharded()
+    assert handle.grads.ready() == b"\x01\x00"
+    handle.shown.show_sharded()
     module.bias.requires_grad_(True)
-    handle.show_unsharded()
-    assert [leaf.requires_grad for leaf in handle.unsharded_params].count(True) == 2
+    handle.shown.show_unsharded()
+    assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 2

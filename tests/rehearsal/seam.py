@@ -63,11 +63,11 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
         for handle in unit.handles:
             add(handle.flat_param.data, f"the shard of {unit.name!r}")
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
-            for dtype, unsharded in handle._by_dtype.items():
-                add(unsharded.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
-            for window in (handle._grad_buffer, handle._spare_grad_buffer):
+            for dtype, buffer in handle._by_dtype.items():
+                add(buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
+            for window in (handle.grads._buffer, handle.grads._spare_buffer):
                 if window is not None:
-                    add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
+                    add(window.tensor, f"the flat gradient of {unit.name!r}")
     return names
 
 

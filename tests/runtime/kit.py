@@ -105,8 +105,8 @@ def assert_idle(model: nn.Module) -> None:
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
         assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
         for handle in unit.handles:
-            assert not any(handle.grads_ready()), f"{unit.name} has a gradient waiting"
-            assert all(leaf.grad is None for leaf in handle.unsharded_params)
+            assert not any(handle.grads.ready()), f"{unit.name} has a gradient waiting"
+            assert all(leaf.grad is None for leaf in handle.buffer.params)
             if handle.buffer.owns_memory:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
         assert not unit.step.has_reductions

@@ -193,7 +193,7 @@ def test_accumulation_inside_no_sync_holds_one_whole_gradient(use_orig_params: b
     second = growth(accumulate)
     assert abs(first - total) < SLACK
     assert abs(second) < SLACK
-    assert sum(handle._grad_buffer.nbytes for unit in units_of(twin.model) for handle in unit.handles) == total
+    assert sum(handle.grads._buffer.nbytes for unit in units_of(twin.model) for handle in unit.handles) == total
     last = growth(lambda: square_loss(twin.model, x).backward())
     assert abs(last + total - total // 2) < SLACK, "what is left is the shards"
 

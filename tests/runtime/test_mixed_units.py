@@ -83,21 +83,21 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     frozen, trainable = twin.model._unit.handles
     assert [param_info.fqn for param_info in frozen.layout.param_infos] == ["big.weight"]
     sizes: list[tuple[int, int]] = []
-    on_grad_ready = trainable.on_grads_ready
+    on_grad_ready = trainable.grads.on_ready
 
     def spy() -> None:
-        window = trainable._grad_buffer
+        window = trainable.grads._buffer
         assert window is not None
-        sizes.append((window.nbytes, 0 if frozen._grad_buffer is None else frozen._grad_buffer.nbytes))
+        sizes.append((window.nbytes, 0 if frozen.grads._buffer is None else frozen.grads._buffer.nbytes))
         on_grad_ready()
 
-    trainable.on_grads_ready = spy
+    trainable.grads.on_ready = spy
     with recorded() as record:
         twin.step()
     assert sizes == [(64 * 2 * 4, 0)]
     reduced = [call.nbytes for call in record.calls if call.name == "reduction"]
     assert reduced == [64 * 2 * 4 // 2], "half of it goes to the other rank"
-    assert not frozen.num_trainable
+    assert not frozen.shown.num_trainable
 
 
 @on_ranks(2)

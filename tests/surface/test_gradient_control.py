@@ -83,7 +83,7 @@ def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_
     with model.no_sync(mode="sharded"):
         for step in range(2):
             mean_loss(model, batches(num_ranks, step=step)[rank]).backward()
-            assert not any(any(handle.grads_ready()) for handle in handles), "no whole gradient waits"
+            assert not any(any(handle.grads.ready()) for handle in handles), "no whole gradient waits"
             held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
             assert held <= sum(handle.layout.shard_numel for handle in handles)
     mean_loss(model, batches(num_ranks, step=2)[rank]).backward()

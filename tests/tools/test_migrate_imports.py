@@ -290,5 +290,5 @@ def test_attributes_called_absent_are_absent_here_and_known_to_fsdp1() -> None:
     peer = "".join(path.read_text() for path in folder.glob("*.py"))
     for name in ABSENT_ATTRIBUTES:
         assert name in peer
-        for kind in (fsdp_flat.FullyShardedDataParallel, semi_private.FlatParamHandle, flat.FlatParamHandle):
+        for kind in (fsdp_flat.FullyShardedDataParallel, semi_private.FlatParamHandle, flat.ParamGroup):
             assert not hasattr(kind, name), (kind, name)

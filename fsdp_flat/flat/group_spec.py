@@ -1,4 +1,4 @@
-"""Configures a handle."""
+"""Describes a parameter group: how it is sharded, on which devices and in which dtypes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from fsdp_flat.flat.row_sharding import RowSharding
 
 
-@dataclass(frozen=True, slots=True)
-class HandleSpec:
-    """Configures a handle.
+@dataclass(slots=True)
+class ParamGroupSpec:
+    """Describes a parameter group; the group and the objects that it owns share one, which a conversion changes.
 
     Attributes:
         module: registers the flat parameter: the unit's module, without wrappers for checkpoints and compilation.

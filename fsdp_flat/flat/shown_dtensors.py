@@ -1,4 +1,4 @@
-"""Shows each sharded parameter as a DTensor, as FSDP2 does: the handles of ``fully_shard``.
+"""Shows each sharded parameter as a DTensor, as FSDP2 does: the parameter groups of ``fully_shard``.
 
 Outside of compute ``module.weight`` is an ``nn.Parameter`` that is a DTensor, under its own name, whose local tensor is
 a view of this rank's shard. State dicts, optimizers and gradient clipping are therefore those of torch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter, getitem, is_
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,28 +18,32 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import UsageError, some_of
-from fsdp_flat.flat.handle import FlatParamHandle
-from fsdp_flat.flat.layout_views import (
-    GroupedRows,
-    RowTarget,
-    VisibleParam,
-    clear_padding,
-    local_part,
-    shards_of,
-    split_storage,
-)
-from fsdp_flat.flat.params import FlattenedBy, ManagedParam, check_extensions
+from fsdp_flat.flat.layout_views import VisibleParam, split_storage
+from fsdp_flat.flat.params import ManagedParam, check_extensions
 from fsdp_flat.flat.placeholders import call_adviser
 from fsdp_flat.flat.row_sharding import RowSharding
+from fsdp_flat.flat.shown import Shown
 from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
-from fsdp_flat.layout import RowLayout
+from fsdp_flat.layout import PerParamLayout
+
+_LOCAL_TENSOR = attrgetter("_local_tensor")
 
 
-class DTensorHandle(FlatParamHandle):
-    """Shows DTensors, which replace the managed parameters in their modules."""
+class DTensorShown(Shown):
+    """Shows DTensors, which replace the managed parameters in their modules.
+
+    As in FSDP2, a DTensor that the user assigns takes the place of a parameter before the unit's first all-gather, and
+    when a state dict is loaded; later an assignment is an error.
+
+    Attributes:
+        takes_assigned: assigned parameters are adopted: the group has not been all-gathered since it was made, or since
+            a state dict was loaded.
+    """
 
     exposes_unreduced = False
-    layout: RowLayout
+    layout: PerParamLayout
+    # Operations on DTensors are defined, and mixing them with plain tensors raises an error of torch's.
+    _make_guard = staticmethod(call_adviser)
 
     @property
     def row_sharding(self) -> RowSharding:
@@ -46,12 +51,9 @@ class DTensorHandle(FlatParamHandle):
         assert self.spec.rows is not None
         return self.spec.rows
 
-    def _layout_of(self, params: Sequence[ManagedParam]) -> RowLayout:
-        named = [(entry.fqn, tuple(entry.shape)) for entry in params]
-        return RowLayout.of_rows(named, self.row_sharding.dims_of(params), world_size=self.spec.world_size)
-
-    def _shown_instead(self, params: Sequence[ManagedParam]) -> Sequence[ManagedParam]:
+    def _replaced(self, params: Sequence[ManagedParam]) -> Sequence[ManagedParam]:
         layout, rank = self.layout, self.spec.rank
+        self.takes_assigned = True
         self._local_parts = [
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
@@ -65,48 +67,38 @@ class DTensorHandle(FlatParamHandle):
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
         self._show(self.params)
 
-    # Operations on DTensors are defined, and mixing them with plain tensors raises an error of torch's.
-    _make_guard = staticmethod(call_adviser)  # type: ignore[assignment]
-
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
         return [module._forward_pre_hooks for module in dict.fromkeys(site.module for _, site in self._sites)]
 
     def _show(self, params: Sequence[ManagedParam]) -> None:
         """Manage ``params``, whose local tensors are views of the shard, in the place of the present ones."""
-        self.params = tuple(params)
+        self.params[:] = params
         parts = zip(self.params, self._local_parts, strict=True)
         self._set_visible(
             VisibleParam(entry.param, range(index, index + 1), in_shard.to_slice(), shape)
             for index, (entry, (in_shard, shape)) in enumerate(parts)
         )
-        self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
+        self._dtensors = dtensors = [cast(DTensor, entry.param) for entry in self.params]
+        local_tensors = list(map(_LOCAL_TENSOR, dtensors))
         # A DTensor and its local tensor have separate version counters.
-        self._versioned = (self.flat_param, *shown, *[param._local_tensor for param in shown])
-        self._places = [self._place_of(param._local_tensor) for param in shown]
+        self.versioned = (self.flat_param, *dtensors, *local_tensors)
+        self._places = list(map(self.buffer.place_of, local_tensors))
         for held in self._held.values():
             held.clear()
-        for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
-            # A conversion of an inner module swaps the parameters' contents, attributes included.
-            entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
+        self.mark_params()  # a conversion of an inner module swaps the parameters' contents, attributes included
         for index, site in self._sites:
             held = self._held.setdefault(site.module, [])
-            held.append((site.name, self.params[index].param, shown[index]._local_tensor))
+            held.append((site.name, self.params[index].param, local_tensors[index]))
         self._bindings = self._bind()
         self.show_sharded()
 
     def visible_grads(self) -> list[torch.Tensor | None]:
-        found = [each.param.grad for each in self.visible]
+        found = [param.grad for param in self.visible_params]
         return [None if grad is None else local_of(grad) for grad in found]
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
         parts = split_storage(shard_grad, self._local_parts)
-        return [dtensor_of(part, param._spec) for param, part in zip(self._shown, parts, strict=True)]
-
-    def note_step(self) -> None:
-        super().note_step()
-        # Foreach operations change DTensors without raising a version counter; a step without gradients changes none.
-        if any(each.param.grad is not None for each in self.visible):
-            self.raise_weights_epoch()
+        return [dtensor_of(part, param._spec) for param, part in zip(self._dtensors, parts, strict=True)]
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return ``full`` (the unsharded shape) as a DTensor sharded like parameter ``index``, without communication.
@@ -115,7 +107,7 @@ class DTensorHandle(FlatParamHandle):
         """
         entry = self.params[index]
         inner = entry.adapter.local_slice(full.detach())
-        local = local_part(self.layout, index, self.spec.rank, inner).view(
+        local = self.layout.local_part(index, self.spec.rank, inner).view(
             self.layout.local_shape(index, self.spec.rank)
         )
         device_type = "cpu" if self.row_sharding.offloads else self.row_sharding.mesh.device_type
@@ -125,24 +117,9 @@ class DTensorHandle(FlatParamHandle):
         """Return a DTensor of ``local`` with the mesh and placements of parameter ``index``."""
         return self.row_sharding.template(self.params[index], self.layout.dims[index], local)
 
-    # -- an all-gather over a smaller group ------------------------------------------------------------------------
-
-    def keep_shards(self, ranks: range) -> None:
-        self.kept_shards = shards_of(self.buffer.tensor, self.layout, ranks)
-
-    def begin_gather(self) -> tuple[torch.Tensor, RowTarget | None]:
-        if self.kept_shards is None:
-            self._check_materialized()
-            return super().begin_gather()
-        shards, self.kept_shards = self.kept_shards, None
-        self.buffer.alloc(self.pool)
-        target = self._unsharded.gather_target
-        assert target is not None
-        return shards, GroupedRows(target, shards.numel() // self.layout.shard_numel)
-
     # -- changes ---------------------------------------------------------------------------------------------------
 
-    def _bind_shard(self, *, rebuilt: bool = False) -> None:
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
         locals_ = split_storage(self.flat_param.data, self._local_parts)
         for index, (entry, local) in enumerate(zip(self.params, locals_, strict=True)):
             param = entry.param
@@ -157,7 +134,7 @@ class DTensorHandle(FlatParamHandle):
                 torch.utils.swap_tensors(param, other)
         self._show(self.params)
 
-    def _check_convertible(self) -> None:
+    def check_convertible(self) -> None:
         """Raise a UsageError if a parameter cannot change its dtype or device in place."""
         for index, entry in enumerate(self.params):
             if is_in_a_graph(entry.param) or weakref.getweakrefs(entry.param):
@@ -173,10 +150,10 @@ class DTensorHandle(FlatParamHandle):
         held = [site.module._parameters.get(site.name) for site in entry.sites]
         return next((each for each in held if each is not None and each is not entry.param), entry.param)
 
-    def _loaded(self) -> list[torch.Tensor] | None:
+    def loaded(self) -> list[torch.Tensor] | None:
         """Keep parameters that were assigned for those on the meta device; return None while any is still there.
 
-        Afterwards return all local tensors, for :meth:`_fill` once the caller has allocated the shard.
+        Afterwards return all local tensors, for :meth:`fill` once the caller has allocated the shard.
         """
         params = []
         for index, entry in enumerate(self.params):
@@ -188,13 +165,12 @@ class DTensorHandle(FlatParamHandle):
         left = any(entry.param.is_meta for entry in params)
         return None if left else [local_of(entry.param) for entry in params]
 
-    def _fill(self, values: Sequence[torch.Tensor]) -> None:
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
         """Copy ``values``, a local tensor per parameter, to the shard."""
         with torch.no_grad():
             for entry, value in zip(self.params, values, strict=True):
                 local_of(entry.param).copy_(value)
-        clear_padding(self.flat_param.data, self.layout, self.spec.rank)
-        self.raise_weights_epoch()
+        self.layout.clear_padding(self.flat_param.data, self.spec.rank)
 
     def held_by(self, module: nn.Module) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
         """Return the name, the parameter and its local tensor for each parameter of ``module``.
@@ -204,29 +180,25 @@ class DTensorHandle(FlatParamHandle):
         return self._held[module]
 
     def changed(self) -> list[int]:
-        places = [self._place_of(param._local_tensor) for param in self._shown]
-        if self._places == places and self._hold_sharded():
+        attributes, names, _, sharded = self._bindings
+        try:
+            is_same = all(map(is_, map(getitem, attributes, names), sharded))
+        except KeyError:  # a parameter was deleted
+            is_same = False
+        if is_same and self._places == list(map(self.buffer.place_of, map(_LOCAL_TENSOR, self._dtensors))):
             return []
         found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
         return [
             index
             for index, (current, param) in enumerate(found)
-            if current is not param or self._place_of(local_of(current)) != self._places[index]
+            if current is not param or self.buffer.place_of(local_of(current)) != self._places[index]
         ]
 
-    def adopt_changes(self) -> None:
-        if self.flat_param.is_meta:
-            loaded = self._loaded()
-            if loaded is None:
-                return
-            like = loaded[0]
-            self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
-            self._fill(loaded)
-        super().adopt_changes()
-
-    def _adopt(self, changed: Sequence[int]) -> None:
+    def adopt(self, changed: Sequence[int]) -> bool:
         params = list(self.params)
         assigned = {index: self._assigned(index) for index in changed}
+        for index, current in assigned.items():
+            self._check_assigned(index, current)
         for index, current in assigned.items():
             before = params[index].param
             if before is not current:
@@ -235,11 +207,10 @@ class DTensorHandle(FlatParamHandle):
         for index, current in assigned.items():
             params[index] = replace(params[index], param=self._adopted(index, current))
         self._show(params)
+        return True
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
         """Copy the values of an assigned parameter to the shard, and return it as a view of the shard."""
-        self._check_assigned(index, current)
-        self.raise_weights_epoch()
         (local,) = split_storage(self.flat_param.data, [self._local_parts[index]])
         with torch.no_grad():
             local.copy_(local_of(current))
@@ -252,6 +223,14 @@ class DTensorHandle(FlatParamHandle):
 
     def _check_assigned(self, index: int, current: nn.Parameter) -> None:
         shape = self.layout.local_shape(index, self.spec.rank)
+        if not self.takes_assigned:
+            raise UsageError(
+                f"Parameter {self.describe(index)} was assigned on rank {self.spec.rank} after the unit's first "
+                "all-gather, or got another local tensor (by a conversion of a module inside the unit, for example). "
+                "fully_shard takes assigned parameters only before, and from load_state_dict. Copy the values instead, "
+                "under torch.no_grad(): param.copy_(torch.distributed.tensor.distribute_tensor(tensor, "
+                "param.device_mesh, param.placements)); or load a state dict."
+            )
         if not isinstance(current, DTensor) or tuple(current._local_tensor.shape) != shape:
             held = f"a {type(current.data).__name__} of shape {tuple(local_of(current).shape)}"
             raise UsageError(
@@ -262,16 +241,15 @@ class DTensorHandle(FlatParamHandle):
         if self.row_sharding.offloads and current.device.type not in ("cpu", "meta"):
             self._raise_not_on_cpu([index], current.device)
 
-    def _check_materialized(self) -> None:
-        """Raise a UsageError if parameters are on the meta device, or offloaded ones elsewhere than in host memory."""
+    def refuse_device(self) -> NoReturn:
+        """Raise a UsageError: parameters are on the meta device, or offloaded ones elsewhere than in host memory."""
         if self.flat_param.is_meta:
             meta = [self.describe(index) for index, entry in enumerate(self.params) if entry.param.is_meta]
             raise UsageError(
                 f"Parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
                 "and initialise them, or load a state dict with assign=True, before the first forward."
             )
-        if self.row_sharding.offloads and not self.flat_param.is_cpu:
-            self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
+        self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
 
     def check_plain(self) -> None:
         """Raise an UnsupportedError if a local tensor has FSDP2's all-gather extensions, which would not be called."""

@@ -1,0 +1,381 @@
+"""Defines the parameter group: the parameters of a unit that are sharded together, as one flat tensor.
+
+A group never communicates: ``runtime`` all-gathers into its buffer, and reduces its flat gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import contains
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat.buffers import EXPIRED, AllGatherOutput, MemoryPool
+from fsdp_flat.flat.flat_parameter import as_flat_parameter, replace_shard, set_grad
+from fsdp_flat.flat.gradients import Gradients
+from fsdp_flat.flat.group_spec import ParamGroupSpec
+from fsdp_flat.flat.params import PLAIN, ManagedParam
+from fsdp_flat.flat.shown import FlatShown, OriginalsShown, Shown
+from fsdp_flat.flat.shown_dtensors import DTensorShown
+from fsdp_flat.flat.torch_flat import VERSION_OF, has_values, is_alias, is_in_a_graph, set_versions
+from fsdp_flat.layout import (
+    FlatLayout,
+    GatherTarget,
+    GroupedTarget,
+    Layout,
+    LocalShard,
+    PerParamLayout,
+    alignment_numel,
+)
+
+
+def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN.
+
+    Of tensors without values (``FakeTensorMode``) it returns True.
+    """
+    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
+        return False
+    return not has_values(first) or torch.equal(
+        *[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)]
+    )
+
+
+class ParamGroup:
+    """Owns the parameters of a unit that are sharded together: shard, unsharded buffers, versions, gradients.
+
+    Args:
+        params: at least one parameter, all of one dtype (and one ``requires_grad`` with ``use_orig_params=True``).
+
+    Attributes:
+        spec: how the group is sharded; its own copy.
+        flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements, in ``orig_dtype``.
+        params: the managed parameters, in layout order.
+        shown: what modules and optimizers see of the parameters.
+        grads: the gradients of the unsharded parameters until they are reduced.
+        buffer: the output of all-gathers (1-D, ``layout.numel``, compute dtype), with the unsharded parameters that
+            view it; a reshard frees it, unless it is the shard.
+        pool: memory pool of the buffers; the units of a tree share one.
+        comm: the group's collectives, which its builder sets.
+        kept_shards: consecutive ranks' shards (1-D, compute dtype), input of the next all-gather over a smaller group.
+        storage_epoch: number of times the shard was replaced; graphs from before the last time cannot run backward.
+        num_updates: number of events after which shards of any rank may have other values.
+    """
+
+    comm: Any
+
+    def __init__(self, params: Sequence[ManagedParam], spec: ParamGroupSpec) -> None:
+        self.spec = spec = replace(spec)
+        first = params[0].param
+        trainable = first.dtype.is_floating_point and first.requires_grad
+        self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
+        self.layout = self._layout_of(params)
+        self.flat_param = as_flat_parameter(nn.Parameter(self._shard_of(params), first.requires_grad))
+        self.storage_epoch = self.num_updates = self._weights_epoch = 0
+        self._versions: tuple[int, ...] = ()
+        self.pool = MemoryPool()
+        self.kept_shards: torch.Tensor | None = None
+        self._by_dtype: dict[torch.dtype, AllGatherOutput] = {}
+        self._select_buffer(params)
+        kind = DTensorShown if spec.rows is not None else OriginalsShown if spec.use_orig_params else FlatShown
+        self.shown: Shown = kind(params, spec=spec, layout=self.layout, flat_param=self.flat_param, buffer=self.buffer)
+        self.params = self.shown.params
+        self.grads = Gradients(self.shown, params, self.pool)
+        self._use_grad_dtypes()
+        self.shown.accept_grads_by(self.grads.accept_hook)
+
+    def rename(self, unit_name: str) -> None:
+        """Rename the unit that the group belongs to."""
+        self.spec.unit_name = unit_name
+        self.shown.mark_params()
+
+    def use_pool(self, pool: MemoryPool) -> None:
+        """Take memory of buffers and gradients from ``pool`` from now on."""
+        self.pool = self.grads.pool = pool
+
+    def _layout_of(self, params: Sequence[ManagedParam]) -> Layout:
+        spec, named = self.spec, [(entry.fqn, tuple(entry.shape)) for entry in params]
+        if spec.rows is not None:
+            return PerParamLayout.build(named, spec.rows.dims_of(params), world_size=spec.world_size)
+        return FlatLayout.build(
+            named,
+            world_size=spec.world_size,
+            align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
+            tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
+        )
+
+    @functools.cached_property
+    def local_shards(self) -> tuple[LocalShard, ...]:
+        """This rank's local shard of each parameter."""
+        return tuple(self.layout.local_shard(i, self.spec.rank) for i in range(len(self.layout.param_infos)))
+
+    def local(self, index: int) -> torch.Tensor:
+        """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
+        return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
+
+    @property
+    def is_in_a_graph(self) -> bool:
+        """Return whether a caller holds an autograd graph that can still produce gradients."""
+        return any(param.requires_grad and is_in_a_graph(param) for param in self.buffer.params)
+
+    # -- dtypes, and the buffer of the compute dtype -----------------------------------------------------------------
+
+    def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
+        """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
+        spec, floating = self.spec, given.is_floating_point
+        self.orig_dtype = stored
+        self.compute_dtype = self._low_dtype = (spec.compute_dtype if floating else None) or given
+        self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
+
+    def _use_grad_dtypes(self) -> None:
+        reduce_dtype = self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
+        self.grads.use_dtypes(self.compute_dtype, reduce_dtype)
+
+    def dtype_in(self, full: bool) -> torch.dtype:
+        """Return the dtype of compute: the shard's in ``full`` precision, else the low-precision dtype."""
+        return self.orig_dtype if full else self._low_dtype
+
+    def use_full_precision(self, full: bool) -> None:
+        """Switch compute of a sharded group to the shard's dtype, or back to the low-precision dtype."""
+        wanted = self.dtype_in(full)
+        if wanted != self.compute_dtype:
+            # The bindings are rebuilt, which would lose tensors that the user has assigned.
+            self.adopt_changes()
+            self.compute_dtype = wanted
+            self._switch_buffer()
+
+    def _select_buffer(self, params: Sequence[ManagedParam]) -> None:
+        """Select the buffer with the unsharded parameters of the compute dtype; it is created on first use."""
+        dtype = self.compute_dtype
+        if dtype in self._by_dtype:
+            self.buffer = self._by_dtype[dtype]
+            return
+        shard = self.flat_param.data
+        self.buffer = self._by_dtype[dtype] = AllGatherOutput(
+            params, self.layout, rank=self.spec.rank, device=self.spec.device, shard=shard, dtype=dtype
+        )
+        self._shard_place = self.buffer.place_of(shard)
+        self.free()
+
+    def _switch_buffer(self) -> None:
+        self._select_buffer(self.params)
+        self._use_grad_dtypes()
+        self.shown.use_buffer(self.buffer)
+
+    # -- the unsharded parameters ------------------------------------------------------------------------------------
+
+    def begin_gather(self) -> tuple[torch.Tensor, GatherTarget | None]:
+        """Allocate the buffer, and return the arguments of its all-gather.
+
+        In place: the buffer, which contains this rank's shard, and None. Else: this rank's shard (1-D, compute dtype),
+        or the shards that this rank keeps for a smaller group, and the target that places the shards of all ranks.
+        """
+        buffer, shard, rows = self.buffer, self.flat_param.data, self.spec.rows
+        if rows is not None:
+            views, kept = cast(DTensorShown, self.shown), self.kept_shards
+            if kept is not None:
+                self.kept_shards = None
+                buffer.alloc(self.pool)
+                assert buffer.gather_target is not None
+                return kept, GroupedTarget(buffer.gather_target, kept.numel() // self.layout.shard_numel)
+            if shard.is_meta or (rows.offloads and not shard.is_cpu):
+                views.refuse_device()
+            views.takes_assigned = False
+        buffer.alloc(self.pool)
+        if shard.device != buffer.tensor.device:
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
+            shard = shard.to(buffer.tensor.device, non_blocking=True)
+        if buffer.gather_target is not None:
+            return shard.to(buffer.tensor.dtype), buffer.gather_target
+        if buffer.owns_memory:
+            buffer.own_slice.copy_(shard)
+        return buffer.tensor, None
+
+    def finish_gather(self) -> None:
+        """Restore version counters, so that autograd accepts saved parameters again: the buffer is filled."""
+        buffer = self.buffer
+        if buffer.versions_before_free is not None:
+            set_versions(buffer.params, buffer.versions_before_free)
+            buffer.versions_before_free = None
+        buffer.versions_when_filled = tuple(map(VERSION_OF, buffer.params)) if buffer.owns_memory else None
+
+    def free(self) -> None:
+        """Free the buffer, and raise version counters, so that autograd refuses parameters that it saved."""
+        buffer = self.buffer
+        if not buffer.owns_memory:
+            return  # a buffer that is the shard is never freed, so that saved parameters stay valid
+        if buffer.versions_before_free is None:
+            buffer.versions_before_free = tuple(map(VERSION_OF, buffer.params))
+            set_versions(buffer.params, tuple(map(EXPIRED.__add__, buffer.versions_before_free)))
+        self.pool.empty(buffer.tensor.untyped_storage())
+
+    def keep_shards(self, ranks: range) -> None:
+        """Copy the shards of ``ranks`` (consecutive) from the unsharded buffer into ``kept_shards``."""
+        self.kept_shards = self.layout.shards_of(ranks, self.buffer.tensor)
+
+    def restore_unsharded_params(self) -> list[int]:
+        """Undo assignments to ``.data`` of unsharded parameters; return the indices of those that got other values."""
+        registered, buffer = self.shown.registered, self.buffer
+        if registered and any(map(contains, registered, self.shown.names)):
+            self.shown.unregister()
+        flat = buffer.tensor
+        if all(map(partial(is_alias, flat), buffer.plain)):
+            return []
+        changed: list[int] = []
+        places = zip(buffer.params, self.params, self.layout.views(flat), strict=True)
+        for index, (param, entry, place) in enumerate(places):
+            if entry.adapter is PLAIN and not is_alias(param, flat):
+                if buffer.nbytes and not _have_same_bits(param.detach(), place):
+                    changed.append(index)
+                param.data = place
+        return changed
+
+    def check_after_compute(self) -> None:
+        """Raise a UsageError if a forward has changed parameters, which a reshard would lose.
+
+        A module may compute with other values (quantized ones, for example) that it assigns to ``.data``, if it then
+        restores the weights. Changes in place of ``.data`` are not noticed.
+        """
+        filled, versions = self.buffer.versions_when_filled, tuple(map(VERSION_OF, self.buffer.params))
+        changed = self.restore_unsharded_params()
+        if filled is not None and filled != versions and not changed:
+            with torch.no_grad():
+                own = self.layout.shard_of(self.spec.rank, self.buffer.tensor)
+                if not _have_same_bits(own, self.flat_param.data.to(own.device, own.dtype)):
+                    changed = [index for index, version in enumerate(versions) if version != filled[index]]
+        if changed:
+            raise UsageError(
+                f"Parameter {self.shown.describe(changed[0])} was changed in forward, or while it was unsharded by "
+                f"hand, on rank {self.spec.rank} of the shard group. It is a copy there, all-gathered or in the dtype "
+                "of compute, so the change would be lost. Change weights between steps inside summon_full_params, "
+                "compute with a changed copy in forward, or leave the module out of sharding (ignored_modules)."
+            )
+
+    def reset(self, *, frees: bool, shows_unsharded: bool) -> None:
+        """Drop gradients and kept shards after an exception, show the sharded parameters, and free the buffer."""
+        self.kept_shards = None
+        self.restore_unsharded_params()
+        if self.buffer.gather_target is not None:
+            self.buffer.gather_target.drop_staging()
+        if frees:
+            self.free()
+        if shows_unsharded:
+            self.shown.show_sharded()
+        self.grads.drop()
+
+    # -- changes of the shard ----------------------------------------------------------------------------------------
+
+    def weights_epoch(self) -> int:
+        """Return a number that increases when sharded values change, and never falls."""
+        versions = tuple(map(VERSION_OF, self.shown.versioned))
+        if versions != self._versions:
+            self._versions = versions
+            self._weights_epoch += 1
+        return self._weights_epoch
+
+    def raise_weights_epoch(self) -> None:
+        """Record a change of this rank's shard values that raises no version counter: a load, an assignment."""
+        self._weights_epoch += 1
+
+    def note_update(self) -> None:
+        """Record that shards of any rank may have other values from now on; call this on all ranks."""
+        self.num_updates += 1
+
+    def note_step(self) -> None:
+        """Record that the step of an optimizer that holds parameters of this group has ended."""
+        self.num_updates += 1
+        # Foreach operations change DTensors without raising a version counter; a step without gradients changes none.
+        if self.spec.rows is not None and any(param.grad is not None for param in self.shown.visible_params):
+            self._weights_epoch += 1
+
+    def adopt_changes(self) -> None:
+        """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
+        shown, spec = self.shown, self.spec
+        if self.flat_param.is_meta and spec.rows is not None and not self._take_loaded():
+            return
+        shard, place = self.flat_param.data, (self._shard_place, self.orig_dtype, spec.shard_device)
+        if (self.buffer.place_of(shard), shard.dtype, shard.device) != place:
+            self.convert(lambda tensor: tensor)
+        # A load that began at a plain module, not at a wrapper, and raised has not called hide_names.
+        if shown.shows_names:
+            shown.hide_names()
+        changed = shown.changed()
+        if not changed:
+            return
+        if shown.adopt(changed):
+            self._weights_epoch += 1
+        if not self._is_current(self.flat_param.data):
+            if not all(buffer.owns_memory for buffer in self._by_dtype.values()):
+                self._rebuild(self.flat_param.data)
+            else:
+                self._shard_place = self.buffer.place_of(self.flat_param)
+
+    def _take_loaded(self) -> bool:
+        """Fill a shard on the meta device with parameters that were assigned; return False while any is missing."""
+        views = cast(DTensorShown, self.shown)
+        loaded = views.loaded()
+        if loaded is None:
+            return False
+        like = loaded[0]
+        self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
+        views.fill(loaded)
+        self._weights_epoch += 1
+        return True
+
+    def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
+        was_exposed = self.grads.hide_unreduced()
+        if self.is_changed_by(fn):
+            self.shown.check_convertible()
+        converted = fn(self.flat_param.data)
+        spec = self.spec
+        # Offloaded shards are pinned, once they have left the meta device.
+        if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
+            converted = converted.pin_memory()
+        grad, self.flat_param.grad = self.flat_param.grad, None
+        replace_shard(self.flat_param, converted)
+        if grad is not None:
+            set_grad(self.flat_param, fn(grad))
+        if not self._is_current(converted):
+            self._rebuild(converted)
+        if was_exposed:
+            self.grads.show_unreduced()
+
+    def _rebuild(self, converted: torch.Tensor) -> None:
+        self.storage_epoch += 1
+        self._use_dtypes(converted.dtype, converted.dtype)
+        spec = self.spec
+        if converted.device != spec.shard_device and spec.device == spec.shard_device:
+            spec.device = converted.device
+        spec.shard_device = converted.device
+        self._by_dtype.clear()
+        self._switch_buffer()
+        self.shown.bind_shard(rebuilt=True)
+
+    def is_changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Return whether ``fn`` changes the dtype or device of tensors."""
+        probe = fn(self.flat_param.data[:0])
+        return probe.dtype != self.orig_dtype or probe.device != self.spec.shard_device
+
+    def _is_current(self, shard: torch.Tensor) -> bool:
+        return (
+            self.buffer.place_of(shard) == self._shard_place
+            and shard.dtype == self.orig_dtype
+            and shard.device == self.spec.shard_device
+        )
+
+    def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
+        rank, device = self.spec.rank, self.spec.shard_device
+        is_offloaded = device.type == "cpu" and self.spec.device.type != "cpu"
+        shard = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=device, pin_memory=is_offloaded)
+        self.layout.clear_padding(shard, rank)
+        for local_shard in self.layout.local_shards(rank):
+            param = params[local_shard.index].param.detach()
+            shard[local_shard.in_shard.to_slice()].copy_(self.layout.local_part(local_shard.index, rank, param))
+        return shard
