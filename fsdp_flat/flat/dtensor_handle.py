@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -32,6 +33,8 @@ from fsdp_flat.flat.placeholders import call_adviser
 from fsdp_flat.flat.row_sharding import RowSharding
 from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
 from fsdp_flat.layout import RowLayout
+
+_LOCAL = attrgetter("_local_tensor")
 
 
 class DTensorHandle(FlatParamHandle):
@@ -82,7 +85,7 @@ class DTensorHandle(FlatParamHandle):
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
         # A DTensor and its local tensor have separate version counters.
         self._versioned = (self.flat_param, *shown, *[param._local_tensor for param in shown])
-        self._places = [self._place_of(param._local_tensor) for param in shown]
+        self._places = list(map(self._place_of, map(_LOCAL, shown)))
         for held in self._held.values():
             held.clear()
         for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
@@ -204,7 +207,7 @@ class DTensorHandle(FlatParamHandle):
         return self._held[module]
 
     def changed(self) -> list[int]:
-        places = [self._place_of(param._local_tensor) for param in self._shown]
+        places = list(map(self._place_of, map(_LOCAL, self._shown)))
         if self._places == places and self._hold_sharded():
             return []
         found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
