@@ -32,9 +32,11 @@ from benchmarks.counting import Counter
 from fsdp_flat import (
     CPUOffload,
     CPUOffloadPolicy,
+    MatrixOptimizer,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    StateDictType,
     fully_shard,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
@@ -255,6 +257,50 @@ class EvenBlock(Block):
         super().__init__(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width, bias=False)
+
+
+class Rounds(Block):
+    """A block that computes with other weights, and restores its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.up.weight.data.clone()
+        with torch.no_grad():
+            self.up.weight.copy_(before.round())
+        out = super().forward(x)
+        with torch.no_grad():
+            self.up.weight.data.copy_(before)
+        return out
+
+
+@pytest.mark.parametrize("original", APIS)
+def test_weights_that_a_forward_restores_are_not_compared_without_memory(original: bool | None) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        model = sharded(Stack(2, WIDTH, block=Rounds), original=original)
+        assert isinstance(model(batch()), FakeTensor)
+
+
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, None])
+def test_state_dicts_are_saved_and_loaded_without_memory(kind: StateDictType | None) -> None:
+    with FakeTensorMode():
+        model = sharded(Stack(2, WIDTH), original=None if kind is None else True)
+        optimizer = ADAM(model.parameters())
+        step(model, optimizer)
+        with nullcontext() if kind is None else FSDP.state_dict_type(model, kind):
+            saved = model.state_dict()
+            assert list(saved) == list(Stack(2, WIDTH).state_dict())
+            assert model.load_state_dict(saved).missing_keys == []
+            if kind is not None:
+                states = FSDP.optim_state_dict(model, optimizer)
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+        step(model, optimizer)
+
+
+def test_an_optimizer_of_whole_matrices_steps_without_memory() -> None:
+    with FakeTensorMode():
+        model = sharded(Stack(2, WIDTH), original=True)
+        optimizer = MatrixOptimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            step(model, optimizer)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
