@@ -1,5 +1,6 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
+from fsdp_flat.flat.torch_flat import LOW_PRECISION_HOOKS, is_replicated
 from fsdp_flat.runtime.averages import average_buffers, persistent_buffers, unmanaged_params, unreduced_params
 from fsdp_flat.runtime.backward import Iteration
 from fsdp_flat.runtime.build import build_rows, check_not_torchs, check_outside_units, handles_of, outer_holder_in
@@ -33,7 +34,6 @@ from fsdp_flat.runtime.other_forwards import (
 from fsdp_flat.runtime.reduction import predivide_factor
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.step import Step, outermost_of, reset_step, step_of
-from fsdp_flat.runtime.torch_runtime import LOW_PRECISION_HOOKS, is_replicated
 from fsdp_flat.runtime.unit import (
     NOT_IN_USE,
     Unit,

@@ -35,6 +35,7 @@ from fsdp_flat.flat import (
     graph_task_id,
     without,
 )
+from fsdp_flat.flat.torch_flat import queue_callback
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
@@ -44,7 +45,6 @@ from fsdp_flat.runtime.events import EVENTS
 from fsdp_flat.runtime.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import AfterForward, Phase
 from fsdp_flat.runtime.reduction import LOGGER, ReducedGrad, Reduction
-from fsdp_flat.runtime.torch_runtime import queue_callback
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")

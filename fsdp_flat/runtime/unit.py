@@ -26,6 +26,7 @@ from fsdp_flat.api import (
 from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
 from fsdp_flat.flat import ParamGroup, graph_task_id, is_managed, modules_of
+from fsdp_flat.flat.torch_flat import is_autocast_on
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.casts import BufferCasts, input_cast
 from fsdp_flat.runtime.events import EVENTS
@@ -33,7 +34,6 @@ from fsdp_flat.runtime.group_collectives import begin_all_gathers, on_device, su
 from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.runtime.options import Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.runtime.reduction import LOGGER, ReductionPolicy
-from fsdp_flat.runtime.torch_runtime import is_autocast_on
 
 _SHARDED, _GATHERING, _UNSHARDED = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.UNSHARDED
 
