@@ -214,8 +214,8 @@ def _disabled(function: _Function) -> _Function:
 # it has no frame that dynamo could compile; the public is_compiling() is true only inside a trace.
 active_compiler: Callable[[], Any] = _eval_frame.get_eval_frame_callback
 
-# The class of all batch norms, which FSDP1 keeps in full precision by default, and that of modes that see each operation
-# inside their block. torch exports neither.
+# The class of all batch norms, which FSDP1 keeps in full precision by default, and that of modes that see each
+# operation inside their block. torch exports neither.
 BatchNorm = _BatchNorm
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
