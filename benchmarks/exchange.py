@@ -27,7 +27,7 @@ from benchmarks.runner import ROOT, where
 from benchmarks.spec import Setting
 from benchmarks.tables import machine, markdown
 from fsdp_flat.collectives import use_collectives
-from fsdp_flat.runtime import Step, own_unit, step_of
+from fsdp_flat.core import Step, own_unit, step_of
 
 WAYS = {"waits": "every rank waits", "goes on": "no rank waits"}
 

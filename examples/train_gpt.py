@@ -26,13 +26,7 @@ from report import Part, Progress, bytes_of_replication, bytes_per_rank, count_r
 from stdlib_text import Text, load_text, training_batch, validation_batches
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from fsdp_flat.core import FlatParameter
     from fsdp_flat.errors import FsdpFlatError
 
     # mypy takes the package's names `debug` and `describe` for the submodules.
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     )
     from fsdp_flat.extras.debug import debug
     from fsdp_flat.extras.describe import describe
-    from fsdp_flat.flat import FlatParameter
     from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
     from fsdp_flat.guards import check_replicas
     from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
@@ -141,7 +141,7 @@ _HOMES = (
     "api",
     "fully_sharded_data_parallel",
     "composable",
-    "flat",
+    "core",
     "guards",
     "runtime",
     "state",

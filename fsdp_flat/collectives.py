@@ -20,8 +20,9 @@ from fsdp_flat.comm import (
     QuantizedReduceScatter,
     ReduceScatter,
 )
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
-from fsdp_flat.runtime import replace_collectives, units_of
+from fsdp_flat.runtime import replace_collectives
 
 __all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceScatter", "use_collectives"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_flat.guards  # noqa: F401 (turns the guards on)
-from fsdp_flat import api, runtime, state
+from fsdp_flat import api, core, runtime, state
 from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat.compat import semi_private
@@ -20,11 +20,11 @@ from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
+from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit, modules_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, modules_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Step, Unit
+from fsdp_flat.runtime import Arguments
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
@@ -162,7 +162,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             return super().__getattr__(name)
         except AttributeError:
             if name == "_unit":
-                raise UsageError(runtime.NOT_IN_USE) from None
+                raise UsageError(core.NOT_IN_USE) from None
             if name == FSDP_WRAPPED_MODULE or FSDP_WRAPPED_MODULE not in self.__dict__.get("_modules", {}):
                 raise
             wrapped = self._modules[FSDP_WRAPPED_MODULE]
@@ -176,10 +176,10 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    forward = runtime.forward
+    forward = core.forward
 
     def _fsdp_step(self) -> Step:
-        return runtime.step_of(self, self._unit)
+        return core.step_of(self, self._unit)
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; set up the state that the tree shares if that is missing."""
@@ -246,7 +246,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """
         step = self._require_root("clip_grad_norm_")
         step.check_gradients_set("clip_grad_norm_")
-        return clip_grads(step.units, runtime.unmanaged_params(self, step.units).values(), max_norm, norm_type)
+        return clip_grads(step.units, core.unmanaged_params(self, step.units).values(), max_norm, norm_type)
 
     def average_ignored_gradients(self, average: bool = True) -> None:
         """Average gradients of trainable parameters that no unit manages over ranks from now on, or leave them.
@@ -274,7 +274,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             UsageError: not the root.
             RankMismatchError: (a ValueError) ranks have different buffers.
         """
-        runtime.average_buffers(self, self._require_root("average_buffers").root.options.groups)
+        core.average_buffers(self, self._require_root("average_buffers").root.options.groups)
 
     register_comm_hook = runtime.register_comm_hook
     set_gradient_divide_factor = runtime.set_divide_factor_of_tree
@@ -307,7 +307,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         Outside of forward and backward these are the parameters that an optimizer must hold, also while a unit is
         still unsharded after a forward that no backward followed.
         """
-        kept = {shown: param for unit in runtime.units_of(self) for shown, param in unit.optimizer_params().items()}
+        kept = {shown: param for unit in core.units_of(self) for shown, param in unit.optimizer_params().items()}
         for name, param in super().named_parameters(*args, **kwargs):
             yield name, kept.get(param, param)
 

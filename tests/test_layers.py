@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "fsdp_flat"
-TOP = 6
+TOP = 7
 
-# Every folder or module below the package that is not named here is on layer 5.
+# Every folder or module below the package that is not named here is on layer 6.
 LAYERS = {
     "errors": 0,
     "api": 0,
     "layout": 0,
     "user_warnings": 0,
-    "flat": 1,
     "comm": 1,
     "wrap": 1,
-    "runtime": 2,
-    "guards": 3,
-    "state": 4,
+    "core": 2,
+    "runtime": 3,
+    "guards": 4,
+    "state": 5,
     "checkpoint": TOP,
     "compat": TOP,
     "composable": TOP,
@@ -33,7 +33,7 @@ LAYERS = {
     "tools": TOP,
     "": TOP,
 }
-DEFAULT_LAYER = 5
+DEFAULT_LAYER = 6
 # Packages of one layer may not know each other, but these are open: the errors to all, and the top two layers inside.
 SHARED_PACKAGES = {"errors"}
 OPEN_LAYERS = {DEFAULT_LAYER, TOP}
@@ -250,7 +250,7 @@ FILES = dict.fromkeys(
         "fsdp_flat/errors.py",
         "fsdp_flat/api.py",
         "fsdp_flat/layout/intervals.py",
-        "fsdp_flat/flat/param_group.py",
+        "fsdp_flat/core/param_group.py",
         "fsdp_flat/comm/rank_groups.py",
         "fsdp_flat/wrap/policies.py",
         "fsdp_flat/runtime/unit.py",
@@ -269,16 +269,16 @@ FILES = dict.fromkeys(
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fsdp_flat/layout/intervals.py", "from fsdp_flat.flat.param_group import Handle"),
+        ("fsdp_flat/layout/intervals.py", "from fsdp_flat.core.param_group import Handle"),
         ("fsdp_flat/layout/intervals.py", "from fsdp_flat import api"),
         ("fsdp_flat/layout/intervals.py", "import torch.distributed as dist"),
         ("fsdp_flat/layout/intervals.py", "from torch import distributed"),
         ("fsdp_flat/api.py", "import torch\nrank = torch.distributed.get_rank()"),
         ("fsdp_flat/errors.py", "import torch"),
-        ("fsdp_flat/flat/param_group.py", "from ..comm.groups import Groups"),
-        ("fsdp_flat/flat/param_group.py", "from ..comm import groups"),
-        ("fsdp_flat/flat/param_group.py", "from .. import comm"),
-        ("fsdp_flat/wrap/policies.py", "from fsdp_flat.flat import param_group"),
+        ("fsdp_flat/core/param_group.py", "from ..state.keys import Keys"),
+        ("fsdp_flat/core/param_group.py", "from ..state import keys"),
+        ("fsdp_flat/core/param_group.py", "from .. import runtime"),
+        ("fsdp_flat/wrap/policies.py", "from fsdp_flat.core import param_group"),
         ("fsdp_flat/runtime/unit.py", "def f():\n    from ..state.full import save"),
         ("fsdp_flat/runtime/unit.py", "from fsdp_flat import FullyShardedDataParallel"),
         ("fsdp_flat/runtime/unit.py", "import importlib\nimportlib.import_module('fsdp_flat.state.keys')"),
@@ -305,7 +305,7 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
             "import torch\nfrom ..errors import OptionError\nfrom .intervals import Interval",
         ),
         (
-            "fsdp_flat/flat/param_group.py",
+            "fsdp_flat/core/param_group.py",
             "from .. import errors\nfrom ..layout import boxes\nfrom ..api import CPUOffload",
         ),
         (
@@ -314,7 +314,7 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
         ),
         (
             "fsdp_flat/runtime/unit.py",
-            "from . import order\nfrom ..flat.param_group import Handle\nfrom ..comm import groups",
+            "from . import order\nfrom ..core.param_group import Handle\nfrom ..comm import groups",
         ),
         ("fsdp_flat/fully_sharded_data_parallel.py", "from .clipping import clip\nfrom .state import keys"),
         ("fsdp_flat/__init__.py", "from .fully_sharded_data_parallel import FSDP\nfrom .tools import convert"),

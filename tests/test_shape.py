@@ -11,8 +11,11 @@ import fsdp_flat
 PACKAGE = Path(fsdp_flat.__file__).parent
 # Files that know what kind of tensors a group shows: the kinds themselves, the front that shows DTensors, and the plan
 # of units for either front.
-KNOW_KINDS = ("flat/", "layout/", "composable/", "state/torch_state.py", "tools/planned_units.py")
-_KIND = re.compile(r"\b(DTensorHandle|FlatHandle|OriginalsHandle|PerParamLayout)\b")
+KNOW_KINDS = (
+    *("core/shown", "core/param_group.py", "core/layout.py", "core/gather_targets.py", "core/__init__.py"),
+    *("composable/", "state/torch_state.py", "tools/planned_units.py"),
+)
+_KIND = re.compile(r"\b(DTensorShown|FlatShown|OriginalsShown|PerParamLayout)\b")
 
 
 def lines_with(pattern: re.Pattern[str], sources: Mapping[str, str]) -> list[str]:
@@ -32,6 +35,6 @@ def test_a_step_and_what_is_around_it_do_not_ask_what_kind_of_tensors_a_group_sh
 
 def test_the_search_for_kinds_finds_one() -> None:
     found = lines_with(
-        _KIND, {"runtime/a.py": "if isinstance(group.shown, DTensorShown):", "flat/b.py": "DTensorShown()"}
+        _KIND, {"core/a.py": "if isinstance(group.shown, DTensorShown):", "core/shown_dtensors.py": "DTensorShown()"}
     )
-    assert found == ["runtime/a.py: if isinstance(group.shown, DTensorShown):"]
+    assert found == ["core/a.py: if isinstance(group.shown, DTensorShown):"]

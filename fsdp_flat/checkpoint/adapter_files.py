@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.runtime import unit_of
+from fsdp_flat.core import unit_of
 
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"

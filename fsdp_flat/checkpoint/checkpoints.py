@@ -23,11 +23,11 @@ from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
+from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError, UnsupportedError, some_of
-from fsdp_flat.flat import local_of
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import Settings, differing_settings, group_settings, units_of
+from fsdp_flat.runtime import Settings, differing_settings, group_settings
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 from fsdp_flat.state.plain_states import boxed, has_wrappers, is_wrapper
 from fsdp_flat.state.shards import serialized, unpacked

@@ -40,8 +40,8 @@ from fsdp_flat.comm import (
     exchange_ints,
     global_ranks,
 )
+from fsdp_flat.core import no_units, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
-from fsdp_flat.runtime import no_units, units_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_settings
 
 _logger = logging.getLogger("fsdp_flat")

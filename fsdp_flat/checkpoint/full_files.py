@@ -41,11 +41,10 @@ from fsdp_flat.checkpoint.safetensors_files import (
     read_safetensors,
 )
 from fsdp_flat.comm import ALONE, RankGroup
+from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
-from fsdp_flat.flat import ParamGroup
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits
-from fsdp_flat.runtime import no_units, unit_of, units_of
 from fsdp_flat.state import (
     TEMPLATE,
     BoxedTensor,

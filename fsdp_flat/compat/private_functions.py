@@ -16,8 +16,9 @@ from torch import nn
 
 from fsdp_flat.compat.semi_private import FlatParamHandle, UndocumentedMembers
 from fsdp_flat.compat.views import View
+from fsdp_flat.core import UnitForward, units_of
 from fsdp_flat.errors import UsageError
-from fsdp_flat.runtime import UnitForward, summon_full_params, units_of
+from fsdp_flat.runtime import summon_full_params
 from fsdp_flat.state import save_full_or_sharded
 
 # -- whose objects ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat import flat
+from fsdp_flat import core
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.compat.torch_names import (
@@ -30,20 +30,22 @@ from fsdp_flat.compat.torch_names import (
     no_attribute,
     not_assignable,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.extras.clipping import local_norm
-from fsdp_flat.flat import have_grads, sharded_grad_of
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, Layout, alignment_numel, clean_fqn, flat_param_name
-from fsdp_flat.runtime import (
+from fsdp_flat.core import (
+    Layout,
     Phase,
-    ShardedModule,
     Unit,
+    alignment_numel,
+    have_grads,
     outermost_of,
     predivide_factor,
     reset_step,
-    set_comm_hook,
+    sharded_grad_of,
     units_of,
 )
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.extras.clipping import local_norm
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, flat_param_name
+from fsdp_flat.runtime import ShardedModule, set_comm_hook
 from fsdp_flat.state import (
     CODECS,
     OptimInput,
@@ -242,11 +244,11 @@ def describe_flat_params(unit: Unit) -> None:
         )
 
 
-def _first_sites(handle: flat.ParamGroup) -> list[_ParamInfo]:
+def _first_sites(handle: core.ParamGroup) -> list[_ParamInfo]:
     return [_located(entry.sites[0]) for entry in handle.params]
 
 
-def _further_sites(handle: flat.ParamGroup) -> list[_SharedParamInfo]:
+def _further_sites(handle: core.ParamGroup) -> list[_SharedParamInfo]:
     return [
         _SharedParamInfo(*_located(site), *_located(entry.sites[0]))
         for entry in handle.params
@@ -254,7 +256,7 @@ def _further_sites(handle: flat.ParamGroup) -> list[_SharedParamInfo]:
     ]
 
 
-def _located(site: flat.Site) -> _ParamInfo:
+def _located(site: core.Site) -> _ParamInfo:
     return _ParamInfo(site.name, site.module, site.fqn.rpartition(".")[0])
 
 
@@ -279,7 +281,7 @@ def forget_tensors(unit: Unit) -> None:
 class FlatParamHandle(GroupMember):
     """Presents a handle under FSDP1's names."""
 
-    def __init__(self, unit: Unit, handle: flat.ParamGroup) -> None:
+    def __init__(self, unit: Unit, handle: core.ParamGroup) -> None:
         self._unit = unit
         self._real = handle
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_flat.runtime import Phase
+from fsdp_flat.core import Phase
 
 # Programs compare the state of a parameter group with members of torch's enum.
 _STATES = {Phase.IDLE: "IDLE", Phase.SUMMONED: "IDLE", Phase.FORWARD: "FORWARD", Phase.BACKWARD: "PRE_BACKWARD"}

@@ -36,16 +36,20 @@ from torch.nn.utils import clip_grad
 
 from fsdp_flat.comm import ALONE, RankGroup, barrier_begun, begin_all_reduce, connected, is_compared, wait_in_barrier
 from fsdp_flat.compat.installation import namespaces
-from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, check_whole, dynamo_disabled, is_managed, owner_of
-from fsdp_flat.runtime import (
+from fsdp_flat.core import (
+    FlatParameter,
     Unit,
+    check_whole,
     clear_hidden_gradients,
-    outer_holder_in,
+    dynamo_disabled,
+    is_managed,
     outermost_of,
+    owner_of,
     units_holding,
 )
+from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.extras.clipping import clip_grads
+from fsdp_flat.runtime import outer_holder_in
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward

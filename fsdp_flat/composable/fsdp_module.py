@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat import runtime
+from fsdp_flat import core, runtime
 from fsdp_flat.composable.fsdp_state import state_of
-from fsdp_flat.flat import DTensorShown, ParamGroup
-from fsdp_flat.runtime import MemoryEvent, MemoryState, Phase, ShardedModule, Unit
+from fsdp_flat.core import DTensorShown, MemoryEvent, MemoryState, ParamGroup, Phase, Unit
+from fsdp_flat.runtime import ShardedModule
 from fsdp_flat.state import with_advice
 from fsdp_flat.user_warnings import warn_user
 
@@ -49,7 +49,7 @@ class FSDPModule(ShardedModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""
         convert: Callable[[], object] = partial(super()._apply, fn, recurse)
-        for unit in reversed(runtime.units_of(self, recurse=False)):
+        for unit in reversed(core.units_of(self, recurse=False)):
             convert = partial(runtime.convert_unit, unit, fn, convert)
         convert()
         return self

@@ -12,13 +12,22 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp_flat import runtime
+from fsdp_flat import core
 from fsdp_flat.compat.torch_fsdp import mesh_info, training_state
 from fsdp_flat.compat.views import View
+from fsdp_flat.core import (
+    DTensorShown,
+    MemoryState,
+    ParamGroup,
+    Phase,
+    RowSharding,
+    Unit,
+    UnitOptions,
+    step_of,
+    unit_of,
+)
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import DTensorShown, ParamGroup, RowSharding
 from fsdp_flat.layout import join_fqn
-from fsdp_flat.runtime import MemoryState, Phase, Unit, UnitOptions, step_of, unit_of
 
 
 class FSDPParam(View):
@@ -177,7 +186,7 @@ class FSDPParamGroup(View):
 
     @property
     def _reshard_after_forward(self) -> bool:
-        wanted, root = self.unit.control.reshard_after_forward, runtime.outermost_of(self.unit)
+        wanted, root = self.unit.control.reshard_after_forward, core.outermost_of(self.unit)
         return root is not self.unit if wanted is None else wanted
 
     @property
@@ -288,7 +297,7 @@ class FSDPState(View):
 
     @property
     def _is_root(self) -> bool | None:
-        root = runtime.outermost_of(self.unit)
+        root = core.outermost_of(self.unit)
         return None if root is None else root is self.unit
 
     @property

@@ -20,34 +20,34 @@ from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class
 from fsdp_flat.composable.fsdp_state import FSDPState, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, StateNote
-from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
-from fsdp_flat.flat import (
-    DataParallelDims,
-    RowSharding,
-    concatenated_mesh,
-    flattened_mesh,
-    modules_of,
-    outside_fake_mode,
-)
-from fsdp_flat.runtime import (
+from fsdp_flat.core import (
     IN_PLACE,
+    DataParallelDims,
     Ignored,
+    RowSharding,
     SmallerGroup,
     Unit,
     UnitOptions,
-    build_rows,
     check_callable,
+    concatenated_mesh,
+    flattened_mesh,
+    is_replicated,
+    listed,
+    modules_of,
+    outside_fake_mode,
+    precision_of_rows,
+    unit_of,
+    units_of,
+)
+from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
+from fsdp_flat.runtime import (
+    build_rows,
     check_not_torchs,
     check_outside_units,
     current_accelerator,
     default_device,
     devices_of,
-    is_replicated,
-    listed,
-    precision_of_rows,
     resolve_ignored,
-    unit_of,
-    units_of,
 )
 from fsdp_flat.user_warnings import warn_user
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from fsdp_flat.core import own_unit, step_of, unit_of, units_of
 from fsdp_flat.errors import OptionError
-from fsdp_flat.runtime import own_unit, step_of, unit_of, units_of
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce
+from fsdp_flat.core import PLAIN, TensorAdapter, Unit, adapter_if_dtensor, grads_by_adapter
 from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_adapter
-from fsdp_flat.runtime import Unit
 from fsdp_flat.user_warnings import warn_user
 
 _DOING = "a norm of gradients, for which every rank must call clip_grad_norm_ with the same parameters"

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import begin_all_reduce
+from fsdp_flat.core import dynamo_disabled, graph_task_id, units_of
+from fsdp_flat.core.containers import tensors_in
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import dynamo_disabled, graph_task_id
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import summon_full_params, units_of
-from fsdp_flat.runtime.containers import tensors_in
+from fsdp_flat.runtime import summon_full_params
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fsdp_flat.core import SHARDED_HINTS, owner_of, unsharded_shape
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import SHARDED_HINTS, owner_of, unsharded_shape
 
 # Reductions over all elements, with the position of the argument that restricts each to some dims.
 _REDUCTIONS = {

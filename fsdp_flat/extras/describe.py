@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.comm import ShardingGroups
+from fsdp_flat.core import ParamGroup, UnitOptions, units_of, unreduced_params
 from fsdp_flat.errors import OptionError, counted, some_of
-from fsdp_flat.flat import ParamGroup
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import UnitOptions, units_of, unreduced_params
 from fsdp_flat.sizes import size_text
 
 _COUNTED = ("num_params", "numel", "trainable_numel")

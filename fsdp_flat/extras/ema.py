@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.core import check_module, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError
-from fsdp_flat.flat import check_module
-from fsdp_flat.runtime import units_of
 from fsdp_flat.state import ParamIndex
 
 

@@ -31,6 +31,7 @@ from fsdp_flat.comm import (
     moves_cpu_tensors,
     true_on_any_rank,
 )
+from fsdp_flat.core import check_callable, check_module
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
 from fsdp_flat.extras.matrix_owners import (
     GradStatus,
@@ -41,8 +42,6 @@ from fsdp_flat.extras.matrix_owners import (
     rounds_of,
 )
 from fsdp_flat.extras.names import whole_shape
-from fsdp_flat.flat import check_module
-from fsdp_flat.runtime import check_callable
 from fsdp_flat.state import ParamIndex
 
 _ERROR_TEXTS = ErrorTexts(

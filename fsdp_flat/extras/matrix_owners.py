@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.core import PLAIN, FlatParameter, place_of, set_grad
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
-from fsdp_flat.flat import PLAIN, FlatParameter, place_of, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
 from fsdp_flat.state import IndexedParam, ParamIndex
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fsdp_flat.core import FlatParameter, check_module, unsharded_shape
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import FlatParameter, check_module, unsharded_shape
 from fsdp_flat.layout import clean_fqn
 
 

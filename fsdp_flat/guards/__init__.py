@@ -7,6 +7,7 @@ step runs without any: ``with guards_off(): ...``. Those of ``DEFAULT`` are on f
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fsdp_flat.core import use_guards
 from fsdp_flat.guards.assigned_parameters import AssignedParameters
 from fsdp_flat.guards.buffer_views import BufferViews
 from fsdp_flat.guards.changed_parameters import ChangedParameters
@@ -19,7 +20,6 @@ from fsdp_flat.guards.replaced_modules import ReplacedModules
 from fsdp_flat.guards.stored_tensors import StoredTensors
 from fsdp_flat.guards.trained_parameters import TrainedParameters
 from fsdp_flat.guards.unmanaged_tensors import RankZeroTensors, UnmanagedTensors, check_replicas
-from fsdp_flat.runtime import use_guards
 
 DEFAULT = (
     AssignedParameters(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_flat.runtime import Guard, MemoryState, Unit
+from fsdp_flat.core import Guard, MemoryState, Unit
 
 
 class AssignedParameters(Guard):

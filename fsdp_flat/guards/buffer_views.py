@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_flat.flat import is_alias, local_of
-from fsdp_flat.runtime import Guard, UnitForward
-from fsdp_flat.runtime.containers import map_tensors, tensors_in
+from fsdp_flat.core import Guard, UnitForward, is_alias, local_of
+from fsdp_flat.core.containers import map_tensors, tensors_in
 
 
 class BufferViews(Guard):

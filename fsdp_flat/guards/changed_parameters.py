@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_flat.runtime import Guard, UnitForward
+from fsdp_flat.core import Guard, UnitForward
 
 
 class ChangedParameters(Guard):

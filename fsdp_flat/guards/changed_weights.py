@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fsdp_flat.core import Guard, Unit, WeightsVersion
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.runtime import Guard, Unit, WeightsVersion
 
 
 class ChangedWeights(Guard):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
+from fsdp_flat.core import Guard, Iteration, Step, Unit
 from fsdp_flat.layout import COMPILED_MODULE
-from fsdp_flat.runtime import Guard, Iteration, Step, Unit
 from fsdp_flat.user_warnings import warn_user
 
 

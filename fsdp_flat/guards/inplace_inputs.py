@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.flat.torch_flat import preserve_version
-from fsdp_flat.runtime import Guard, UnitForward
+from fsdp_flat.core import Guard, UnitForward
+from fsdp_flat.core.torch_core import preserve_version
 
 
 class _TakeHistory(torch.autograd.Function):

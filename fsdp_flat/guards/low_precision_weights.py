@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-from fsdp_flat.runtime import Guard, Step
+from fsdp_flat.core import Guard, Step
 from fsdp_flat.user_warnings import warn_user
 
 

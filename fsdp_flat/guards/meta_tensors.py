@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 from fsdp_flat.comm import ErrorTexts, agree
+from fsdp_flat.core import Guard, Iteration, Step, Unit, all_rank_groups
 from fsdp_flat.errors import UsageError, counted, some_of
-from fsdp_flat.runtime import Guard, Iteration, Step, Unit, all_rank_groups
 from fsdp_flat.user_warnings import warn_user
 
 _WRITTEN = ErrorTexts("checking weights that left the meta device")

@@ -7,8 +7,8 @@ from weakref import WeakSet
 
 from torch import nn
 
+from fsdp_flat.core import Guard, Iteration, Step, Unit, unreduced_params
 from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime import Guard, Iteration, Step, Unit, unreduced_params
 from fsdp_flat.user_warnings import warn_user
 
 

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp_flat.runtime import Guard, Unit, UnitForward
-from fsdp_flat.runtime.containers import differentiable_tensors, tensors_in
+from fsdp_flat.core import Guard, Unit, UnitForward
+from fsdp_flat.core.containers import differentiable_tensors, tensors_in
 
 
 class StoredTensors(Guard):

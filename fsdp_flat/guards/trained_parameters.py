@@ -5,7 +5,7 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from fsdp_flat.comm import RankGroup, agree
-from fsdp_flat.runtime import TRAINED, Guard, Iteration, Step, Unit, WeightsVersion, all_rank_groups, trained_lines
+from fsdp_flat.core import TRAINED, Guard, Iteration, Step, Unit, WeightsVersion, all_rank_groups, trained_lines
 
 
 class TrainedParameters(Guard):
@@ -13,7 +13,7 @@ class TrainedParameters(Guard):
 
     Ranks compare where they communicate over the same process groups anyway: over shard groups at the first forward
     that trains, over replicas at the first backward that reduces gradients. Later steps compare a digest
-    (:mod:`fsdp_flat.runtime.backward_exchange`).
+    (:mod:`fsdp_flat.core.exchange`).
     """
 
     def __init__(self) -> None:

@@ -16,20 +16,21 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_flat.comm import RankGroup, digest_of, doing, exchange_if_different, fingerprint
-from fsdp_flat.errors import OptionError, counted, some_of
-from fsdp_flat.flat import PLAIN, check_module
-from fsdp_flat.runtime import (
+from fsdp_flat.core import (
+    PLAIN,
     Guard,
     Step,
     Unit,
     UnitOptions,
     all_rank_groups,
-    group_settings,
+    check_module,
     persistent_buffers,
     unit_of,
     units_of,
     unreduced_params,
 )
+from fsdp_flat.errors import OptionError, counted, some_of
+from fsdp_flat.runtime import group_settings
 from fsdp_flat.user_warnings import warn_user
 
 _IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outside of every unit", "buffer"

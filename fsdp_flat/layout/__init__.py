@@ -1,10 +1,7 @@
 """Layer 0: maps parameter elements to flat-buffer offsets and to ranks.
 
 Layouts are values of integers and strings, which find their elements in tensors; nothing here communicates.
-Sizes are in elements unless a name gives another unit.
-"""
-
-from __future__ import annotations
+Sizes are in elements unless a name gives another unit."""
 
 from fsdp_flat.layout.fqn import (
     CHECKPOINT_WRAPPED_MODULE,
@@ -18,7 +15,6 @@ from fsdp_flat.layout.fqn import (
     is_flat_param_name,
     join_fqn,
 )
-from fsdp_flat.layout.gather_targets import GatherTarget, GroupedTarget, PerParamTarget, join_inputs
 from fsdp_flat.layout.intervals import (
     Box,
     EvenPartition,
@@ -33,5 +29,4 @@ from fsdp_flat.layout.intervals import (
     chunk_shape,
     plan_transfer,
 )
-from fsdp_flat.layout.layouts import FlatLayout, Layout, LocalShard, ParamInfo, PerParamLayout, alignment_numel
 from fsdp_flat.layout.name_matches import added_prefix, advice_on, misfits

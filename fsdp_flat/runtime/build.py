@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
-from fsdp_flat.errors import OptionError, some_of
-from fsdp_flat.flat import (
+from fsdp_flat.core import (
     ManagedParam,
     ParamGroup,
     ParamGroupSpec,
@@ -24,9 +23,13 @@ from fsdp_flat.flat import (
     to_local_param,
     watch_steps_on,
 )
+from fsdp_flat.core.casts import BufferCasts, keep_full_precision
+from fsdp_flat.core.group_collectives import GroupCollectives
+from fsdp_flat.core.options import Ignored, Precision, UnitOptions
+from fsdp_flat.core.step import Step
+from fsdp_flat.core.unit import Unit, unit_of, units_of
+from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.casts import BufferCasts, keep_full_precision
-from fsdp_flat.runtime.group_collectives import GroupCollectives
 from fsdp_flat.runtime.materialize import (
     Unwritten,
     agree_on_weights,
@@ -36,9 +39,6 @@ from fsdp_flat.runtime.materialize import (
     move_to_device,
     unwritten_params,
 )
-from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
-from fsdp_flat.runtime.step import Step
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unwrap import hide_compiled_name, managed_sites
 from fsdp_flat.user_warnings import warn_user
 

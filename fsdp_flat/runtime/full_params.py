@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import Pending, doing, true_on_any_rank, unrecorded
-from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import (
+from fsdp_flat.core import (
     ParamGroup,
     have_grads,
     modules_of,
@@ -19,9 +18,10 @@ from fsdp_flat.flat import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.step import step_of
-from fsdp_flat.runtime.unit import FullParams, Unit, units_of
+from fsdp_flat.core.options import Phase
+from fsdp_flat.core.step import step_of
+from fsdp_flat.core.unit import FullParams, Unit, units_of
+from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.user_warnings import warn_user
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_flat.core import check_module, dynamo_disabled, dynamo_disabled_here, modules_of
+from fsdp_flat.core.containers import differentiable_tensors
+from fsdp_flat.core.forward import UnitForward, run_forward
+from fsdp_flat.core.step import step_of
+from fsdp_flat.core.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.flat import check_module, dynamo_disabled, dynamo_disabled_here, modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.containers import differentiable_tensors
-from fsdp_flat.runtime.forward import UnitForward, run_forward
-from fsdp_flat.runtime.step import step_of
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 
 
 class UnshardHandle:

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
+from fsdp_flat.core.group_collectives import GroupCollectives
+from fsdp_flat.core.memory import MemoryState
+from fsdp_flat.core.options import Phase
+from fsdp_flat.core.reduction import ReductionPolicy
+from fsdp_flat.core.step import step_of
+from fsdp_flat.core.torch_core import LOW_PRECISION_HOOKS
+from fsdp_flat.core.unit import Unit, own_unit, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat.torch_flat import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.group_collectives import GroupCollectives
-from fsdp_flat.runtime.memory import MemoryState
-from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.reduction import ReductionPolicy
-from fsdp_flat.runtime.step import step_of
-from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
 
 @contextmanager

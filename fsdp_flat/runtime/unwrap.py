@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_flat.core import note_unwrapped
+from fsdp_flat.core.casts import drop_full_precision
+from fsdp_flat.core.options import Phase
+from fsdp_flat.core.step import outermost_of, reset_step
+from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import note_unwrapped
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.casts import drop_full_precision
 from fsdp_flat.runtime.full_params import all_gather_full
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
-from fsdp_flat.runtime.options import Phase
-from fsdp_flat.runtime.step import outermost_of, reset_step
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 # The name component that torch.compile adds.
 _COMPILED_PREFIX = COMPILED_MODULE + "."

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.comm import RankGroup
+from fsdp_flat.core import DTensorAdapter, Unit
 from fsdp_flat.errors import LoadError, UnsupportedError, counted
-from fsdp_flat.flat import DTensorAdapter
 from fsdp_flat.layout import (
     Interval,
     IrregularPartition,
@@ -32,8 +32,15 @@ from fsdp_flat.layout import (
     chunk_rows,
     chunk_shape,
 )
-from fsdp_flat.runtime import Unit
-from fsdp_flat.state.shards import Config, IndexedParam, LoadPlan, StateDictCodec, StateShard, TensorTransfer, shape_of
+from fsdp_flat.state.shards import (
+    Config,
+    IndexedParam,
+    LoadPlan,
+    StateDictCodec,
+    StateShard,
+    TensorTransfer,
+    shape_of,
+)
 from fsdp_flat.state.torch_state import ShardedTensors, dtensor, is_sharded_over, local_chunk, root_mesh
 
 

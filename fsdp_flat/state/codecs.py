@@ -21,8 +21,8 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat import api
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
+from fsdp_flat.core import PLAIN, TensorAdapter, place_of, without_data
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
-from fsdp_flat.flat import PLAIN, TensorAdapter, place_of, without_data
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.shards import (

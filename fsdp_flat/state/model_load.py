@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
+from fsdp_flat.core import Site, Unit, modules_of, own_unit, unit_of, units_of
 from fsdp_flat.errors import LoadError, counted
-from fsdp_flat.flat import Site, modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
-from fsdp_flat.runtime import Unit, own_unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
 from fsdp_flat.state.model_save import flat_shard, placeholder_of, settings_of
 from fsdp_flat.state.shards import (

@@ -21,19 +21,13 @@ from fsdp_flat.api import (
     StateDictType,
 )
 from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
+from fsdp_flat.core import ParamGroup, Unit, modules_of, own_unit, units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import ParamGroup, modules_of
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
-from fsdp_flat.runtime import Unit, full_params, own_unit, units_of
+from fsdp_flat.runtime import full_params
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
-from fsdp_flat.state.shards import (
-    IndexedParam,
-    ParamIndex,
-    StateDictCodec,
-    StateShard,
-    params_of,
-)
+from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
 

@@ -18,10 +18,9 @@ from fsdp_flat.api import (
     StatePart,
     member_of,
 )
+from fsdp_flat.core import check_module, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, counted
-from fsdp_flat.flat import check_module
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state

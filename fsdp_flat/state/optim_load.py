@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.runtime import units_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero

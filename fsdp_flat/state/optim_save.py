@@ -19,14 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StatePart
-from fsdp_flat.comm import (
-    ErrorTexts,
-    RankGroup,
-    agree,
-    barrier,
-    dtype_from_name,
-    exchange_bytes,
-)
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, barrier, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import some_of
 from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state.codecs import FULL, FullCodec

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import exchange_bytes
+from fsdp_flat.core import PLAIN, Unit
 from fsdp_flat.errors import PeerFailureError, UnsupportedError
-from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
-from fsdp_flat.runtime import Unit
 from fsdp_flat.state.shards import (
     LoadPlan,
     StateShard,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.core import dtensor_of, local_of
 from fsdp_flat.errors import UnsupportedError
-from fsdp_flat.flat import dtensor_of, local_of
 from fsdp_flat.layout import Box, Interval
 from fsdp_flat.state.codecs import BoxedTensor
 from fsdp_flat.state.shards import ParamIndex

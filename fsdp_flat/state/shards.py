@@ -20,18 +20,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.core import LocalShard, ParamGroup, TensorAdapter, Unit, check_module, unit_of
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.flat import ParamGroup, TensorAdapter, check_module
-from fsdp_flat.layout import (
-    EvenPartition,
-    Interval,
-    LocalShard,
-    Partition,
-    ReplicatedPartition,
-    clean_fqn,
-    plan_transfer,
-)
-from fsdp_flat.runtime import Unit, param_groups_of, unit_of
+from fsdp_flat.layout import EvenPartition, Interval, Partition, ReplicatedPartition, clean_fqn, plan_transfer
+from fsdp_flat.runtime import param_groups_of
 
 Config = StateDictConfig | OptimStateDictConfig
 

@@ -10,8 +10,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_map_only
 
+from fsdp_flat.core import unguarded, without_data
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import unguarded, without_data
 
 
 class StatePlaceholder(torch.Tensor):

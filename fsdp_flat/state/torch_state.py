@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
 from fsdp_flat.comm import RankGroup, global_ranks
+from fsdp_flat.core import DTensorShown
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import DTensorShown
 from fsdp_flat.layout import chunk_rows, chunk_shape
 from fsdp_flat.state.shards import IndexedParam, dtype_of, shape_of
 

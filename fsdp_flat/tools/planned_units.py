@@ -12,21 +12,22 @@ from torch import nn
 
 from fsdp_flat.api import ShardingStrategy, is_a
 from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
-from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe_tree, describe_unit
-from fsdp_flat.flat import ManagedParam, ParamGroup, collect_params, named_sites
-from fsdp_flat.layout import PerParamLayout
-from fsdp_flat.runtime import (
+from fsdp_flat.core import (
     Ignored,
+    ManagedParam,
+    ParamGroup,
+    PerParamLayout,
     UnitControl,
     UnitOptions,
-    handles_of,
-    owners_of_ties,
+    collect_params,
+    named_sites,
     precision_from,
     precision_of_rows,
-    resolve_ignored,
     units_of,
 )
+from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe_tree, describe_unit
+from fsdp_flat.runtime import handles_of, owners_of_ties, resolve_ignored
 from fsdp_flat.wrap import UnitPlan, plan_units
 
 APIS = ("FullyShardedDataParallel", "fully_shard")

@@ -12,14 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import (
-    OptimStateKeyType,
-    StateDictType,
-    fully_shard,
-    load_checkpoint,
-    save_checkpoint,
-    unwrap,
-)
+from fsdp_flat import OptimStateKeyType, StateDictType, fully_shard, load_checkpoint, save_checkpoint, unwrap
 from fsdp_flat.errors import UsageError
 from tests.support import assert_equal, on_ranks
 

@@ -22,9 +22,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_full
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
+from fsdp_flat.core import units_of
+from fsdp_flat.core.shown import Shown
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
-from fsdp_flat.flat.shown import Shown
-from fsdp_flat.runtime import units_of
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss

@@ -10,17 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import (
-    Pending,
-    RankGroup,
-    begin_all_reduce,
-    collectives_for,
-    exchange_bytes,
-    exchange_ints,
-)
+from fsdp_flat.comm import Pending, RankGroup, begin_all_reduce, collectives_for, exchange_bytes, exchange_ints
 from fsdp_flat.comm.flat_collectives import Collectives, GlooAcceleratorCollectives, GlooCollectives
 from fsdp_flat.comm.shm import SharedMemoryCollectives
-from fsdp_flat.flat import MemoryPool
+from fsdp_flat.core import MemoryPool
 from tests.support import assert_equal, on_ranks
 
 KINDS = [Collectives, GlooAcceleratorCollectives, GlooCollectives, SharedMemoryCollectives]

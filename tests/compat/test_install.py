@@ -302,7 +302,7 @@ def test_torchs_enums_records_and_policies_are_taken_wherever_ours_are(rank: int
 
 @on_ranks(2)
 def test_torchs_policies_of_fsdp2_are_taken_wherever_ours_are(rank: int) -> None:
-    from fsdp_flat.runtime import unit_of
+    from fsdp_flat.core import unit_of
 
     policy = peer_library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     for offload_policy, offloads in ((peer_library.CPUOffloadPolicy(), True), (peer_library.OffloadPolicy(), False)):

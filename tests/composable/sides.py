@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils import _pytree as pytree
 
 from fsdp_flat.composable import fully_shard
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close
 from tests.support.kit import batch, square_loss

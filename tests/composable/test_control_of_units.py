@@ -14,8 +14,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import register_forward_method
 from fsdp_flat.composable import FSDPModule, UnshardHandle, fully_shard, share_comm_ctx, trace
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
-from fsdp_flat.runtime import units_of
 from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
 from tests.runtime.kit import acquaint, recorded
 from tests.support import assert_close, on_ranks

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fsdp_flat.collectives import QuantizedReduceScatter, use_collectives
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import MixedPrecisionPolicy
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
-from fsdp_flat.runtime import units_of
 from tests.composable.beside import Beside, needs_of_torch
 from tests.composable.sides import blocks_and_root
 from tests.runtime.kit import Twin, recorded, shared_memory

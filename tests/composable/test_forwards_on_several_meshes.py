@@ -12,8 +12,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from fsdp_flat.composable import fully_shard, register_fsdp_forward_method
-from fsdp_flat.runtime import step_of
-from fsdp_flat.runtime.unit import own_unit
+from fsdp_flat.core import step_of
+from fsdp_flat.core.unit import own_unit
 from tests.composable.beside import grads_of
 from tests.composable.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
 from tests.composable.sides import assert_no_step_runs, average_gradients

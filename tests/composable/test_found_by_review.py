@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import fully_shard
 from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
+from fsdp_flat.core import PerParamTarget
 from fsdp_flat.errors import UsageError
-from fsdp_flat.layout import PerParamTarget
 from tests.composable.sides import children_and_root
 from tests.support import on_ranks
 from tests.support.kit import Stack, seeded, square_loss

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.streams import Streams
+from fsdp_flat.core import units_of
+from fsdp_flat.core.reduction import Reduction
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
-from fsdp_flat.runtime import units_of
-from fsdp_flat.runtime.reduction import Reduction
 from tests.composable.beside import Beside, grads_of
 from tests.composable.sides import blocks_and_root
 from tests.rehearsal.streams import Machine, RecordingEvent, is_ordered

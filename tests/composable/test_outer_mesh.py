@@ -20,8 +20,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import failures
 from fsdp_flat.composable import fully_shard
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError
-from fsdp_flat.runtime import units_of
 from tests.composable.beside import grads_of
 from tests.composable.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
 from tests.composable.test_several_meshes import inputs

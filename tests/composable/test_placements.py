@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from fsdp_flat.state import full_tensor
 from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError
-from fsdp_flat.runtime import units_of
 from tests.composable.sides import Sides, batch_of, blocks_and_root
 from tests.runtime.kit import acquaint, recorded
 from tests.support import on_ranks

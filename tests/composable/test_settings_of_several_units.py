@@ -12,8 +12,8 @@ import torch
 from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import fully_shard
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError
-from fsdp_flat.runtime import units_of
 from tests.composable.experts import Meshes, Moe, needs_mesh_infos
 from tests.composable.sides import blocks_and_root
 from tests.support import on_ranks

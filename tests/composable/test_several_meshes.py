@@ -28,7 +28,7 @@ from fsdp_flat.composable import (
     register_fsdp_forward_method,
     trace,
 )
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from tests.composable.beside import grads_of
 from tests.composable.experts import NUM_TOKENS, WIDTH, Meshes, Moe, MoeBlock, clip, needs_mesh_infos
 from tests.composable.sides import assert_no_step_runs, average_gradients

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat.flat import ParamGroup, ParamGroupSpec, collect_params
-from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
-from fsdp_flat.flat.gradients import FlatGradBuffer
-from fsdp_flat.flat.torch_flat import swap_memory
-from fsdp_flat.layout import FlatLayout, PerParamLayout
+from fsdp_flat.core import FlatLayout, ParamGroup, ParamGroupSpec, PerParamLayout, collect_params
+from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
+from fsdp_flat.core.gradients import FlatGradBuffer
+from fsdp_flat.core.torch_core import swap_memory
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_flat.layout import FlatLayout, Layout, PerParamLayout
+from fsdp_flat.core import FlatLayout, Layout, PerParamLayout
 
 Shapes = list[tuple[int, ...]]
 shape_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)

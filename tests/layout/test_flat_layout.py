@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fsdp_flat.core import FlatLayout, LocalShard, alignment_numel
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout import FlatLayout, Interval, LocalShard, alignment_numel
+from fsdp_flat.layout import Interval
 
 Shapes = list[tuple[int, ...]]
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_flat.core import FlatLayout
 from fsdp_flat.layout import (
     EvenPartition,
-    FlatLayout,
     Interval,
     IrregularPartition,
     ReplicatedPartition,

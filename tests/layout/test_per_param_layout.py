@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_flat.core import PerParamLayout, PerParamTarget
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout import Interval, PerParamLayout, PerParamTarget
+from fsdp_flat.layout import Interval
 
 Shapes = list[tuple[int, ...]]
 shape_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)

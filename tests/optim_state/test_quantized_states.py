@@ -14,7 +14,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import StateDictType, fully_shard, list_checkpoints, load_checkpoint, save_checkpoint, verify_checkpoint
+from fsdp_flat import (
+    StateDictType,
+    fully_shard,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from fsdp_flat.errors import LoadError, PeerFailureError, UnsupportedError
 from tests.checkpoint.test_checkpoints import write_with_record
 from tests.optim_state.quantized import Closed, Rounded, RoundingSGD

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.composable import trace
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from tests.rehearsal import seam
 from tests.rehearsal.kit import Rehearsal
 from tests.rehearsal.memory import is_issued_by_library

@@ -1,6 +1,6 @@
 """Patches the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.step.Streams`` manages the streams of a tree. Here they are recording streams, created in
+* ``fsdp_flat.core.step.Streams`` manages the streams of a tree. Here they are recording streams, created in
   the order in which a step first uses them.
 * ``fsdp_flat.runtime.construction.default_device`` returns the accelerator.
 * ``fsdp_flat.comm.torch_comm`` holds aliases of two functions of ``torch.distributed``.
@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp_flat.core.step
 import fsdp_flat.runtime.construction
-import fsdp_flat.runtime.step
 from fsdp_flat.comm import Pending, torch_comm
 from fsdp_flat.comm.streams import Streams
-from fsdp_flat.runtime import Unit, units_of
+from fsdp_flat.core import Unit, units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine
@@ -40,7 +40,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
         def replace(owner: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        replace(fsdp_flat.runtime.step, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
+        replace(fsdp_flat.core.step, "Streams", functools.partial(Streams, new_stream=machine.new_stream))
         replace(fsdp_flat.runtime.construction, "default_device", lambda *_, **__: (DEVICE, False))
         for owner in (dist, torch_comm):
             for name, function in functions.items():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_flat.flat.gradients import FlatGradBuffer
+from fsdp_flat.core.gradients import FlatGradBuffer
 from tests.rehearsal import seam
 from tests.rehearsal.check import Finding
 from tests.rehearsal.fake_device import DEVICE

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import torch_comm
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal, train
 from tests.rehearsal.models import BOTH_KINDS
 from tests.runtime.kit import mesh_for

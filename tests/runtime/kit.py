@@ -18,7 +18,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.shm import shared_channel, shared_collectives, transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
-from fsdp_flat.runtime import Phase, Unit, guards_in_use, step_of, units_of
+from fsdp_flat.core import Phase, Unit, guards_in_use, step_of, units_of
 from tests.support import assert_close
 from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.reference import replicated_step

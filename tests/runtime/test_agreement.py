@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
-from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks

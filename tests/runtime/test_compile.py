@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
-from fsdp_flat.runtime import unit_of, units_of
+from fsdp_flat.core import unit_of, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from fsdp_flat.wrap.plan import plan_units
 from tests.runtime.kit import Twin, assert_idle, batch, sgd, traced

@@ -17,8 +17,9 @@ from torch import nn
 from fsdp_flat import CPUOffload, fully_shard
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import rank_groups
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.runtime import compute_device, units_of
+from fsdp_flat.runtime import compute_device
 from fsdp_flat.runtime.compute_device import compute_device_from, default_device
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, batch, square_loss

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
-from fsdp_flat.runtime import Unit, units_of
+from fsdp_flat.core import Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import (
     OBJECT_COLLECTIVES,

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_flat import CPUOffload, FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from tests.runtime.kit import STRATEGIES, Twin, mesh_for
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Stack

@@ -7,7 +7,7 @@ import torch
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 from tests.support import on_ranks

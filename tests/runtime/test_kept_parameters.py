@@ -14,8 +14,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_flat.core import MemoryState
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.runtime import MemoryState
 from tests.support import assert_close, on_ranks
 from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, wrapped
 

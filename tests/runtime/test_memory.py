@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from tests.runtime.kit import SHARDED, Twin, batch, recorded
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, square_loss

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat import ShardingStrategy, register_forward_method
-from fsdp_flat.runtime import units_of
-from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState
-from fsdp_flat.runtime.unit import own_unit
+from fsdp_flat.core import units_of
+from fsdp_flat.core.memory import TRANSITIONS, MemoryEvent, MemoryState
+from fsdp_flat.core.unit import own_unit
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import Block, batch, wrapped

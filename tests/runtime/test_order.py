@@ -10,8 +10,8 @@ from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy, register_forward_method
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import SHARDED, WIDTH, Twin, batch, traced
 from tests.support import assert_equal, on_ranks

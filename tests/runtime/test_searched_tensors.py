@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from fsdp_flat.runtime.containers import differentiable_tensors
+from fsdp_flat.core.containers import differentiable_tensors
 
 
 class Result:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import TiedParameterError
-from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import Twin
 from tests.support import assert_equal, on_ranks

@@ -17,9 +17,9 @@ from torch import nn
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, fully_shard, save_checkpoint, unshard_for
+from fsdp_flat.core import units_of
+from fsdp_flat.core.exchange import BackwardExchange
 from fsdp_flat.errors import RankMismatchError
-from fsdp_flat.runtime import units_of
-from fsdp_flat.runtime.backward_exchange import BackwardExchange
 from tests.runtime.kit import WIDTH, Twin, batch, batches, mesh_for
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, square_loss

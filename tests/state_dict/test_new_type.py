@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType
 from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig
+from fsdp_flat.core import TensorAdapter
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import TensorAdapter
 from fsdp_flat.state import CodecRow, LoadPlan, StateDictCodec, StateShard, codecs
 from fsdp_flat.state.codecs import FullCodec
 from tests.state_dict.kit import FULL, OPTIMIZERS, TASKS, save, train

@@ -28,9 +28,9 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import RankGroup, agreement
 from fsdp_flat.comm.shm import transport_of
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError, PhaseError, UsageError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import units_of
 from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
 from tests.runtime.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.step.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks

@@ -14,8 +14,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, UsageError
-from fsdp_flat.runtime import units_of
 from tests.support import on_ranks
 from tests.support.kit import full_params, train_on
 from tests.surface.models import (

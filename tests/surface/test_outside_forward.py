@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedEMA, ShardingStrategy, debug, register_forward_method, unshard_for
 from fsdp_flat.composable import trace
-from fsdp_flat.flat import is_managed, unsharded_shape
+from fsdp_flat.core import is_managed, unsharded_shape
 from tests.support import on_ranks
 from tests.support.kit import full_params
 from tests.surface.models import (

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
-from fsdp_flat.runtime.casts import keep_full_precision
+from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import full_params

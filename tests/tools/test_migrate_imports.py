@@ -12,7 +12,7 @@ import torch.distributed.fsdp
 pytest.importorskip("libcst", reason="the migration tool needs it")
 
 import fsdp_flat
-from fsdp_flat import flat
+from fsdp_flat import core
 from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, counterpart
 from fsdp_flat.tools.migrate_source import migrate_source
@@ -290,5 +290,5 @@ def test_attributes_called_absent_are_absent_here_and_known_to_fsdp1() -> None:
     peer = "".join(path.read_text() for path in folder.glob("*.py"))
     for name in ABSENT_ATTRIBUTES:
         assert name in peer
-        for kind in (fsdp_flat.FullyShardedDataParallel, semi_private.FlatParamHandle, flat.ParamGroup):
+        for kind in (fsdp_flat.FullyShardedDataParallel, semi_private.FlatParamHandle, core.ParamGroup):
             assert not hasattr(kind, name), (kind, name)

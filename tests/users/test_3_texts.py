@@ -18,14 +18,7 @@ import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
-from fsdp_flat.errors import (
-    LoadError,
-    OptionError,
-    OptionTypeError,
-    UnsupportedError,
-    UsageError,
-    counted,
-)
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError, counted
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_warnings_silenced

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.api import MixedPrecision
-from fsdp_flat.runtime import units_of
+from fsdp_flat.core import units_of
 from fsdp_flat.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.core import is_managed
 from fsdp_flat.errors import OptionTypeError, PhaseError
-from fsdp_flat.flat import is_managed
 from tests.support import assert_equal, on_ranks
 from tests.support.peer import peer_fsdp
 from tests.wrapper.lives import KINDS, assert_same, train, train_reference

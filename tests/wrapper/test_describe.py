@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy, describe, plan
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
-from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.runtime.kit import batch
 from tests.runtime.test_memory import sampled

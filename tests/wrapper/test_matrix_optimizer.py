@@ -19,8 +19,8 @@ import fsdp_flat
 from fsdp_flat import CPUOffload, MatrixOptimizer, MixedPrecision, matrix_params
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import P2PChannels
+from fsdp_flat.core import set_grad
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError, UnsupportedError, UsageError
-from fsdp_flat.flat import set_grad
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, groups_of, load, save

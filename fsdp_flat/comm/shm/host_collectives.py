@@ -30,13 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.custom import PACKINGS
-from fsdp_flat.comm.flat_collectives import (
-    CollectiveChoice,
-    GlooCollectives,
-    PlacesRows,
-    ReusesMemory,
-    sum_in_order,
-)
+from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts
 from fsdp_flat.comm.streams import Pending, unrecorded

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_flat.comm.calls import calls_of, unit_names
-from fsdp_flat.comm.flat_collectives import (
-    CollectiveChoice,
-    GlooCollectives,
-    PlacesRows,
-    ReusesMemory,
-    sum_in_order,
-)
+from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import hosts_of, transport_of
 from fsdp_flat.comm.shm.host_collectives import HostCollectives

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
+from fsdp_flat.core.torch_core import concatenated_mesh, has_values, outside_fake_mode, strided_shard
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError, UnsupportedError
-from fsdp_flat.flat.torch_flat import concatenated_mesh, has_values, outside_fake_mode, strided_shard
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, Interval, chunk_rows, clean_fqn, join_fqn
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.flat import pytree_children
+from fsdp_flat.core.torch_core import pytree_children
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:

@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, is_a
 from fsdp_flat.comm import ShardingGroups, Strategy
+from fsdp_flat.core.row_sharding import RowSharding
+from fsdp_flat.core.torch_core import BatchNorm
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
-from fsdp_flat.flat import RowSharding
-from fsdp_flat.flat.torch_flat import BatchNorm
 
 SyncStates = Literal["warn", "broadcast", "auto", "raise"]
 

@@ -37,8 +37,8 @@ from fsdp_flat.comm import (
     host_group,
     true_on_any_rank,
 )
-from fsdp_flat.flat import ParamGroup
-from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.unit import Unit
 
 _DOING = "the exchange of ranks in a backward"
 _DIGEST_NBYTES = 8

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from fsdp_flat.runtime.backward import Iteration
-from fsdp_flat.runtime.events import EVENTS, Events
-from fsdp_flat.runtime.forward import UnitForward
-from fsdp_flat.runtime.memory import WeightsVersion
-from fsdp_flat.runtime.step import Step
-from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.core.backward import Iteration
+from fsdp_flat.core.events import EVENTS, Events
+from fsdp_flat.core.forward import UnitForward
+from fsdp_flat.core.memory import WeightsVersion
+from fsdp_flat.core.step import Step
+from fsdp_flat.core.unit import Unit
 
 
 class Guard:

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, begin_all_reduce, connected
+from fsdp_flat.core.params import is_managed, modules_of
+from fsdp_flat.core.torch_core import is_replicated
+from fsdp_flat.core.unit import Unit
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import is_managed, modules_of
-from fsdp_flat.flat.torch_flat import is_replicated
 from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime.unit import Unit
 
 _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
 

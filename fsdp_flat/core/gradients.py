@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
+from fsdp_flat.core.flat_parameter import set_grad
+from fsdp_flat.core.layout import Layout
+from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.shown import Shown
+from fsdp_flat.core.torch_core import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_alias
+from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.flat.buffers import FlatBuffer, MemoryPool
-from fsdp_flat.flat.flat_parameter import set_grad
-from fsdp_flat.flat.layout_views import VisibleParam
-from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.shown import Shown
-from fsdp_flat.flat.torch_flat import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_alias
-from fsdp_flat.layout import Layout
 
 _DTYPE = attrgetter("dtype")
 # chunk_cat copies tensors that are not contiguous one by one.

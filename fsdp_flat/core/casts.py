@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_flat.core.containers import Inputs, map_tensors
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
-from fsdp_flat.runtime.containers import Inputs, map_tensors
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

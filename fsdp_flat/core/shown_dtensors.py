@@ -17,14 +17,14 @@ import torch.utils
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.core.layout import PerParamLayout
+from fsdp_flat.core.params import ManagedParam, check_extensions
+from fsdp_flat.core.placeholders import call_adviser
+from fsdp_flat.core.row_sharding import RowSharding
+from fsdp_flat.core.shown import Shown
+from fsdp_flat.core.torch_core import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
+from fsdp_flat.core.visible_params import VisibleParam, split_storage
 from fsdp_flat.errors import UsageError, some_of
-from fsdp_flat.flat.layout_views import VisibleParam, split_storage
-from fsdp_flat.flat.params import ManagedParam, check_extensions
-from fsdp_flat.flat.placeholders import call_adviser
-from fsdp_flat.flat.row_sharding import RowSharding
-from fsdp_flat.flat.shown import Shown
-from fsdp_flat.flat.torch_flat import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
-from fsdp_flat.layout import PerParamLayout
 
 _LOCAL_TENSOR = attrgetter("_local_tensor")
 

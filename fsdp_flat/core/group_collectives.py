@@ -10,18 +10,11 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import (
-    CollectiveChoice,
-    Pending,
-    RankGroup,
-    collectives_for,
-    subgroup_of,
-    unit_names,
-)
+from fsdp_flat.comm import CollectiveChoice, Pending, RankGroup, collectives_for, subgroup_of, unit_names
+from fsdp_flat.core.gather_targets import join_inputs
+from fsdp_flat.core.options import UnitOptions
+from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.errors import counted
-from fsdp_flat.flat import ParamGroup
-from fsdp_flat.layout import join_inputs
-from fsdp_flat.runtime.options import UnitOptions
 
 _BEGIN_GATHER = methodcaller("begin_gather")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.flat.row_sharding import RowSharding
+from fsdp_flat.core.row_sharding import RowSharding
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.core.params import PLAIN, DataParallelDims, ManagedParam, check_adapter
+from fsdp_flat.core.torch_core import dtensor_of
 from fsdp_flat.errors import ShardingError
-from fsdp_flat.flat.params import PLAIN, DataParallelDims, ManagedParam, check_adapter
-from fsdp_flat.flat.torch_flat import dtensor_of
 
 _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[tuple[Any, ...], Any]]
 _specs = weakref.WeakKeyDictionary()

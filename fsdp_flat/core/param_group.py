@@ -15,24 +15,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fsdp_flat.core.buffers import EXPIRED, AllGatherOutput, MemoryPool
+from fsdp_flat.core.flat_parameter import as_flat_parameter, replace_shard, set_grad
+from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
+from fsdp_flat.core.gradients import Gradients
+from fsdp_flat.core.group_spec import ParamGroupSpec
+from fsdp_flat.core.layout import FlatLayout, Layout, LocalShard, PerParamLayout, alignment_numel
+from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.shown import FlatShown, OriginalsShown, Shown
+from fsdp_flat.core.shown_dtensors import DTensorShown
+from fsdp_flat.core.torch_core import VERSION_OF, has_values, is_alias, is_in_a_graph, set_versions
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.buffers import EXPIRED, AllGatherOutput, MemoryPool
-from fsdp_flat.flat.flat_parameter import as_flat_parameter, replace_shard, set_grad
-from fsdp_flat.flat.gradients import Gradients
-from fsdp_flat.flat.group_spec import ParamGroupSpec
-from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.shown import FlatShown, OriginalsShown, Shown
-from fsdp_flat.flat.shown_dtensors import DTensorShown
-from fsdp_flat.flat.torch_flat import VERSION_OF, has_values, is_alias, is_in_a_graph, set_versions
-from fsdp_flat.layout import (
-    FlatLayout,
-    GatherTarget,
-    GroupedTarget,
-    Layout,
-    LocalShard,
-    PerParamLayout,
-    alignment_numel,
-)
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

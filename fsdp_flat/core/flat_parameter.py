@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.params import ManagedParam
 from fsdp_flat.user_warnings import warn_user
 
 

@@ -11,26 +11,20 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import profiled, transforms_are_active
-from fsdp_flat.errors import UnsupportedError
-from fsdp_flat.flat import (
+from fsdp_flat.core.backward import ForwardRecord
+from fsdp_flat.core.casts import cast_floats
+from fsdp_flat.core.containers import CallInputs, Inputs, are_tensors, differentiable_tensors, map_tensors
+from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.torch_core import (
     VERSION_OF,
     active_compiler,
     dynamo_disabled,
     dynamo_disabled_here,
     graph_task_id,
 )
+from fsdp_flat.core.unit import Unit
+from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.casts import cast_floats
-from fsdp_flat.runtime.containers import (
-    CallInputs,
-    Inputs,
-    are_tensors,
-    differentiable_tensors,
-    map_tensors,
-)
-from fsdp_flat.runtime.events import EVENTS
-from fsdp_flat.runtime.unit import Unit
 
 
 @dynamo_disabled_here

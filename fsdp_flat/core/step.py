@@ -25,27 +25,23 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error
+from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
+from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
+from fsdp_flat.core.buffers import MemoryPool
+from fsdp_flat.core.checks import check_units, late_gradients, log_units, raise_difference
+from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.exchange import BackwardExchange, Outcome
+from fsdp_flat.core.gradients import without
+from fsdp_flat.core.memory import MemoryEvent, MemoryState, WeightsVersion
+from fsdp_flat.core.optimizer_grads import add_reduced
+from fsdp_flat.core.options import AfterForward, Phase
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.reduction import LOGGER, ReducedGrad, Reduction
+from fsdp_flat.core.torch_core import dynamo_disabled, graph_task_id, queue_callback
+from fsdp_flat.core.unit import Unit, unit_of, units_of
+from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import (
-    MemoryPool,
-    ParamGroup,
-    VisibleParam,
-    add_reduced,
-    dynamo_disabled,
-    graph_task_id,
-    without,
-)
-from fsdp_flat.flat.torch_flat import queue_callback
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.averages import average_gradients, averaged_lines, unreduced_params
-from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
-from fsdp_flat.runtime.backward_exchange import BackwardExchange, Outcome
-from fsdp_flat.runtime.checks import check_units, late_gradients, log_units, raise_difference
-from fsdp_flat.runtime.events import EVENTS
-from fsdp_flat.runtime.memory import MemoryEvent, MemoryState, WeightsVersion
-from fsdp_flat.runtime.options import AfterForward, Phase
-from fsdp_flat.runtime.reduction import LOGGER, ReducedGrad, Reduction
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
 _UNSHARDED = (MemoryState.GATHERING, MemoryState.UNSHARDED)

@@ -14,11 +14,11 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_flat.core.flat_parameter import FlatParameter
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.params import is_managed, owner_of, unsharded_shape
+from fsdp_flat.core.torch_core import dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.errors import LocalShardError, UsageError, counted
-from fsdp_flat.flat.flat_parameter import FlatParameter
-from fsdp_flat.flat.param_group import ParamGroup
-from fsdp_flat.flat.params import is_managed, owner_of, unsharded_shape
-from fsdp_flat.flat.torch_flat import dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.user_warnings import warn_user
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)

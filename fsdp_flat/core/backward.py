@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_flat.flat import graph_task_id, keeps_graph, node_will_run
-from fsdp_flat.runtime.memory import WeightsVersion
-from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.core.memory import WeightsVersion
+from fsdp_flat.core.torch_core import graph_task_id, keeps_graph, node_will_run
+from fsdp_flat.core.unit import Unit
 
 # Older iterations than this many are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.torch_flat import place_function, swap_memory
-from fsdp_flat.layout import Layout
+from fsdp_flat.core.layout import Layout
+from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.torch_core import place_function, swap_memory
 
 # Largest number of freed blocks of one size that the pool keeps.
 _MOST_IDLE = 2

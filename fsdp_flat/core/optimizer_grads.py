@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.flat.flat_parameter import set_grad
-from fsdp_flat.flat.gradients import apply_hooks
-from fsdp_flat.flat.param_group import ParamGroup
-from fsdp_flat.flat.params import PLAIN, TensorAdapter
+from fsdp_flat.core.flat_parameter import set_grad
+from fsdp_flat.core.gradients import apply_hooks
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.params import PLAIN, TensorAdapter
 
 
 def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]) -> None:

@@ -15,8 +15,8 @@ from operator import attrgetter
 
 import torch
 
+from fsdp_flat.core.gather_targets import PerParamTarget
 from fsdp_flat.errors import OptionError, UnevenDimError
-from fsdp_flat.layout.gather_targets import PerParamTarget
 from fsdp_flat.layout.intervals import EvenPartition, Interval, chunk_rows
 
 _ALIGNMENT_NBYTES = 16

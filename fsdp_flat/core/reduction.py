@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import Pending, Streams, begin_all_reduce, unrecorded
-from fsdp_flat.flat import ParamGroup
+from fsdp_flat.core.param_group import ParamGroup
 
 LOGGER = logging.getLogger("fsdp_flat")
 

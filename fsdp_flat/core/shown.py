@@ -23,14 +23,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.core.buffers import AllGatherOutput
+from fsdp_flat.core.flat_parameter import refuse_replaced, renew_shard, set_grad, warn_of_lost_hooks
+from fsdp_flat.core.group_spec import ParamGroupSpec
+from fsdp_flat.core.layout import Layout
+from fsdp_flat.core.params import PLAIN, FlattenedBy, ManagedParam
+from fsdp_flat.core.placeholders import ShardedPlaceholder, module_guard
+from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.buffers import AllGatherOutput
-from fsdp_flat.flat.flat_parameter import refuse_replaced, renew_shard, set_grad, warn_of_lost_hooks
-from fsdp_flat.flat.group_spec import ParamGroupSpec
-from fsdp_flat.flat.layout_views import VisibleParam
-from fsdp_flat.flat.params import PLAIN, FlattenedBy, ManagedParam
-from fsdp_flat.flat.placeholders import ShardedPlaceholder, module_guard
-from fsdp_flat.layout import FLAT_PARAM, Layout
+from fsdp_flat.layout import FLAT_PARAM
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

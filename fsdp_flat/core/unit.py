@@ -24,16 +24,17 @@ from fsdp_flat.api import (
     StateDictType,
 )
 from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
+from fsdp_flat.core.casts import BufferCasts, input_cast
+from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.group_collectives import begin_all_gathers, on_device, summary
+from fsdp_flat.core.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
+from fsdp_flat.core.options import Ignored, Phase, UnitControl, UnitOptions
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.params import is_managed, modules_of
+from fsdp_flat.core.reduction import LOGGER, ReductionPolicy
+from fsdp_flat.core.torch_core import graph_task_id, is_autocast_on
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
-from fsdp_flat.flat import ParamGroup, graph_task_id, is_managed, modules_of
-from fsdp_flat.flat.torch_flat import is_autocast_on
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.casts import BufferCasts, input_cast
-from fsdp_flat.runtime.events import EVENTS
-from fsdp_flat.runtime.group_collectives import begin_all_gathers, on_device, summary
-from fsdp_flat.runtime.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
-from fsdp_flat.runtime.options import Ignored, Phase, UnitControl, UnitOptions
-from fsdp_flat.runtime.reduction import LOGGER, ReductionPolicy
 
 _SHARDED, _GATHERING, _UNSHARDED = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.UNSHARDED
 

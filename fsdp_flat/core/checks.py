@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import NoReturn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.unit import Unit
 from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
-from fsdp_flat.flat import ParamGroup
-from fsdp_flat.runtime.unit import Unit
 
 _logger = logging.getLogger("fsdp_flat")
 TRAINED = ErrorTexts(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp_flat.core.torch_core import unguarded, without_data
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.torch_flat import unguarded, without_data
 
 SHARDED_HINTS = (
     "Call the wrapped model (its forward all-gathers the parameters); for another method use "
