@@ -222,6 +222,7 @@ class Gradients:
         on_ready: called after the first gradient of the group in a backward, and after every few more.
         dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
         reduce_dtype: dtype in which gradients are reduced.
+        reduced: reduced gradients (``ReducedGrad``) of backwards whose ``.grad`` is not set yet.
         partial: gradient that a later backward sums over the replicate group.
         pool: memory pool of the buffers.
         accept_hook: the post-accumulate-grad hook of unsharded parameters.
@@ -244,6 +245,7 @@ class Gradients:
         self._num_accepted = 0  # in this backward
         self._spare_buffer: FlatGradBuffer | None = None
         self.unreduced: list[UnreducedGrad] = []
+        self.reduced: list[Any] = []
         self.partial = ReduceScatteredGrad()
 
     def use_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:

@@ -1,22 +1,15 @@
-"""Runs the collectives of parameter groups: all-gathers before compute, and the choices that callers make for them."""
+"""Holds the collectives of a parameter group, by the choices that callers make for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch
 
-from fsdp_flat.comm import CollectiveChoice, Pending, RankGroup, collectives_for, subgroup_of, unit_names
-from fsdp_flat.core.gather_targets import join_inputs
+from fsdp_flat.comm import CollectiveChoice, RankGroup, collectives_for, subgroup_of, unit_names
 from fsdp_flat.core.options import UnitOptions
-from fsdp_flat.core.param_group import ParamGroup
-from fsdp_flat.errors import counted
-
-_BEGIN_GATHER = methodcaller("begin_gather")
 
 
 class SmallerGroup:
@@ -70,38 +63,6 @@ class GroupCollectives:
         self.name, group = unit_name + self.options.mesh_suffix, self.options.groups.shard.group
         if group is not None:
             unit_names(group)[self.unit_id] = self.name
-
-
-def begin_all_gathers(handles: Sequence[ParamGroup], trace: list[tuple[str, str]] | None) -> list[Pending]:
-    """Begin the all-gathers of parameter groups of one mesh.
-
-    All groups of DTensors with one compute dtype share an all-gather; each flat parameter has one of its own.
-    """
-    comm = handles[0].comm
-    collectives = comm.of_steps if handles[0].kept_shards is None else comm.post_forward
-    inputs = list(map(_BEGIN_GATHER, handles))
-    if collectives is None:
-        return []
-    pendings = []
-    for tensor, target in join_inputs(inputs) if len(inputs) > 1 else inputs:
-        if trace is not None:
-            trace.append(("all_gather", comm.name))
-        comm.issued.append(("all-gather", comm))
-        pendings.append(collectives.begin_all_gather(tensor, target))
-    return pendings
-
-
-def summary(options: UnitOptions, handles: Sequence[ParamGroup]) -> str:
-    """Return strategy, numbers of ranks, dtypes, and bytes of this rank's shards of groups on one mesh, in one line."""
-    shard, replicate = options.groups.shard.size, options.groups.replicate.size
-    ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else counted(shard, "ranks")
-    kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in handles}
-    dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
-    of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
-    num_params = sum(len(handle.layout.param_infos) for handle in handles)
-    nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles)
-    name = options.strategy.member.name
-    return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"
 
 
 def on_device(options: UnitOptions, device: torch.device) -> UnitOptions:

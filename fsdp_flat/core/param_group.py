@@ -1,7 +1,4 @@
-"""Defines the parameter group: the parameters of a unit that are sharded together, as one flat tensor.
-
-A group never communicates: ``runtime`` all-gathers into its buffer, and reduces its flat gradient.
-"""
+"""Defines the parameter group: the parameters of a unit that are sharded together, as one flat tensor."""
 
 from __future__ import annotations
 
@@ -9,23 +6,26 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import contains
-from typing import Any, cast
+from operator import contains, methodcaller
+from typing import cast
 
 import torch
 from torch import nn
 
+from fsdp_flat.comm import Pending
 from fsdp_flat.core.buffers import EXPIRED, AllGatherOutput, MemoryPool
 from fsdp_flat.core.flat_parameter import as_flat_parameter, replace_shard, set_grad
-from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
+from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, join_inputs
 from fsdp_flat.core.gradients import Gradients
+from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import FlatLayout, Layout, LocalShard, PerParamLayout, alignment_numel
+from fsdp_flat.core.options import UnitOptions
 from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.shown import FlatShown, OriginalsShown, Shown
 from fsdp_flat.core.shown_dtensors import DTensorShown
 from fsdp_flat.core.torch_core import VERSION_OF, has_values, is_alias, is_in_a_graph, set_versions
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import UsageError, counted
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -38,6 +38,9 @@ def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return not has_values(first) or torch.equal(
         *[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)]
     )
+
+
+_BEGIN_GATHER = methodcaller("begin_gather")
 
 
 class ParamGroup:
@@ -61,7 +64,7 @@ class ParamGroup:
         num_updates: number of events after which shards of any rank may have other values.
     """
 
-    comm: Any
+    comm: GroupCollectives
 
     def __init__(self, params: Sequence[ManagedParam], spec: ParamGroupSpec) -> None:
         self.spec = spec = replace(spec)
@@ -372,3 +375,35 @@ class ParamGroup:
             param = params[local_shard.index].param.detach()
             shard[local_shard.in_shard.to_slice()].copy_(self.layout.local_part(local_shard.index, rank, param))
         return shard
+
+
+def begin_all_gathers(handles: Sequence[ParamGroup], trace: list[tuple[str, str]] | None) -> list[Pending]:
+    """Begin the all-gathers of parameter groups of one mesh.
+
+    All groups of DTensors with one compute dtype share an all-gather; each flat parameter has one of its own.
+    """
+    comm = handles[0].comm
+    collectives = comm.of_steps if handles[0].kept_shards is None else comm.post_forward
+    inputs = list(map(_BEGIN_GATHER, handles))
+    if collectives is None:
+        return []
+    pendings = []
+    for tensor, target in join_inputs(inputs) if len(inputs) > 1 else inputs:
+        if trace is not None:
+            trace.append(("all_gather", comm.name))
+        comm.issued.append(("all-gather", comm))
+        pendings.append(collectives.begin_all_gather(tensor, target))
+    return pendings
+
+
+def summary(options: UnitOptions, handles: Sequence[ParamGroup]) -> str:
+    """Return strategy, numbers of ranks, dtypes, and bytes of this rank's shards of groups on one mesh, in one line."""
+    shard, replicate = options.groups.shard.size, options.groups.replicate.size
+    ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else counted(shard, "ranks")
+    kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in handles}
+    dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
+    of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
+    num_params = sum(len(handle.layout.param_infos) for handle in handles)
+    nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles)
+    name = options.strategy.member.name
+    return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"

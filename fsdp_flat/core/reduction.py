@@ -137,16 +137,15 @@ class Reduction:
         hooked = self._policy.all_reduce_hook is not None
         return self._replicate.size == 1 and not hooked and self._pending.is_completed()
 
-    def finish(self) -> ReducedGrad | None:
-        """Wait for the communication.
+    def finish(self) -> None:
+        """Wait for the communication, and leave the result with the gradients of the parameter group.
 
-        Returns:
-            The gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype). None for a
-            partial reduction: its sum, in the reduce dtype, stays with the parameter group for a later backward.
+        It is the gradient of this rank's shard (``grads.reduced``; 1-D, in the parameters' dtype or the kept reduce
+        dtype), or the sum of a partial reduction (``grads.partial``; in the reduce dtype).
         """
         if self.needs_all_reduce:
             self.advance()
-        handle, policy, streams, reduced = self.handle, self._policy, self._streams, None
+        handle, policy, streams = self.handle, self._policy, self._streams
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
@@ -160,8 +159,8 @@ class Reduction:
                 dtype = shard.dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
                 if shard.dtype != dtype or shard.device != handle.spec.shard_device:
                     reduced.shard = streams.copy_to(shard, handle.spec.shard_device, dtype)
+                handle.grads.reduced.append(reduced)
         self.free()
-        return reduced
 
     def free(self) -> None:
         """Free what the reduction has read, once the communication is complete."""

@@ -36,7 +36,7 @@ from fsdp_flat.core.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.core.optimizer_grads import add_reduced
 from fsdp_flat.core.options import AfterForward, Phase
 from fsdp_flat.core.param_group import ParamGroup
-from fsdp_flat.core.reduction import LOGGER, ReducedGrad, Reduction
+from fsdp_flat.core.reduction import LOGGER, Reduction
 from fsdp_flat.core.torch_core import dynamo_disabled, graph_task_id, queue_callback
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.core.visible_params import VisibleParam
@@ -97,7 +97,6 @@ class Step:
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self._most_in_flight = 2 if self.streams.is_accelerator else 1
         self._in_flight: list[Reduction] = []
-        self._reduced: dict[ParamGroup, list[ReducedGrad]] = {}
         self._position = 0
         self._last_order: dict[Unit, list[Unit]] = {}
         self.has_lost_gradients = False
@@ -253,11 +252,20 @@ class Step:
                 self._free_retained()
             self._prefetch_forward(unit, record.iteration)
 
-    def _free_retained(self) -> None:
-        """Free the buffers of the last unit that ran, which its forward has kept for the backward."""
+    def _free_retained(self, *, before: Unit | None = None) -> None:
+        """Free the buffers of the last unit that ran, which its forward has kept for the backward.
+
+        ``before`` is the unit whose backward is next; nothing is freed if it needs no memory. Its own buffers stay.
+        """
+        if (
+            before is not None
+            and before is not self._retained
+            and (not before.needs_all_gather or before.state in _UNSHARDED or before is self.root)
+        ):
+            return
         unit, self._retained = self._retained, None
         last_use, self._retained_after = self._retained_after, None
-        if unit is not None:
+        if unit is not None and unit is not before:
             # A backward may have computed with them since.
             unit.free_retained(last_use if self.backward is None else None)
 
@@ -461,7 +469,7 @@ class Step:
         backward, unit = self._in_backward(), record.unit
         if record.iteration is not None:
             backward.reach(record)
-        self._make_room_for(unit)
+        self._free_retained(before=unit)
         with profiled("pre_backward", unit.name):
             unit.pre_backward(record.weights)
         self._prefetched.pop(unit, None)
@@ -491,19 +499,12 @@ class Step:
             unit.phase = Phase.BACKWARD
         # On accelerators the host would wait for nothing but its own streams.
         while not self.streams.is_accelerator and self._in_flight and self._in_flight[0].is_done:
-            self._finish_oldest()
-
-    def _make_room_for(self, unit: Unit) -> None:
-        """Free the buffers that the last unit of the forward has kept, unless they are those of ``unit``."""
-        if unit is self._retained:
-            self._retained = None
-        elif unit.needs_all_gather and unit.state not in _UNSHARDED and unit is not self.root:
-            self._free_retained()
+            self._in_flight.pop(0).finish()
 
     def _unshard_for_backward(self, unit: Unit, weights: WeightsVersion) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
         if unit.needs_all_gather and unit.step is self:
-            self._make_room_for(unit)
+            self._free_retained(before=unit)
             unit.use_full_precision(weights.full_precision)
             unit.gather()
             self._prefetched.pop(unit, None)
@@ -542,14 +543,9 @@ class Step:
             if earlier.needs_all_reduce:
                 earlier.advance()
         while len(self._in_flight) >= (unit.policy.max_in_flight or self._most_in_flight):
-            self._finish_oldest()
+            self._in_flight.pop(0).finish()
         with profiled("reduce_scatter", handle.spec.unit_name):
             self._in_flight.append(Reduction(handle, unit.policy, self.streams))
-
-    def _finish_oldest(self) -> None:
-        reduction = self._in_flight.pop(0)
-        reduced = reduction.finish()
-        self._reduced.setdefault(reduction.handle, []).extend([] if reduced is None else [reduced])
 
     def _take_grads_ready(self, handle: ParamGroup) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
@@ -621,12 +617,12 @@ class Step:
     @property
     def has_reductions(self) -> bool:
         """True if gradients are being reduced, or are reduced and not set yet."""
-        return bool(self._in_flight or self._reduced)
+        return bool(self._in_flight) or any(handle.grads.reduced for unit in self.units for handle in unit.handles)
 
     def _wait_for_reductions(self) -> None:
         """Wait for all reductions, and let compute and the host use the results."""
         while self._in_flight:
-            self._finish_oldest()
+            self._in_flight.pop(0).finish()
         self.streams.wait_for_reduce_scatters()
         self.streams.wait_for_host_copies()
 
@@ -636,22 +632,21 @@ class Step:
         ``used`` holds for each parameter group one byte per parameter: 1 if any rank has used it.
         """
         self._wait_for_reductions()
-        all_reduced, self._reduced = self._reduced, {}
-        for handle, grads in all_reduced.items():
-            partial, flags = handle.grads.partial, used[handle]
-            if grads:
-                for grad in grads:
+        for handle, flags in used.items():
+            partial, (reduced, handle.grads.reduced) = handle.grads.partial, (handle.grads.reduced, [])
+            if reduced:
+                for grad in reduced:
                     grad.divide(by_tensor=True)
-                    if grad is not grads[0]:
-                        grads[0].shard.add_(grad.shard)
-                if partial.used is not None:
-                    flags = partial.add_used(flags)
+                    if grad is not reduced[0]:
+                        reduced[0].shard.add_(grad.shard)
+                all_flags = flags if partial.used is None else partial.add_used(flags)
                 if partial.shard is None:
                     partial.used = None
-                zeros_for_unused = grads[0].policy.zeros_for_unused
-                add_reduced(handle, grads[0].shard, bytes(handle.shown.requires_grad()) if zeros_for_unused else flags)
+                if reduced[0].policy.zeros_for_unused:
+                    all_flags = bytes(handle.shown.requires_grad())
+                add_reduced(handle, reduced[0].shard, all_flags)
             if partial.shard is not None:
-                partial.add_used(used[handle])
+                partial.add_used(flags)
 
     def _drop_reductions(self) -> None:
         """Wait for all reductions and drop them; their errors add nothing to the cause of an abort."""
@@ -659,7 +654,8 @@ class Step:
         for reduction in in_flight:
             with suppress(RuntimeError):
                 reduction.discard()
-        self._reduced = {}
+        for handle in [handle for unit in self.units for handle in unit.handles]:
+            handle.grads.reduced = []
         self.streams.wait_for_reduce_scatters()
         self.streams.wait_for_host_copies()
 
@@ -667,7 +663,7 @@ class Step:
         """Fill reduced gradients of some parameters of a group with zeros, as far as ``.grad`` has none of them yet."""
         if self.has_reductions:
             self._wait_for_reductions()
-            for grad in self._reduced.get(handle, ()):
+            for grad in handle.grads.reduced:
                 for each in chosen:
                     each.part_of(grad.shard).zero_()
         if set_to_none and handle in self.used:
@@ -692,7 +688,7 @@ class Step:
         same, retains = "\n".join(averaged).encode(), backward.retains_graph
         exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
         while self._in_flight:
-            self._finish_oldest()
+            self._in_flight.pop(0).finish()
         if not waits:
             for handle in chain.from_iterable(exchange.handles.values()):
                 used.setdefault(handle, bytes(len(handle.layout.param_infos)))

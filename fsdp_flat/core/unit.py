@@ -26,10 +26,10 @@ from fsdp_flat.api import (
 from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
 from fsdp_flat.core.casts import BufferCasts, input_cast
 from fsdp_flat.core.events import EVENTS
-from fsdp_flat.core.group_collectives import begin_all_gathers, on_device, summary
+from fsdp_flat.core.group_collectives import on_device
 from fsdp_flat.core.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.core.options import Ignored, Phase, UnitControl, UnitOptions
-from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.param_group import ParamGroup, begin_all_gathers, summary
 from fsdp_flat.core.params import is_managed, modules_of
 from fsdp_flat.core.reduction import LOGGER, ReductionPolicy
 from fsdp_flat.core.torch_core import graph_task_id, is_autocast_on
