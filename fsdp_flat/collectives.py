@@ -76,6 +76,6 @@ def use_collectives(
         reduced_between_hosts=reduce_dtype_between_hosts,
     )
     units = units_of(module)
-    comms = [handle.comm for unit in units for handle in unit.handles]
+    comms = [handle.comm for unit in units for handle in unit.param_groups]
     kept = {comm: replace(own, reduce_group=comm.choice.reduce_group, backend=comm.choice.backend) for comm in comms}
     replace_collectives(units, kept)

@@ -176,7 +176,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     units = units_of(model)
     if not units:
         raise no_units(model)
-    params = [entry for unit in units for handle in unit.handles for entry in handle.params]
+    params = [entry for unit in units for handle in unit.param_groups for entry in handle.params]
     groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
     groups += [group for entry in params for group in entry.adapter.mesh_groups if dist.get_world_size(group) > 1]
     # There may be several groups of the same ranks; every rank must choose the same one.

@@ -107,7 +107,7 @@ def _entries_of(
     by_name = index.dtensors_by_name
     params = model.named_parameters() if trainable_only else ()
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
-    handles = {param.handle for param in (*index.params, *by_name.values())} if trainable_only else ()
+    handles = {param.param_group for param in (*index.params, *by_name.values())} if trainable_only else ()
     flags = {handle: handle.shown.requires_grad() for handle in handles}
     found: list[_Entry] = []
     first: dict[tuple[ParamGroup, int], str] = {}
@@ -116,7 +116,7 @@ def _entries_of(
         # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
         param = value.param if isinstance(value, BoxedTensor) else None
         param = by_name.get(name) if isinstance(value, DTensor) else param
-        if trainable_only and not (name in trainable if param is None else flags[param.handle][param.index]):
+        if trainable_only and not (name in trainable if param is None else flags[param.param_group][param.index]):
             continue
         if keep is not None and not keep(name):
             continue
@@ -125,11 +125,11 @@ def _entries_of(
                 f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
                 "with keep=..., and save it beside the tensors."
             )
-        stored = value.dtype if param is None else param.handle.orig_dtype
+        stored = value.dtype if param is None else param.param_group.orig_dtype
         if dtype is not None and stored.is_floating_point:
             stored = dtype
         shape = value.shape if param is None else torch.Size(param.full_shape)
-        earlier = name if param is None else first.setdefault((param.handle, param.index), name)
+        earlier = name if param is None else first.setdefault((param.param_group, param.index), name)
         same_as = None if earlier == name else earlier
         plain = value.detach() if param is None or isinstance(value, DTensor) else None
         found.append(_Entry(name, key, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
@@ -162,7 +162,7 @@ def _is_replica(model: nn.Module) -> bool:
     """Return whether this rank is a replica of a rank that writes."""
     groups = [unit.options.groups for unit in units_of(model)]
     sharded = [each for each in groups if each.shard.size > 1]
-    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.params]
+    adapters = [entry.adapter for unit in units_of(model) for handle in unit.param_groups for entry in handle.params]
     return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
@@ -618,7 +618,7 @@ def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
 
 def _copied(model: nn.Module) -> Callable[[], None]:
     """Copy this rank's tensors of a model, and return a function that restores their values."""
-    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    handles = [handle for unit in units_of(model) for handle in unit.param_groups]
     for unit in units_of(model):
         unit.reshard()
         unit.before_gather()

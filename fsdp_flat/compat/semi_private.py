@@ -214,7 +214,7 @@ class _ShardParamInfo(NamedTuple):
 
 def describe_flat_params(unit: Unit) -> None:
     """Set FSDP1's constant attributes on a unit's flat parameters: names, sizes, and the shard's content."""
-    for handle in unit.handles:
+    for handle in unit.param_groups:
         layout, infos, rank = handle.layout, handle.layout.param_infos, handle.spec.rank
         numels = _numels_and_paddings(layout)
         own_shards = [_ShardParamInfo(False, None, None, None, None)] * len(infos)
@@ -273,7 +273,7 @@ def _numels_and_paddings(layout: Layout) -> list[tuple[int, bool]]:
 
 def forget_tensors(unit: Unit) -> None:
     """Drop the tensors that reading ``_flat_param`` stored on it, which may keep a replaced shard alive."""
-    for handle in unit.handles:
+    for handle in unit.param_groups:
         for name in ("_local_shard", "_full_param_padded", "_params", "_shared_params"):
             handle.flat_param.__dict__.pop(name, None)
 
@@ -456,7 +456,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
     _comm_hook_state = assignable("_unit.policy.hook_state")
     _state_dict_config = replaced("_unit.state_dict_settings.state_dict_config", _unchanged)
     _optim_state_dict_config = replaced("_unit.state_dict_settings.optim_state_dict_config", _unchanged)
-    _has_params = _ReadOnly(lambda self: bool(self._unit.handles))
+    _has_params = _ReadOnly(lambda self: bool(self._unit.param_groups))
     _ignored_modules = _ReadOnly(lambda self: set(self._unit.ignored.modules))
     _ignored_params = _ReadOnly(lambda self: set(self._unit.ignored.params))
 
@@ -531,7 +531,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
     def _named_handles(self) -> list[FlatParamHandle]:
         known = self.__dict__.setdefault("_handle_names", {})
-        return [known.setdefault(handle, FlatParamHandle(self._unit, handle)) for handle in self._unit.handles]
+        return [known.setdefault(handle, FlatParamHandle(self._unit, handle)) for handle in self._unit.param_groups]
 
     @property
     def _handle(self) -> FlatParamHandle | None:
@@ -619,7 +619,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
         for unit in units:
             unit.reshard()
             unit.before_gather()
-            for position, handle in enumerate(unit.handles):
+            for position, handle in enumerate(unit.param_groups):
                 handle.shown.remove()
                 for entry in handle.params:
                     for site in entry.sites:
@@ -629,7 +629,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
             yield
         finally:
             for unit in units:
-                for position, handle in enumerate(unit.handles):
+                for position, handle in enumerate(unit.param_groups):
                     unit.module._parameters.pop(flat_param_name(position), None)
                     handle.shown.show_sharded()
                     # The caller may have set ``.data``, or changed it in place past its version counter.

@@ -189,7 +189,7 @@ def _suits_torch(params: list[torch.Tensor], units: list[Unit]) -> bool:
 
 def _is_on_one_rank(param: torch.Tensor, unit: Unit) -> bool:
     """Return whether one rank has all elements of a unit's parameter, which the layout shows on every rank."""
-    for handle in unit.handles:
+    for handle in unit.param_groups:
         for each in handle.shown.visible:
             if each.param is param and len(each.indices) == 1:
                 index, ranks = each.indices.start, range(handle.layout.world_size)
@@ -201,9 +201,9 @@ def _is_on_one_rank(param: torch.Tensor, unit: Unit) -> bool:
 def _groups_of(unit: Unit) -> list[RankGroup]:
     """Return the groups of several ranks over which a unit's parameters are sharded."""
     tensor_parallel = [
-        RankGroup.of(group) for handle in unit.handles for entry in handle.params for group in entry.adapter.groups
+        RankGroup.of(group) for handle in unit.param_groups for entry in handle.params for group in entry.adapter.groups
     ]
-    shard = [handle.comm.options.groups.shard for handle in unit.handles]
+    shard = [handle.comm.options.groups.shard for handle in unit.param_groups]
     return [group for group in (*shard, *tensor_parallel) if group.size > 1]
 
 
@@ -328,7 +328,7 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
         visible.param: [handle.buffer.params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
         if unit.full is None  # else modules compute with the parameters that an optimizer holds
-        for handle in unit.handles
+        for handle in unit.param_groups
         for visible in handle.shown.visible
     }
 
@@ -390,7 +390,7 @@ def _check_ddp(module: nn.Module, given: Mapping[str, Any]) -> list[nn.Parameter
         reduces = groups.num_ranks == dist.get_world_size() or len(ranks) == 1 or ranks <= set().union(*own)
         sharded = [each for each in _groups_of(unit) if each.group is not None]
         mixes = any(len(ranks.intersection(dist.get_process_group_ranks(each.group))) > 1 for each in sharded)
-        held = [param for handle in unit.handles for param in handle.shown.visible_params if param in names]
+        held = [param for handle in unit.param_groups for param in handle.shown.visible_params if param in names]
         trained = [param for param in held if param.requires_grad]
         if sharded and ((given["init_sync"] and mixes) or (trained and not reduces)):
             raise UsageError(

@@ -82,27 +82,29 @@ _PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
 
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
-    for handle in unit.handles:
+    for param_group in unit.param_groups:
         indices: dict[nn.Module, dict[str, int]] = {}
-        for index, entry in enumerate(handle.params):
+        for index, entry in enumerate(param_group.params):
             for site in entry.sites:
                 indices.setdefault(site.module, {})[site.name] = index
         for module, by_name in indices.items():
-            show_shards = _shows_shards(unit, handle, module)
+            show_shards = _shows_shards(unit, param_group, module)
             unit.undo.append(module.register_state_dict_pre_hook(show_shards))
             unit.undo.append(
-                module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, _views(handle), by_name))
+                module.register_load_state_dict_pre_hook(
+                    partial(_prepare_load, show_shards, _views(param_group), by_name)
+                )
             )
 
 
-def _views(handle: ParamGroup) -> DTensorShown:
-    assert isinstance(handle.shown, DTensorShown)
-    return handle.shown
+def _views(param_group: ParamGroup) -> DTensorShown:
+    assert isinstance(param_group.shown, DTensorShown)
+    return param_group.shown
 
 
-def _shows_shards(unit: Unit, handle: ParamGroup, module: nn.Module) -> _PreHook:
+def _shows_shards(unit: Unit, param_group: ParamGroup, module: nn.Module) -> _PreHook:
     """Create the hook that reshards a unit before a module's state dict is taken, and adopts assigned parameters."""
-    held, parameters = _views(handle).held_by(module), module._parameters
+    held, parameters = _views(param_group).held_by(module), module._parameters
     idle, sharded = Phase.IDLE, MemoryState.SHARDED
 
     def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
@@ -118,7 +120,7 @@ def _shows_shards(unit: Unit, handle: ParamGroup, module: nn.Module) -> _PreHook
             unit.reshard()
         # What a forward has left for its backward stays: one rank alone may take a state dict in between.
         unit.retain(MemoryEvent.RETAIN_POST_FORWARD)
-        handle.adopt_changes()
+        param_group.adopt_changes()
 
     return show_shards
 

@@ -42,13 +42,13 @@ class FSDPParam(View):
     @property
     def sharded_param(self) -> nn.Parameter:
         """The parameter that optimizers hold, a DTensor."""
-        _, handle, index = self._viewed
-        return handle.params[index].param
+        _, param_group, index = self._viewed
+        return param_group.params[index].param
 
     @property
     def _unsharded_param(self) -> nn.Parameter:
-        _, handle, index = self._viewed
-        return handle.buffer.params[index]
+        _, param_group, index = self._viewed
+        return param_group.buffer.params[index]
 
     @property
     def unsharded_param(self) -> nn.Parameter:
@@ -61,13 +61,13 @@ class FSDPParam(View):
 
     @property
     def _param_fqn(self) -> str:
-        unit, handle, index = self._viewed
-        return join_fqn("" if len(unit.members) > 1 else unit.name, handle.params[index].fqn)
+        unit, param_group, index = self._viewed
+        return join_fqn("" if len(unit.members) > 1 else unit.name, param_group.params[index].fqn)
 
     @property
     def _orig_size(self) -> torch.Size:
-        _, handle, index = self._viewed
-        return torch.Size(handle.layout.param_infos[index].shape)
+        _, param_group, index = self._viewed
+        return torch.Size(param_group.layout.param_infos[index].shape)
 
     @property
     def sharded_size(self) -> torch.Size:
@@ -77,9 +77,9 @@ class FSDPParam(View):
     @property
     def fsdp_placement(self) -> Shard:
         """Placement on the mesh of the unit."""
-        _, handle, index = self._viewed
-        assert isinstance(handle.shown, DTensorShown)
-        return Shard(handle.shown.layout.dims[index])
+        _, param_group, index = self._viewed
+        assert isinstance(param_group.shown, DTensorShown)
+        return Shard(param_group.shown.layout.dims[index])
 
     @property
     def _rows(self) -> RowSharding:
@@ -143,8 +143,12 @@ class FSDPParamGroup(View):
     def fsdp_params(self) -> list[FSDPParam]:
         """The parameters, in the order of registration in each handle."""
         unit, options = self._viewed
-        handles = [handle for handle in unit.handles if handle.comm.options is options]
-        return [FSDPParam(unit, handle, index) for handle in handles for index in range(len(handle.params))]
+        param_groups = [param_group for param_group in unit.param_groups if param_group.comm.options is options]
+        return [
+            FSDPParam(unit, param_group, index)
+            for param_group in param_groups
+            for index in range(len(param_group.params))
+        ]
 
     @property
     def mesh_info(self) -> Any:
@@ -323,7 +327,7 @@ class FSDPState(View):
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return [FSDPParamGroup(self.unit, options) for options, handles in self.unit.by_mesh() if handles]
+        return [FSDPParamGroup(self.unit, options) for options, param_groups in self.unit.by_mesh() if param_groups]
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:

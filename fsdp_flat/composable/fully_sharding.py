@@ -368,12 +368,12 @@ def _set_resharding(unit: Unit, value: bool | int | None) -> None:
         control.reshard_after_forward = None
         return
     control.reshard_after_forward = value if isinstance(value, bool) else value > 1
-    for options, handles in unit.by_mesh():
+    for options, param_groups in unit.by_mesh():
         shard = options.groups.shard
         if not isinstance(value, bool) and 1 < value < shard.size:
             smaller_group = SmallerGroup(shard, value)
-            for handle in handles:
-                handle.comm.use_smaller_group(smaller_group)
+            for param_group in param_groups:
+                param_group.comm.use_smaller_group(smaller_group)
 
 
 def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None) -> tuple[int, Any]:

@@ -22,8 +22,12 @@ _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Reg
 
 def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the parameters below ``root`` that none of its units manages."""
-    handles = [handle for unit in units for handle in unit.handles]
-    managed = {param for handle in handles for param in (*handle.shown.visible_params, *handle.buffer.params)}
+    param_groups = [param_group for unit in units for param_group in unit.param_groups]
+    managed = {
+        param
+        for param_group in param_groups
+        for param in (*param_group.shown.visible_params, *param_group.buffer.params)
+    }
     return {
         clean_fqn(name): param
         for name, param in root.named_parameters()

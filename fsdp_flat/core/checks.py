@@ -66,16 +66,16 @@ def check_units(units: Sequence[Unit]) -> None:
     for option, path in _SHARED_OPTIONS.items():
         first: dict[bool, str] = {}
         for unit in units:
-            if unit.options.front.shares_options and (unit.handles or option != "use_orig_params"):
+            if unit.options.front.shares_options and (unit.param_groups or option != "use_orig_params"):
                 first.setdefault(attrgetter(path)(unit.options), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
-        for handle in unit.handles:
-            handle.shown.check_plain()
-        for handle in unit.handles if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.buffer.params)):
+        for param_group in unit.param_groups:
+            param_group.shown.check_plain()
+        for param_group in unit.param_groups if not unit.options.use_orig_params else ():
+            if any(hasattr(p, "_in_backward_optimizers") for p in (param_group.flat_param, *param_group.buffer.params)):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
@@ -91,14 +91,14 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
     """Describe the parameters on some process groups, and whether they are trained, one a line, alike on all ranks."""
     # Names may differ between ranks that ignore different modules; wrapping has compared them.
     return [
-        f"{handle.comm.unit_id or handle.comm.name} {number} {param_info.shape} {trains}\t"
-        f"parameter {param_info.fqn!r} of unit {handle.comm.name!r} with requires_grad={trains}"
+        f"{param_group.comm.unit_id or param_group.comm.name} {number} {param_info.shape} {trains}\t"
+        f"parameter {param_info.fqn!r} of unit {param_group.comm.name!r} with requires_grad={trains}"
         for groups in over
         for unit in units
-        for options, handles in unit.by_mesh()
+        for options, param_groups in unit.by_mesh()
         if options.groups == groups
-        for number, handle in enumerate(handles)
-        for param_info, trains in zip(handle.layout.param_infos, handle.shown.requires_grad(), strict=True)
+        for number, param_group in enumerate(param_groups)
+        for param_info, trains in zip(param_group.layout.param_infos, param_group.shown.requires_grad(), strict=True)
     ]
 
 
@@ -121,9 +121,9 @@ def raise_difference(
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
 
 
-def late_gradients(handles: Iterable[ParamGroup]) -> RankMismatchError:
+def late_gradients(param_groups: Iterable[ParamGroup]) -> RankMismatchError:
     """Return the error for gradients that some ranks alone had to reduce when others had set theirs already."""
-    names = some_of(sorted(f"{handle.spec.unit_name!r}" for handle in handles), 4)
+    names = some_of(sorted(f"{param_group.spec.unit_name!r}" for param_group in param_groups), 4)
     return RankMismatchError(
         f"At the end of the last backward some ranks alone had gradients of these units that were not reduced yet: "
         f"{names}. They came after the unit's own backward, from weights used outside of its forward, or from no_sync "

@@ -4,8 +4,8 @@ The exchange is one small all-reduce of bytes over each group, on the host. It a
 
 * which parameters got a gradient on any rank. A parameter that no rank used keeps ``.grad`` None, as in plain torch;
   one that only some ranks used gets the mean with zeros, as under DDP;
-* which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
-  a weight was used outside of its unit's forward), so that all ranks reduce them;
+* which parameter groups hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or
+  because a weight was used outside of its unit's forward), so that all ranks reduce them;
 * whether all ranks issued the same collectives in the same order, train the same parameters, and are to average the
   same gradients that no unit manages;
 * whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
@@ -64,20 +64,20 @@ class Outcome:
 class BackwardExchange:
     """Exchanges flags and digests between the ranks of one tree. Every rank must make the same calls.
 
-    ``handles`` are those on more than one rank, by their groups, in the same order on every rank.
+    ``param_groups`` are those on more than one rank, by their groups, in the same order on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog) -> None:
         self._log = log
-        self.handles: dict[ShardingGroups, list[ParamGroup]] = {}
+        self.param_groups: dict[ShardingGroups, list[ParamGroup]] = {}
         for unit in units:
-            for handle in unit.handles:
-                groups = handle.comm.options.groups
+            for param_group in unit.param_groups:
+                groups = param_group.comm.options.groups
                 if groups.num_ranks > 1:
-                    self.handles.setdefault(groups, []).append(handle)
-        if not self.handles and units[0].options.groups.num_ranks > 1:
+                    self.param_groups.setdefault(groups, []).append(param_group)
+        if not self.param_groups and units[0].options.groups.num_ranks > 1:
             # Everything is ignored; gradients that no unit manages may still be averaged.
-            self.handles[units[0].options.groups] = []
+            self.param_groups[units[0].options.groups] = []
         self._host_groups_of: dict[ShardingGroups, list[RankGroup]] = {}
         # Kept until the next exchange: a thread of gloo that drops the last reference to a tensor needs the GIL for
         # it, and aborts the process if the interpreter is ending (pytorch issue 190489).
@@ -86,8 +86,8 @@ class BackwardExchange:
         self._messages: dict[ShardingGroups, bytearray] = {}
 
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
-        """Return for each flag whether it is true on any rank of ``over``, by default of all groups with handles."""
-        chosen = [groups for groups, some in self.handles.items() if some] if over is None else [over]
+        """Return for each flag whether it is true on any rank of ``over``, by default of every parameter group's."""
+        chosen = [groups for groups, some in self.param_groups.items() if some] if over is None else [over]
         rank_groups = [rank_group for groups in chosen for rank_group in self._host_groups(groups)]
         return true_on_any_rank(flags, rank_groups, torch.device("cpu"), collective=_DOING)
 
@@ -104,17 +104,19 @@ class BackwardExchange:
         """Begin the exchange, which :meth:`finish` ends.
 
         Args:
-            used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing
-                handle has no gradients.
-            unreduced: handles that hold unreduced gradients.
+            used: for each parameter group, one byte per parameter: 1 if it got a gradient on this rank. A missing
+                group has no gradients.
+            unreduced: parameter groups that hold unreduced gradients.
             same: bytes that must be equal on all ranks.
             retains_graph, is_needed: see :class:`Outcome`, here of this rank.
             waits: this rank calls :meth:`finish` in this backward.
         """
-        for groups, handles in self.handles.items():
-            flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
-            is_unreduced = bytes([handle in unreduced for handle in handles])
-            trained = bytes([trains for handle in handles for trains in handle.shown.requires_grad()])
+        for groups, param_groups in self.param_groups.items():
+            flags = [
+                used.get(param_group) or bytes(len(param_group.layout.param_infos)) for param_group in param_groups
+            ]
+            is_unreduced = bytes([param_group in unreduced for param_group in param_groups])
+            trained = bytes([trains for param_group in param_groups for trains in param_group.shown.requires_grad()])
             digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes maxima; that of the complement shows the minimum of the digest.
             facts = bytes([retains_graph, is_needed, not waits])
@@ -140,7 +142,7 @@ class BackwardExchange:
         Where two follow each other, the second begins when the first has ended. Where units have several groups, ranks
         of one may need what those of another do not.
         """
-        return len(self.handles) < 2 and all(len(self._host_groups(groups)) < 2 for groups in self.handles)
+        return len(self.param_groups) < 2 and all(len(self._host_groups(groups)) < 2 for groups in self.param_groups)
 
     def finish(self, used: dict[ParamGroup, bytes], unreduced: set[ParamGroup]) -> Outcome:
         """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
@@ -148,10 +150,10 @@ class BackwardExchange:
         for groups, pending in self._in_flight.items():
             pending.wait()
             message = BytesIO(self._messages[groups])
-            handles = self.handles[groups]
-            for handle in handles:
-                used[handle] = message.read(len(handle.layout.param_infos))
-            unreduced.update(compress(handles, message.read(len(handles))))
+            param_groups = self.param_groups[groups]
+            for param_group in param_groups:
+                used[param_group] = message.read(len(param_group.layout.param_infos))
+            unreduced.update(compress(param_groups, message.read(len(param_groups))))
             found = bytes(map(max, found, message.read(3)))
             if message.read(_DIGEST_NBYTES) != _complement(message.read(_DIGEST_NBYTES)):
                 differing = differing or groups

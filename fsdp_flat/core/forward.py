@@ -120,7 +120,7 @@ class UnitForward:
                 if precision.cast_forward_inputs or (unit is step.root and precision.cast_root_forward_inputs):
                     args, kwargs = unit.cast_inputs(args, kwargs)
             call = _Call((args, kwargs))
-            if unit.handles:
+            if unit.param_groups:
                 call = _with_hooked_inputs(record, args, kwargs, hooks=is_first and torch.is_grad_enabled())
         self.call = call
         return call.given
@@ -142,8 +142,8 @@ class UnitForward:
             self.call.inputs.restore()
         self.call = None
         recomputes = graph_task_id() != -1
-        for handle in self.unit.handles:
-            handle.restore_unsharded_params()
+        for param_group in self.unit.param_groups:
+            param_group.restore_unsharded_params()
         if self.is_outermost and not recomputes:
             self._step.fail(error)
             return
@@ -172,7 +172,7 @@ class UnitForward:
         given, is_hidden = self.call.given, False
         is_reached = self._hook_outputs()
         if not is_reached and torch.is_grad_enabled() and not are_tensors(output, among=given):
-            is_hidden = any(handle.is_in_a_graph for handle in self.unit.handles)
+            is_hidden = any(param_group.is_in_a_graph for param_group in self.unit.param_groups)
         self._close(is_reached or is_hidden, is_open_ended=is_hidden)
         return self.output
 
@@ -195,7 +195,7 @@ class UnitForward:
             self.reached = call.inputs.written() + self.reached
             call.inputs.restore()
         # An outermost unit without parameters has its outputs hooked too: a backward begins there.
-        if not torch.is_grad_enabled() or not (unit.handles or self.is_outermost):
+        if not torch.is_grad_enabled() or not (unit.param_groups or self.is_outermost):
             return False
         output = self.output
         if isinstance(output, torch.Tensor):
@@ -216,7 +216,7 @@ class UnitForward:
                 # Run before hooks that the module has registered, which may compute with the parameters.
                 for key in list(hooks)[:-1] if len(hooks) > 1 else ():
                     hooks[key] = hooks.pop(key)
-        return bool(unit.handles)
+        return bool(unit.param_groups)
 
     def _close(self, is_reached: bool, *, is_open_ended: bool) -> None:
         """End the forward. A backward may reach it if ``is_reached``, without a hooked output if ``is_open_ended``."""

@@ -57,12 +57,12 @@ class WeightsVersion(NamedTuple):
 
     Attributes:
         full_precision: unsharded parameters have the dtype of the shards, not the low-precision dtype.
-        storage_epoch: number of replacements of shards, and so of buffers (``.to(dtype)``); summed over handles.
-        weights_epoch: increases with changes of this rank's shard values; summed over handles. A backward needs that of
-            its forward.
+        storage_epoch: number of replacements of shards, and so of buffers (``.to(dtype)``); the three are sums over
+            the parameter groups.
+        weights_epoch: increases with changes of this rank's shard values. A backward needs that of its forward.
         num_updates: number of events after which shards of any rank may have other values, the same on all ranks (an
-            optimizer's step, a write-back); summed over handles. A forward needs the current one, so that all ranks
-            all-gather again if one has to.
+            optimizer's step, a write-back). A forward needs the current one, so that all ranks all-gather again if one
+            has to.
     """
 
     full_precision: bool

@@ -377,14 +377,14 @@ class ParamGroup:
         return shard
 
 
-def begin_all_gathers(handles: Sequence[ParamGroup], trace: list[tuple[str, str]] | None) -> list[Pending]:
+def begin_all_gathers(param_groups: Sequence[ParamGroup], trace: list[tuple[str, str]] | None) -> list[Pending]:
     """Begin the all-gathers of parameter groups of one mesh.
 
     All groups of DTensors with one compute dtype share an all-gather; each flat parameter has one of its own.
     """
-    comm = handles[0].comm
-    collectives = comm.of_steps if handles[0].kept_shards is None else comm.post_forward
-    inputs = list(map(_BEGIN_GATHER, handles))
+    comm = param_groups[0].comm
+    collectives = comm.of_steps if param_groups[0].kept_shards is None else comm.post_forward
+    inputs = list(map(_BEGIN_GATHER, param_groups))
     if collectives is None:
         return []
     pendings = []
@@ -396,14 +396,14 @@ def begin_all_gathers(handles: Sequence[ParamGroup], trace: list[tuple[str, str]
     return pendings
 
 
-def summary(options: UnitOptions, handles: Sequence[ParamGroup]) -> str:
+def summary(options: UnitOptions, param_groups: Sequence[ParamGroup]) -> str:
     """Return strategy, numbers of ranks, dtypes, and bytes of this rank's shards of groups on one mesh, in one line."""
     shard, replicate = options.groups.shard.size, options.groups.replicate.size
     ranks = f"{shard} x {replicate} ranks (shard x replicate)" if replicate > 1 else counted(shard, "ranks")
-    kinds = {(handle.orig_dtype, handle.compute_dtype): None for handle in handles}
+    kinds = {(param_group.orig_dtype, param_group.compute_dtype): None for param_group in param_groups}
     dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
     of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
-    num_params = sum(len(handle.layout.param_infos) for handle in handles)
-    nbytes = sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles)
+    num_params = sum(len(param_group.layout.param_infos) for param_group in param_groups)
+    nbytes = sum(param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups)
     name = options.strategy.member.name
     return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"

@@ -64,16 +64,16 @@ class Reduction:
     dtypes are summed unscaled and only the shard is scaled, which is one pass over less data.
 
     Attributes:
-        handle: the parameter group.
+        param_group: the parameter group.
         needs_all_reduce: the sum over the replicate group has not begun.
         is_partial: the gradient is summed over the shard group only, for a later backward.
     """
 
-    def __init__(self, handle: ParamGroup, policy: ReductionPolicy, streams: Streams) -> None:
-        self.handle = handle
+    def __init__(self, param_group: ParamGroup, policy: ReductionPolicy, streams: Streams) -> None:
+        self.param_group = param_group
         self._streams = streams
         self._policy = policy
-        comm = handle.comm
+        comm = param_group.comm
         groups, collectives = comm.options.groups, comm.of_steps
         self._replicate = groups.replicate
         self.needs_all_reduce = policy.all_reduce and self._replicate.size > 1
@@ -82,7 +82,7 @@ class Reduction:
         self._mean_divisor = groups.shard.size * self._replicate.size
         self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
-            flat, gradient = handle.grads.take_flat()
+            flat, gradient = param_group.grads.take_flat()
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -100,7 +100,7 @@ class Reduction:
                 flat.div_(prescale)
             with streams.reduce_scatters:
                 if collectives is not None:
-                    self._pending = collectives.begin_reduce_scatter(flat, handle.pool)
+                    self._pending = collectives.begin_reduce_scatter(flat, param_group.pool)
                     return
                 self._pending = Pending((), flat)
                 if self.needs_all_reduce:
@@ -115,7 +115,7 @@ class Reduction:
             hook(state, flat)
             return flat
         self._mean_divisor = self._replicate.size
-        out = flat.new_zeros(self.handle.layout.shard_numel)
+        out = flat.new_zeros(self.param_group.layout.shard_numel)
         hook(state, flat, out)
         return out
 
@@ -123,12 +123,12 @@ class Reduction:
         """Wait for the sum over the shard group, and begin the sum over the replicate group."""
         self.needs_all_reduce = False
         with unrecorded(), self._streams.reduce_scatters:
-            shard, partial = self._pending.wait(), self.handle.grads.partial.take()
+            shard, partial = self._pending.wait(), self.param_group.grads.partial.take()
             if partial is not None:
                 shard.add_(partial)
                 # If nothing is sharded, its memory is the compute stream's too.
                 self._alive.append(partial)
-            collective = f"the all-reduce of unit {self.handle.spec.unit_name!r}"
+            collective = f"the all-reduce of unit {self.param_group.spec.unit_name!r}"
             self._pending = begin_all_reduce(shard, self._replicate, collective=collective)
 
     @property
@@ -145,21 +145,21 @@ class Reduction:
         """
         if self.needs_all_reduce:
             self.advance()
-        handle, policy, streams = self.handle, self._policy, self._streams
+        param_group, policy, streams = self.param_group, self._policy, self._streams
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
-                handle.grads.partial.add(shard)
+                param_group.grads.partial.add(shard)
             else:
                 reduced = ReducedGrad(shard, policy, self._mean_divisor, self._divided_by)
                 reduced.divide()
                 if policy.all_reduce_hook is not None:
                     with streams.also_on(policy.all_reduce_hook_stream):
                         policy.all_reduce_hook(shard)
-                dtype = shard.dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
-                if shard.dtype != dtype or shard.device != handle.spec.shard_device:
-                    reduced.shard = streams.copy_to(shard, handle.spec.shard_device, dtype)
-                handle.grads.reduced.append(reduced)
+                dtype = shard.dtype if param_group.spec.keep_reduce_dtype else param_group.orig_dtype
+                if shard.dtype != dtype or shard.device != param_group.spec.shard_device:
+                    reduced.shard = streams.copy_to(shard, param_group.spec.shard_device, dtype)
+                param_group.grads.reduced.append(reduced)
         self.free()
 
     def free(self) -> None:
@@ -169,7 +169,7 @@ class Reduction:
         self._alive.clear()
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.grads.recycle(gradient)
+            self.param_group.grads.recycle(gradient)
         del self._pending  # and with it the sum, if it is not the result
 
     def discard(self) -> None:

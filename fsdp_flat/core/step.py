@@ -53,7 +53,7 @@ class _Unread(NamedTuple):
     Attributes:
         averaged: a line for each parameter outside of units whose gradient is averaged.
         outcome: the answers, on a rank that has waited and found a difference, which all ranks raise later; else None.
-        unreduced: with an outcome, handles with gradients that were not reduced, since other ranks had gone on.
+        unreduced: with an outcome, parameter groups whose gradients were not reduced, since other ranks had gone on.
     """
 
     backward: Backward
@@ -123,7 +123,7 @@ class Step:
             # A new root around earlier roots takes over the setting that callers gave these.
             self.root.averages_ignored = settings.pop()
         # Units that are not sharded: every rank has their parameters in full.
-        self._replicated = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
+        self._replicated = [unit for unit in self.units if unit.param_groups and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self._cast_buffers()
         log_units(self.units)
@@ -178,7 +178,9 @@ class Step:
     @property
     def has_unset_gradients(self) -> bool:
         """True if a backward has ended, and a later one or ``finalize_backward`` is to set its gradients."""
-        partial = any(handle.grads.partial.shard is not None for unit in self.units for handle in unit.handles)
+        partial = any(
+            param_group.grads.partial.shard is not None for unit in self.units for param_group in unit.param_groups
+        )
         return self.has_unfinalized_gradients or partial or self.has_reductions
 
     def check_gradients_set(self, what: str) -> None:
@@ -248,7 +250,7 @@ class Step:
         record.weights = unit.gathered_version
         self._prefetched.pop(unit, None)
         if record.iteration is not None:
-            if unit.handles and unit is not self._retained:
+            if unit.param_groups and unit is not self._retained:
                 self._free_retained()
             self._prefetch_forward(unit, record.iteration)
 
@@ -319,7 +321,7 @@ class Step:
         if may_follow and (is_open_ended or iteration is None or not wanted):
             return AfterForward.STAY_UNSHARDED
         # A reshard frees nothing if every buffer is a shard.
-        if may_follow and not any(map(_OWNS_MEMORY, unit.handles)):
+        if may_follow and not any(map(_OWNS_MEMORY, unit.param_groups)):
             return AfterForward.STAY_UNSHARDED
         # The modules show sharded parameters, and the buffers stay until the next unit's all-gather has taken memory,
         # or for the backward, of which the last unit of a forward is the first.
@@ -377,9 +379,9 @@ class Step:
         rank_groups: set[RankGroup] = set()
         for unit in self.units:
             rank_groups.update(unit.options.groups.rank_groups)
-            for handle in unit.handles:
-                smaller, separate = handle.comm.smaller_group, handle.comm.choice.reduce_group
-                rank_groups.update(handle.comm.options.groups.rank_groups)
+            for param_group in unit.param_groups:
+                smaller, separate = param_group.comm.smaller_group, param_group.comm.choice.reduce_group
+                rank_groups.update(param_group.comm.options.groups.rank_groups)
                 rank_groups.update([separate] if separate else [], [smaller.rank_group] if smaller else [])
         report_error(rank_groups, error)
         self.abort()
@@ -524,39 +526,39 @@ class Step:
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
-                for handle in unit.handles:
-                    if handle.shown.num_trainable:
-                        self._take_grads_ready(handle)
-                for handle in unit.handles:
-                    if handle.shown.num_trainable:
-                        self._reduce(unit, handle)
+                for param_group in unit.param_groups:
+                    if param_group.shown.num_trainable:
+                        self._take_grads_ready(param_group)
+                for param_group in unit.param_groups:
+                    if param_group.shown.num_trainable:
+                        self._reduce(unit, param_group)
 
-    def _reduce(self, unit: Unit, handle: ParamGroup) -> None:
+    def _reduce(self, unit: Unit, param_group: ParamGroup) -> None:
         """Begin to reduce the gradient of a parameter group (zeros if there is none).
 
         Reductions follow each other in the same order on every rank. A few are in flight while backward goes on, so
         that few flat gradients wait for the network. Every rank of the group's process groups must call this.
         """
         unit.log_event("reduce_scatter")
-        handle.comm.issued.append(("reduction", handle.comm))
+        param_group.comm.issued.append(("reduction", param_group.comm))
         for earlier in self._in_flight:
             if earlier.needs_all_reduce:
                 earlier.advance()
         while len(self._in_flight) >= (unit.policy.max_in_flight or self._most_in_flight):
             self._in_flight.pop(0).finish()
-        with profiled("reduce_scatter", handle.spec.unit_name):
-            self._in_flight.append(Reduction(handle, unit.policy, self.streams))
+        with profiled("reduce_scatter", param_group.spec.unit_name):
+            self._in_flight.append(Reduction(param_group, unit.policy, self.streams))
 
-    def _take_grads_ready(self, handle: ParamGroup) -> bool:
+    def _take_grads_ready(self, param_group: ParamGroup) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
-        if handle.grads.unreduced:
-            handle.grads.hide_unreduced()  # drops gradients that the caller has cleared
-        grads_ready, before = handle.grads.ready(), self.used.get(handle)
+        if param_group.grads.unreduced:
+            param_group.grads.hide_unreduced()  # drops gradients that the caller has cleared
+        grads_ready, before = param_group.grads.ready(), self.used.get(param_group)
         has_any = any(grads_ready)
         if before is None:
-            self.used[handle] = grads_ready
+            self.used[param_group] = grads_ready
         elif has_any:
-            self.used[handle] = bytes(map(max, grads_ready, before))
+            self.used[param_group] = bytes(map(max, grads_ready, before))
         return has_any
 
     @dynamo_disabled
@@ -586,8 +588,8 @@ class Step:
         """Set the gradients of this backward, and of those of earlier backwards that are not set yet."""
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
-        for handle in [handle for unit in waiting for handle in unit.handles]:
-            handle.grads.show_unreduced()
+        for param_group in [param_group for unit in waiting for param_group in unit.param_groups]:
+            param_group.grads.show_unreduced()
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         averages = bool(self.root.averages_ignored)
@@ -604,20 +606,26 @@ class Step:
 
     def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
         """Reduce what is not reduced yet, and set the gradients once ranks have exchanged which of them exist."""
-        handles = [handle for unit in reduced for handle in unit.handles]
-        unreduced = {handle for handle in handles if handle.grads.has_waiting and self._take_grads_ready(handle)}
+        param_groups = [param_group for unit in reduced for param_group in unit.param_groups]
+        unreduced = {
+            param_group
+            for param_group in param_groups
+            if param_group.grads.has_waiting and self._take_grads_ready(param_group)
+        }
         used, self.used = self.used, {}
         unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)
         for unit in reduced:
-            for handle in unit.handles:
-                if handle in unreduced or (unit.policy.all_reduce and handle.grads.partial.shard is not None):
-                    self._reduce(unit, handle)
+            for param_group in unit.param_groups:
+                if param_group in unreduced or (unit.policy.all_reduce and param_group.grads.partial.shard is not None):
+                    self._reduce(unit, param_group)
         self._set_grads(used)
 
     @property
     def has_reductions(self) -> bool:
         """True if gradients are being reduced, or are reduced and not set yet."""
-        return bool(self._in_flight) or any(handle.grads.reduced for unit in self.units for handle in unit.handles)
+        return bool(self._in_flight) or any(
+            param_group.grads.reduced for unit in self.units for param_group in unit.param_groups
+        )
 
     def _wait_for_reductions(self) -> None:
         """Wait for all reductions, and let compute and the host use the results."""
@@ -632,8 +640,8 @@ class Step:
         ``used`` holds for each parameter group one byte per parameter: 1 if any rank has used it.
         """
         self._wait_for_reductions()
-        for handle, flags in used.items():
-            partial, (reduced, handle.grads.reduced) = handle.grads.partial, (handle.grads.reduced, [])
+        for param_group, flags in used.items():
+            partial, (reduced, param_group.grads.reduced) = param_group.grads.partial, (param_group.grads.reduced, [])
             if reduced:
                 for grad in reduced:
                     grad.divide(by_tensor=True)
@@ -643,8 +651,8 @@ class Step:
                 if partial.shard is None:
                     partial.used = None
                 if reduced[0].policy.zeros_for_unused:
-                    all_flags = bytes(handle.shown.requires_grad())
-                add_reduced(handle, reduced[0].shard, all_flags)
+                    all_flags = bytes(param_group.shown.requires_grad())
+                add_reduced(param_group, reduced[0].shard, all_flags)
             if partial.shard is not None:
                 partial.add_used(flags)
 
@@ -654,20 +662,22 @@ class Step:
         for reduction in in_flight:
             with suppress(RuntimeError):
                 reduction.discard()
-        for handle in [handle for unit in self.units for handle in unit.handles]:
-            handle.grads.reduced = []
+        for param_group in [param_group for unit in self.units for param_group in unit.param_groups]:
+            param_group.grads.reduced = []
         self.streams.wait_for_reduce_scatters()
         self.streams.wait_for_host_copies()
 
-    def clear_reduced(self, handle: ParamGroup, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
+    def clear_reduced(self, param_group: ParamGroup, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
         """Fill reduced gradients of some parameters of a group with zeros, as far as ``.grad`` has none of them yet."""
         if self.has_reductions:
             self._wait_for_reductions()
-            for grad in handle.grads.reduced:
+            for grad in param_group.grads.reduced:
                 for each in chosen:
                     each.part_of(grad.shard).zero_()
-        if set_to_none and handle in self.used:
-            self.used[handle] = without(self.used[handle], [index for each in chosen for index in each.indices])
+        if set_to_none and param_group in self.used:
+            self.used[param_group] = without(
+                self.used[param_group], [index for each in chosen for index in each.indices]
+            )
 
     def _exchange_with_ranks(
         self,
@@ -679,7 +689,7 @@ class Step:
         """Exchange what ranks have to know of each other, and wait for it if this rank needs it.
 
         Returns:
-            The handles that all ranks have to reduce yet.
+            The parameter groups that all ranks have to reduce yet.
         """
         backward, exchange = self.backward, self._exchange
         assert backward is not None
@@ -690,8 +700,8 @@ class Step:
         while self._in_flight:
             self._in_flight.pop(0).finish()
         if not waits:
-            for handle in chain.from_iterable(exchange.handles.values()):
-                used.setdefault(handle, bytes(len(handle.layout.param_infos)))
+            for param_group in chain.from_iterable(exchange.param_groups.values()):
+                used.setdefault(param_group, bytes(len(param_group.layout.param_infos)))
             self.unread = _Unread(backward, averaged)
             return set()
         outcome = exchange.finish(used, unreduced)
@@ -710,10 +720,10 @@ class Step:
         if root.averages_ignored:
             return True
         return any(
-            handle.shown.num_trainable and used.get(handle, b"").count(1) < handle.shown.num_trainable
+            param_group.shown.num_trainable and used.get(param_group, b"").count(1) < param_group.shown.num_trainable
             for unit in reduced
             if not unit.policy.zeros_for_unused
-            for handle in unit.handles
+            for param_group in unit.param_groups
         )
 
     def _read_exchange(self) -> None:

@@ -59,8 +59,8 @@ class Unit:
     Attributes:
         name: the path from the root's module; before the root's first use, the path that wrapping gave.
         options: the unit's options, with the process groups of its own mesh.
-        handles: the parameter groups; empty if all parameters belong to nested units or are ignored. Those of one mesh
-            follow each other, and the unit's own mesh is first.
+        param_groups: empty if all parameters belong to nested units or are ignored. Those of one mesh follow each
+            other, and the unit's own mesh is first.
         own_modules: the modules at and below ``module`` that are in no nested unit, and not ignored.
         members: ``module`` alone, or several modules whose forwards, one after another, are one forward of the unit.
         step: runs the tree that the unit belongs to.
@@ -81,7 +81,7 @@ class Unit:
     module: nn.Module
     name: str
     options: UnitOptions
-    handles: Sequence[ParamGroup]
+    param_groups: Sequence[ParamGroup]
     ignored: Ignored
     buffers: BufferCasts
     own_modules: tuple[nn.Module, ...]
@@ -101,9 +101,9 @@ class Unit:
         )
         self.policy = ReductionPolicy()
         self.is_nested = self.holds_graph = False
-        self.needs_all_gather = any(handle.comm.exact is not None for handle in self.handles)
+        self.needs_all_gather = any(param_group.comm.exact is not None for param_group in self.param_groups)
         # Groups of one mesh are all-gathered together.
-        self._gathered_together = [handles for _, handles in self.by_mesh() if handles]
+        self._gathered_together = [param_groups for _, param_groups in self.by_mesh() if param_groups]
         self.state = _SHARDED
         self.gathered_version = WeightsVersion(False, -1, -1, -1)
         self.full_precision = False
@@ -123,33 +123,33 @@ class Unit:
     def by_mesh(self) -> list[tuple[UnitOptions, list[ParamGroup]]]:
         """Return the parameter groups of each mesh with its options; the unit's own comes first, even without any."""
         found: dict[int, tuple[UnitOptions, list[ParamGroup]]] = {id(self.options): (self.options, [])}
-        for handle in self.handles:
-            options = handle.comm.options
-            found.setdefault(id(options), (options, []))[1].append(handle)
+        for param_group in self.param_groups:
+            options = param_group.comm.options
+            found.setdefault(id(options), (options, []))[1].append(param_group)
         return list(found.values())
 
     def rename(self, path: str) -> None:
         """Set the name to ``path``, unless that is empty."""
         self.name = path or self.name
-        for handle in self.handles:
-            handle.comm.rename(self.name)
-            handle.rename(handle.comm.name)
+        for param_group in self.param_groups:
+            param_group.comm.rename(self.name)
+            param_group.rename(param_group.comm.name)
 
     def use_step(self, step: Any) -> None:
         """Use ``step``: the streams, memory and records of the tree that the unit belongs to."""
         self.step = step
-        for handle in self.handles:
-            handle.use_pool(step.pool)
-            handle.comm.issued = step.collectives.of(handle.comm.options.groups)
-            handle.grads.on_ready = partial(step.grads_ready, self)
+        for param_group in self.param_groups:
+            param_group.use_pool(step.pool)
+            param_group.comm.issued = step.collectives.of(param_group.comm.options.groups)
+            param_group.grads.on_ready = partial(step.grads_ready, self)
 
     def use_device(self, device: torch.device) -> None:
         """Compute on another device from now on, to which the parameters have moved; the tree gets new streams."""
-        for options, handles in self.by_mesh():
+        for options, param_groups in self.by_mesh():
             moved = on_device(options, device)
             self.options = moved if options is self.options else self.options
-            for handle in handles:
-                handle.comm.use(moved, handle.comm.choice)
+            for param_group in param_groups:
+                param_group.comm.use(moved, param_group.comm.choice)
 
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         """True if the modules show the unsharded parameters, or the unit has none."""
-        return self.state is _UNSHARDED or not self.handles
+        return self.state is _UNSHARDED or not self.param_groups
 
     @property
     def is_at_rest(self) -> bool:
@@ -176,7 +176,7 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
-        return any(handle.shown.num_trainable for handle in self.handles)
+        return any(param_group.shown.num_trainable for param_group in self.param_groups)
 
     def log_event(self, event: str) -> None:
         """Append an event to the tree's trace, if there is one, and to the log."""
@@ -195,10 +195,10 @@ class Unit:
             for guard in EVENTS.before_gather:
                 guard(self)
         storage_epoch = weights_epoch = num_updates = 0
-        for handle in self.handles:
-            storage_epoch += handle.storage_epoch
-            weights_epoch += handle.weights_epoch()
-            num_updates += handle.num_updates
+        for param_group in self.param_groups:
+            storage_epoch += param_group.storage_epoch
+            weights_epoch += param_group.weights_epoch()
+            num_updates += param_group.num_updates
         return WeightsVersion(self.full_precision, storage_epoch, weights_epoch, num_updates)
 
     def gather(self) -> None:
@@ -206,7 +206,7 @@ class Unit:
 
         Every rank of the shard group must call this.
         """
-        if not self.handles or self.state is _GATHERING or self.state is _UNSHARDED:
+        if not self.param_groups or self.state is _GATHERING or self.state is _UNSHARDED:
             return
         if self.state is not _SHARDED and self._reuse():
             return
@@ -216,8 +216,8 @@ class Unit:
         with profiled("all_gather", self.name), unrecorded(), untransformed(), step.streams.all_gathers:
             # The all-gather sends the values of now, whatever changes before it is complete.
             self.gathered_version = self.current_version()
-            for handles in self._gathered_together:
-                self._pending_all_gathers += begin_all_gathers(handles, step.trace)
+            for param_groups in self._gathered_together:
+                self._pending_all_gathers += begin_all_gathers(param_groups, step.trace)
             self._move(MemoryEvent.GATHER)
             if self.options.offload_params and step.streams.is_accelerator:
                 step.streams.shards_read()
@@ -241,8 +241,8 @@ class Unit:
             return False
         self.gathered_version = now
         self._move(MemoryEvent.REUSE)
-        for handle in self.handles:
-            handle.shown.show_unsharded()
+        for param_group in self.param_groups:
+            param_group.shown.show_unsharded()
         return True
 
     def wait(self) -> None:
@@ -252,15 +252,15 @@ class Unit:
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.step.streams
         # A caller's all-gather may take memory at its end, and so does torch's operator that places gathered shards.
-        takes_memory = self.options.rows is not None or self.handles[0].comm.choice.all_gather is not None
+        takes_memory = self.options.rows is not None or self.param_groups[0].comm.choice.all_gather is not None
         with profiled("all_gather_wait", self.name), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in pendings:
                     pending.wait()
             streams.wait_for_all_gathers()
-            for handle in self.handles:
-                handle.finish_gather()
-                handle.shown.show_unsharded()
+            for param_group in self.param_groups:
+                param_group.finish_gather()
+                param_group.shown.show_unsharded()
             self._move(MemoryEvent.WAIT)
         self.log_event("wait_for_unshard")
 
@@ -269,8 +269,8 @@ class Unit:
         if self.state is _UNSHARDED:
             for guard in EVENTS.before_gather:
                 guard(self)
-            for handle in self.handles:
-                handle.shown.show_unsharded()  # the user may have set ``requires_grad``
+            for param_group in self.param_groups:
+                param_group.shown.show_unsharded()  # the user may have set ``requires_grad``
         if (
             (self.state is _GATHERING or self.state is _UNSHARDED)
             and self.needs_all_gather
@@ -291,12 +291,12 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Switch compute to the shards' dtype (``full``) or the low-precision one; free buffers of the other dtype."""
-        if any(handle.dtype_in(full) != handle.compute_dtype for handle in self.handles):
+        if any(param_group.dtype_in(full) != param_group.compute_dtype for param_group in self.param_groups):
             self.reshard()
             # Buffers made in inference mode could not be used in training later.
             with unrecorded():
-                for handle in self.handles:
-                    handle.use_full_precision(full)
+                for param_group in self.param_groups:
+                    param_group.use_full_precision(full)
         self.full_precision = full
 
     def before_gather(self) -> None:
@@ -308,18 +308,22 @@ class Unit:
         """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""
         if self.is_sharded or self.depth > 0 or graph_task_id() != -1:
             return {}
-        return {param: own for handle in self.handles for param, own in handle.shown.optimizer_param_of().items()}
+        return {
+            param: own
+            for param_group in self.param_groups
+            for param, own in param_group.shown.optimizer_param_of().items()
+        }
 
     def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put ``tensors`` in the place of the modules' parameters, in their order, until :meth:`hide_names`."""
         remaining = iter(tensors)
-        for handle in self.handles:
-            handle.shown.show_names([next(remaining) for _ in handle.layout.param_infos])
+        for param_group in self.param_groups:
+            param_group.shown.show_names([next(remaining) for _ in param_group.layout.param_infos])
 
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
-        for handle in self.handles:
-            handle.shown.hide_names(shows_unsharded=self.state is _UNSHARDED)
+        for param_group in self.param_groups:
+            param_group.shown.hide_names(shows_unsharded=self.state is _UNSHARDED)
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -339,21 +343,21 @@ class Unit:
             return
         self.wait()
         if self.state is _UNSHARDED:
-            for handle in self.handles:
-                handle.shown.show_sharded()
+            for param_group in self.param_groups:
+                param_group.shown.show_sharded()
         is_freed = self.state is MemoryState.SHARDED_POST_FORWARD
         self._move(MemoryEvent.FREE)
         if not is_freed:
             self._free_buffers(last_use)
-        for handle in self.handles:
-            handle.kept_shards = None
+        for param_group in self.param_groups:
+            param_group.kept_shards = None
 
     def retain(self, event: MemoryEvent) -> None:
         """Show the sharded parameters, and keep the buffers: for backward (PARK), or the next forward (KEEP)."""
         self.wait()
         if self.state is _UNSHARDED:
-            for handle in self.handles:
-                handle.shown.show_sharded()
+            for param_group in self.param_groups:
+                param_group.shown.show_sharded()
             self._move(event)
 
     def free_retained(self, last_use: Any = None) -> None:
@@ -364,10 +368,10 @@ class Unit:
         if self.state is not MemoryState.RETAINED_POST_FORWARD:
             return
         event = MemoryEvent.FREE
-        for handle in self.handles:
-            if handle.comm.smaller_group is not None:
+        for param_group in self.param_groups:
+            if param_group.comm.smaller_group is not None:
                 with unrecorded():
-                    handle.keep_shards(handle.comm.smaller_group.ranks)
+                    param_group.keep_shards(param_group.comm.smaller_group.ranks)
                 event, last_use = MemoryEvent.SHARD_POST_FORWARD, None
         self._move(event)
         self._free_buffers(last_use)
@@ -378,8 +382,8 @@ class Unit:
             # autocast caches low-precision copies of parameters, which are large and outdated after a step.
             torch.clear_autocast_cache()
         if not self.control.keeps_unsharded_storage:
-            for handle in self.handles:
-                handle.free()
+            for param_group in self.param_groups:
+                param_group.free()
         self.step.streams.buffers_freed(last_use)
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -403,11 +407,11 @@ class Unit:
         With ``keeps_graph`` (``create_graph=True``) the buffers are kept: a second backward may go through tensors that
         this one computed from the parameters.
         """
-        for handle in self.handles:
+        for param_group in self.param_groups:
             if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
-                handle.restore_unsharded_params()
-            handle.grads.end_backward()
+                param_group.restore_unsharded_params()
+            param_group.grads.end_backward()
         self.phase = Phase.IDLE if self.depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
         if self.depth > 0:
@@ -424,16 +428,19 @@ class Unit:
     @property
     def has_hidden_gradients(self) -> bool:
         """True if there are gradients that ``.grad`` of the optimizer's parameters may not contain."""
-        partial = any(handle.grads.has_waiting or handle.grads.partial.shard is not None for handle in self.handles)
+        partial = any(
+            param_group.grads.has_waiting or param_group.grads.partial.shard is not None
+            for param_group in self.param_groups
+        )
         return partial or self.step.has_reductions
 
     def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
         """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
-        for handle in self.handles if self.has_hidden_gradients else ():
-            chosen = [each for each in handle.shown.visible if among is None or each.param in among]
+        for param_group in self.param_groups if self.has_hidden_gradients else ():
+            chosen = [each for each in param_group.shown.visible if among is None or each.param in among]
             # Reductions first: one that ends may leave a partial gradient with the group.
-            self.step.clear_reduced(handle, chosen, set_to_none=set_to_none)
-            handle.grads.clear(chosen, set_to_none=set_to_none)
+            self.step.clear_reduced(param_group, chosen, set_to_none=set_to_none)
+            param_group.grads.clear(chosen, set_to_none=set_to_none)
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
@@ -445,8 +452,8 @@ class Unit:
             # An exception here would hide the one that led to the abort.
             with suppress(RuntimeError):
                 pending.wait()
-        for handle in self.handles:
-            handle.reset(frees=not self.control.keeps_unsharded_storage, shows_unsharded=self.state is _UNSHARDED)
+        for param_group in self.param_groups:
+            param_group.reset(frees=not self.control.keeps_unsharded_storage, shows_unsharded=self.state is _UNSHARDED)
         self._move(MemoryEvent.ABORT)
         self.phase = Phase.IDLE
         self.step.streams.buffers_freed()
@@ -464,7 +471,7 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     return [
         unit
         for unit in list(_UNITS)
-        if any(not held.isdisjoint(handle.shown.visible_params) for handle in unit.handles)
+        if any(not held.isdisjoint(param_group.shown.visible_params) for param_group in unit.param_groups)
     ]
 
 

@@ -78,9 +78,9 @@ def clip_grads(
     for unit in units:
         for options, _ in unit.by_mesh():
             split_over(options.groups.shard, PLAIN)
-        for handle in unit.handles:
-            rank_group = handle.comm.options.groups.shard
-            for param, adapter, grad in grads_by_adapter(handle, one_by_one=norm_type <= 0):
+        for param_group in unit.param_groups:
+            rank_group = param_group.comm.options.groups.shard
+            for param, adapter, grad in grads_by_adapter(param_group, one_by_one=norm_type <= 0):
                 is_meant = among is None or param in among
                 managed += [param] if is_meant else []
                 split_over(rank_group, adapter).add(param.dtype, grad if is_meant else None)
@@ -93,7 +93,7 @@ def clip_grads(
             # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
             # optimizer reads.
             other.grad = adapter.from_local(grad)
-    device = next((handle.spec.device for unit in units for handle in unit.handles), torch.device("cpu"))
+    device = next((param_group.spec.device for unit in units for param_group in unit.param_groups), torch.device("cpu"))
     dtype = functools.reduce(torch.promote_types, [split.dtype for split in by_groups.values()])
     parts = [_norm_over(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()]
     total = _joined(torch.stack(parts), norm_type)

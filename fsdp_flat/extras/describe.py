@@ -138,16 +138,18 @@ def describe(model: nn.Module) -> ModelDescription:
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = {
-        unit if options is unit.options else handles[0]: describe_unit(
+        unit if options is unit.options else param_groups[0]: describe_unit(
             (paths[unit] or type(unit.module).__name__) + options.mesh_suffix,
             options,
-            handles,
+            param_groups,
             unit.control.reshard_after_forward,
-            is_gathered=any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in handles),
+            is_gathered=any(
+                param_group.buffer.owns_memory and param_group.buffer.nbytes for param_group in param_groups
+            ),
         )
         for unit in units
-        for options, handles in unit.by_mesh()
-        if handles
+        for options, param_groups in unit.by_mesh()
+        if param_groups
     }
     found = describe_tree(described, units[0], units[0].options.groups)
     is_averaged = bool(units[0].averages_ignored) or units[0].options.groups.num_ranks == 1
@@ -157,34 +159,42 @@ def describe(model: nn.Module) -> ModelDescription:
 def describe_unit(
     name: str,
     options: UnitOptions,
-    handles: Sequence[ParamGroup],
+    param_groups: Sequence[ParamGroup],
     reshard_after_forward: bool | None,
     *,
     is_gathered: bool = False,
 ) -> UnitDescription:
     """Describe a unit of ``handles``, which are all on one mesh."""
-    trainable = [handle for handle in handles if handle.shown.num_trainable]
-    gathered = [handle for handle in handles if handle.buffer.owns_memory]
+    trainable = [param_group for param_group in param_groups if param_group.shown.num_trainable]
+    gathered = [param_group for param_group in param_groups if param_group.buffer.owns_memory]
     return UnitDescription(
         name=name,
         strategy=options.strategy.member.name,
-        dtypes=tuple(dict.fromkeys(str(handle.compute_dtype).removeprefix("torch.") for handle in handles)),
-        num_params=sum(len(handle.layout.param_infos) for handle in handles),
-        numel=sum(param_info.numel for handle in handles for param_info in handle.layout.param_infos),
+        dtypes=tuple(
+            dict.fromkeys(str(param_group.compute_dtype).removeprefix("torch.") for param_group in param_groups)
+        ),
+        num_params=sum(len(param_group.layout.param_infos) for param_group in param_groups),
+        numel=sum(param_info.numel for param_group in param_groups for param_info in param_group.layout.param_infos),
         trainable_numel=sum(
             param_info.numel
-            for handle in trainable
-            for param_info, wanted in zip(handle.layout.param_infos, handle.shown.requires_grad(), strict=True)
+            for param_group in trainable
+            for param_info, wanted in zip(
+                param_group.layout.param_infos, param_group.shown.requires_grad(), strict=True
+            )
             if wanted
         ),
-        shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
-        grad_nbytes=sum(
-            handle.layout.shard_numel
-            * (handle.grads.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype).itemsize
-            for handle in trainable
+        shard_nbytes=sum(
+            param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups
         ),
-        gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
-        whole_grad_nbytes=sum(handle.layout.numel * handle.grads.dtype.itemsize for handle in trainable),
+        grad_nbytes=sum(
+            param_group.layout.shard_numel
+            * (
+                param_group.grads.reduce_dtype if param_group.spec.keep_reduce_dtype else param_group.orig_dtype
+            ).itemsize
+            for param_group in trainable
+        ),
+        gathered_nbytes=sum(param_group.layout.numel * param_group.compute_dtype.itemsize for param_group in gathered),
+        whole_grad_nbytes=sum(param_group.layout.numel * param_group.grads.dtype.itemsize for param_group in trainable),
         is_gathered=is_gathered,
         reshard_after_forward=reshard_after_forward,
     )

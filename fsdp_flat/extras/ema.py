@@ -174,9 +174,9 @@ def _averages_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Aver
     index = ParamIndex(model)
     found: dict[str, _Averaged] = {}
     for first in [param for param in index.params if param.index == 0]:
-        layout, param = first.handle.layout, first.handle.flat_param
+        layout, param = first.param_group.layout, first.param_group.flat_param
         identity = {"fqns": list(layout.fqns), "numel": layout.numel, "world_size": layout.world_size}
-        found[first.fqn] = _Averaged(param, _shadow(param, dtype), {**identity, "rank": first.handle.spec.rank})
+        found[first.fqn] = _Averaged(param, _shadow(param, dtype), {**identity, "rank": first.param_group.spec.rank})
     for other, name in index.others.items():
         identity = {"shape": list(other.shape)}
         if isinstance(other, DTensor):

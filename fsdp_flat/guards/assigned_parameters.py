@@ -16,10 +16,10 @@ class AssignedParameters(Guard):
                 used again, do not have the value.
             UsageError: a part of a flat parameter was assigned, or a tensor of another shape.
         """
-        for handle in unit.handles:
+        for param_group in unit.param_groups:
             if unit.state is MemoryState.UNSHARDED:
-                handle.shown.check_not_assigned(shows_unsharded=True)
+                param_group.shown.check_not_assigned(shows_unsharded=True)
             elif unit.state in (MemoryState.GATHERING, MemoryState.RETAINED_POST_BACKWARD):
-                handle.shown.check_not_assigned(shows_unsharded=False)
+                param_group.shown.check_not_assigned(shows_unsharded=False)
             else:
-                handle.adopt_changes()
+                param_group.adopt_changes()

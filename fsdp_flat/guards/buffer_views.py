@@ -15,9 +15,9 @@ class BufferViews(Guard):
         """Replace views of the unit's buffers, in the outputs and in the caller's containers, by copies."""
         call, output = forward.call, forward.output
         buffers = []
-        for handle in forward.unit.handles:
-            if handle.buffer.owns_memory:
-                buffers.append(handle.buffer.tensor)
+        for param_group in forward.unit.param_groups:
+            if param_group.buffer.owns_memory:
+                buffers.append(param_group.buffer.tensor)
         if call is None or not buffers:
             return
 

@@ -19,8 +19,8 @@ class LowPrecisionWeights(Guard):
         if step in self._checked:
             return
         self._checked.add(step)
-        handles = [handle for unit in step.units for handle in unit.handles]
-        short = next((each for each in handles if each.shown.num_trainable and each.orig_dtype.itemsize < 4), None)
+        param_groups = [param_group for unit in step.units for param_group in unit.param_groups]
+        short = next((each for each in param_groups if each.shown.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:
             warn_user(
                 f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "

@@ -39,8 +39,8 @@ def _warn_of_replaced(root_module: nn.Module, units: Sequence[Unit]) -> None:
         join_fqn(paths[unit.module], site.fqn): unit.name
         for unit in units
         if unit.module in paths
-        for handle in unit.handles
-        for entry in handle.params
+        for param_group in unit.param_groups
+        for entry in param_group.params
         for site in entry.sites
         if site.module not in paths
     }

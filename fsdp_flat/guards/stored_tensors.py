@@ -26,7 +26,7 @@ class StoredTensors(Guard):
     def after_compute(self, forward: UnitForward) -> None:
         """Add the tensors with autograd history that modules hold now to those that a backward may come through."""
         unit = forward.unit
-        if unit.handles and torch.is_grad_enabled():
+        if unit.param_groups and torch.is_grad_enabled():
             found = self._attributes.get(unit)
             if found is None:
                 found = self._attributes[unit] = _Attributes(unit)

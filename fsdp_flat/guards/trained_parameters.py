@@ -25,10 +25,10 @@ class TrainedParameters(Guard):
         if not iteration.trains or step in self._compared_shards:
             return
         sharded = {
-            handle.comm.options.groups: unit.options.device
+            param_group.comm.options.groups: unit.options.device
             for unit in step.units
-            for handle in unit.handles
-            if handle.comm.exact is not None
+            for param_group in unit.param_groups
+            if param_group.comm.exact is not None
         }
         for groups, device in sharded.items():
             agree(trained_lines(step.units, [groups]), None, [groups.shard], device, TRAINED)
@@ -40,7 +40,9 @@ class TrainedParameters(Guard):
         if step in self._compared_replicas or not any(each.control.sync_gradients for each in step.units):
             return
         self._compared_replicas.add(step)
-        groups = dict.fromkeys(handle.comm.options.groups for each in step.units for handle in each.handles)
+        groups = dict.fromkeys(
+            param_group.comm.options.groups for each in step.units for param_group in each.param_groups
+        )
         replicated = [each for each in groups if each.replicate.size > 1]
         if replicated and any(each.is_trainable for each in step.units):
             # What ranks find over the groups of an inner unit is exchanged over those of the outermost one too.

@@ -51,7 +51,9 @@ class UnmanagedTensors(Guard):
         self._checked.add(step)
         options, root_module = step.root.options, step.root_module()
         if root_module is not None:
-            groups = dict.fromkeys(handle.comm.options.groups for unit in step.units for handle in unit.handles)
+            groups = dict.fromkeys(
+                param_group.comm.options.groups for unit in step.units for param_group in unit.param_groups
+            )
             tensors = RankZeroTensors(root_module)
             tensors.compare(all_rank_groups(groups or [options.groups]), options.device)
             tensors.warn()
@@ -85,11 +87,17 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
     mesh, num_ranks = options.groups.mesh, options.groups.num_ranks
     if not options.front.has_wrapper or mesh is None or mesh.size() <= num_ranks:
         return
-    handles = [handle for unit in units for handle in unit.handles]
+    param_groups = [param_group for unit in units for param_group in unit.param_groups]
     # Ranks of tensor parallelism on other dims of the mesh have gradients of the same loss.
-    if all(entry.adapter is PLAIN for handle in handles for entry in handle.params):
-        trained = [handle for handle in handles if any(map(_is_unsynchronized, handle.shown.visible_params))]
-        names = [handle.shown.describe(index) for handle in trained for index in range(len(handle.params))]
+    if all(entry.adapter is PLAIN for param_group in param_groups for entry in param_group.params):
+        trained = [
+            param_group
+            for param_group in param_groups
+            if any(map(_is_unsynchronized, param_group.shown.visible_params))
+        ]
+        names = [
+            param_group.shown.describe(index) for param_group in trained for index in range(len(param_group.params))
+        ]
         if names:
             warn_user(
                 f"Gradients of {len(names)} parameters are averaged over {num_ranks} of the {mesh.size()} ranks of "

@@ -114,14 +114,16 @@ def build_unit(
     full_precision = [child for _, child in modules if precision.is_full_in(child)]
     _warn_of_container(module, name, modules, call.owners)
     _warn_of_statistics(modules, name, precision)
-    handles = handles_of(params, module, name, options, unit_id)
+    param_groups = build_param_groups(params, module, name, options, unit_id)
     low = [child for _, child in modules if child not in full_precision]
     casts, own = BufferCasts(module, low, precision.buffer_dtype), tuple(child for _, child in modules)
-    unit = Unit(module, name, options, handles, ignored, casts, own, (module,), unit_id, Step(options.device))
+    unit = Unit(module, name, options, param_groups, ignored, casts, own, (module,), unit_id, Step(options.device))
     for inner in nested:
         inner.is_nested = True
     if call.on_meta:
-        unit.unwritten = [each for handle in handles for each in unwritten_params(handle) if each.fqn in marked]
+        unit.unwritten = [
+            each for param_group in param_groups for each in unwritten_params(param_group) if each.fqn in marked
+        ]
         unit.unwritten += [
             Unwritten(join_fqn(path, key), partial(child._buffers.get, key), is_param=False)
             for path, child in modules
@@ -235,15 +237,15 @@ def build_rows(
     for own, params in divided.values():
         assert own.rows is not None
         own.rows.dims_of(params)  # raises before any parameter is replaced
-    unit_ids, handles = [], []
+    unit_ids, param_groups = [], []
     for own, params in divided.values():
         unit_ids.append(digest_of(f"{count_call(own.groups.primary.group)}/rows".encode()))
         full_name = name + own.mesh_suffix
-        handles += handles_of(params, module, full_name, own, unit_ids[-1])
+        param_groups += build_param_groups(params, module, full_name, own, unit_ids[-1])
         _mark_holders(params, full_name)
     casts, own_children = BufferCasts(module, (), None), tuple(child for _, child in modules)
     step = Step(options.device)
-    unit = Unit(module, name, options, handles, ignored, casts, own_children, tuple(members), unit_ids[0], step)
+    unit = Unit(module, name, options, param_groups, ignored, casts, own_children, tuple(members), unit_ids[0], step)
     for each in nested:
         each.is_nested = True
     return unit
@@ -254,10 +256,10 @@ def process_groups(options: UnitOptions) -> list[dist.ProcessGroup]:
     return [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
 
 
-def handles_of(
+def build_param_groups(
     params: Sequence[ManagedParam], module: nn.Module, name: str, options: UnitOptions, unit_id: int = 0
 ) -> list[ParamGroup]:
-    """Create a handle for each flat parameter of a unit; the modules then hold this rank's local shards.
+    """Create a parameter group for each flat parameter of a unit; the modules then hold this rank's local shards.
 
     ``unit_id`` is the id of the unit and mesh in messages between ranks.
 
@@ -284,7 +286,7 @@ def handles_of(
             f"one requires_grad; unit {name!r} has {described}. Pass use_orig_params=True, which allows any mix, or "
             "wrap them in units of their own."
         )
-    handles = []
+    param_groups = []
     for (_, _, full), group in groups.items():
         device = group[0].param.device
         spec = ParamGroupSpec(
@@ -303,10 +305,10 @@ def handles_of(
             rows=options.rows,
         )
         with unrecorded():
-            handles.append(ParamGroup(group, spec))
-        handles[-1].comm = GroupCollectives(options, unit_id, name)
-        watch_steps_on(handles[-1])
-    return handles
+            param_groups.append(ParamGroup(group, spec))
+        param_groups[-1].comm = GroupCollectives(options, unit_id, name)
+        watch_steps_on(param_groups[-1])
+    return param_groups
 
 
 def own_modules(root: nn.Module, ignored: Ignored | None = None) -> list[tuple[str, nn.Module]]:
@@ -388,7 +390,7 @@ def _managed_params(
     module: nn.Module, name: str, ignored: Ignored, owners: Mapping[nn.Parameter, nn.Module], nested: Sequence[Unit]
 ) -> list[ManagedParam]:
     below = managed_sites(nested)
-    below.update((handle.spec.module, FLAT_PARAM) for unit in nested for handle in unit.handles)
+    below.update((param_group.spec.module, FLAT_PARAM) for unit in nested for param_group in unit.param_groups)
     params = collect_params(
         module,
         unit_name=name,

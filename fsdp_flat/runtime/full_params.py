@@ -26,7 +26,7 @@ from fsdp_flat.user_warnings import warn_user
 
 
 def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> list[torch.Tensor]:
-    """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
+    """All-gather a shard-shaped tensor of every group (1-D, ``shard_numel``) to a full one (``layout.numel``).
 
     The result is separate memory, except if nothing is sharded: then it is the given tensor.
     Every rank of the shard group must call this.
@@ -35,19 +35,22 @@ def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> lis
     with unrecorded():
         streams.shards_written()
         with streams.all_gathers:
-            pendings = [_begin_gather(handle, of(handle)) for handle in unit.handles]
+            pendings = [_begin_gather(param_group, of(param_group)) for param_group in unit.param_groups]
             gathered = [pending.wait() for pending in pendings]
-            wholes = [handle.layout.unsharded_of(each) for handle, each in zip(unit.handles, gathered, strict=True)]
+            wholes = [
+                param_group.layout.unsharded_of(each)
+                for param_group, each in zip(unit.param_groups, gathered, strict=True)
+            ]
     streams.wait_for_all_gathers()
     return wholes
 
 
-def _begin_gather(handle: ParamGroup, shard: torch.Tensor) -> Pending:
-    collectives = handle.comm.exact
+def _begin_gather(param_group: ParamGroup, shard: torch.Tensor) -> Pending:
+    collectives = param_group.comm.exact
     if collectives is None:
         return Pending((), shard)
-    whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
-    whole[handle.layout.shard(handle.spec.rank).to_slice()].copy_(shard)
+    whole = shard.new_empty(param_group.layout.numel, device=param_group.spec.device)
+    whole[param_group.layout.shard(param_group.spec.rank).to_slice()].copy_(shard)
     pending: Pending = collectives.begin_all_gather(whole)
     return pending
 
@@ -65,22 +68,24 @@ def full_params(
     was_shown = outer is not None and outer.are_shown
     if outer is None:
         unit.before_gather()
-        wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
-        tensors = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
+        wholes = all_gather_full(unit, lambda param_group: param_group.flat_param.data)
+        tensors = dict(
+            zip(unit.param_groups, wholes if device is None else [w.to(device) for w in wholes], strict=True)
+        )
     else:
         tensors = outer.tensors
     unit.full = FullParams(tensors, show or was_shown)
     try:
         if show and not was_shown:
-            for handle, tensor in tensors.items():
-                handle.shown.show_full_params(handle.layout.views(tensor))
+            for param_group, tensor in tensors.items():
+                param_group.shown.show_full_params(param_group.layout.views(tensor))
         yield tensors
     finally:
         unit.full = outer
-        for handle in () if was_shown else unit.handles:
-            handle.shown.hide_full_params()
+        for param_group in () if was_shown else unit.param_groups:
+            param_group.shown.hide_full_params()
             if outer is None and unit.is_unsharded:
-                handle.shown.show_unsharded()
+                param_group.shown.show_unsharded()
 
 
 @contextmanager
@@ -132,8 +137,8 @@ def summon_full_params(
         _check_reduced(units)
     for unit in units if writeback else ():
         unit.before_gather()
-        for handle in unit.handles:
-            handle.note_update()
+        for param_group in unit.param_groups:
+            param_group.note_update()
         if not unit.holds_graph:
             unit.reshard()
     device = torch.device("cpu") if offload_to_cpu else None
@@ -153,28 +158,28 @@ def summon_full_params(
 
 @contextmanager
 def _written_back(unit: Unit, whole: dict[ParamGroup, torch.Tensor]) -> Iterator[None]:
-    versions = {handle: tensor._version for handle, tensor in whole.items()}
+    versions = {param_group: tensor._version for param_group, tensor in whole.items()}
     try:
         yield
     finally:
         with torch.no_grad():
             # Every rank checks every shape, so that all raise and none waits for the others.
-            for handle in whole:
-                for index, param_info in enumerate(handle.layout.param_infos):
-                    shape = tuple(handle.shown.full_local(index).shape)
+            for param_group in whole:
+                for index, param_info in enumerate(param_group.layout.param_infos):
+                    shape = tuple(param_group.shown.full_local(index).shape)
                     if shape != param_info.shape:
                         raise UsageError(
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
                             f"shape {shape}; expected {param_info.shape}. Nothing of this unit was written back."
                         )
-            for handle, tensor in whole.items():
-                rank = handle.spec.rank
-                if tensor._version != versions[handle]:
+            for param_group, tensor in whole.items():
+                rank = param_group.spec.rank
+                if tensor._version != versions[param_group]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
-                    handle.raise_weights_epoch()
-                for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
-                    target = handle.local(index)
-                    source = handle.layout.local_part(index, rank, handle.shown.full_local(index).detach())
+                    param_group.raise_weights_epoch()
+                for index in [local_shard.index for local_shard in param_group.layout.local_shards(rank)]:
+                    target = param_group.local(index)
+                    source = param_group.layout.local_part(index, rank, param_group.shown.full_local(index).detach())
                     if place_of(source) != place_of(target):
                         target.copy_(source)
 
@@ -185,7 +190,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
     """
     sharded = [unit for unit in units if unit.needs_all_gather]
-    waiting = [unit for unit in sharded if any(any(handle.grads.ready()) for handle in unit.handles)]
+    waiting = [unit for unit in sharded if any(any(param_group.grads.ready()) for param_group in unit.param_groups)]
     found = bool(waiting)
     # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
     meshes = [options.groups for unit in units if sharded for options, _ in unit.by_mesh()]
@@ -204,23 +209,23 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 @contextmanager
 def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
     """All-gather the gradients of a unit, and set them inside the block on ranks that show full parameters."""
-    shards = {handle: sharded_grad_of(handle) for handle in unit.handles}
+    shards = {param_group: sharded_grad_of(param_group) for param_group in unit.param_groups}
     wholes = all_gather_full(unit, shards.__getitem__)
-    flags = [have_grads(handle) for handle in unit.handles]
+    flags = [have_grads(param_group) for param_group in unit.param_groups]
     if unit.options.use_orig_params:
         # A rank without elements of a parameter has no gradient of it, but another may have one.
-        found = dict(zip(unit.handles, flags, strict=True))
+        found = dict(zip(unit.param_groups, flags, strict=True))
         flags = []
-        for options, handles in unit.by_mesh():
-            own = [flag for handle in handles for flag in found[handle]]
+        for options, param_groups in unit.by_mesh():
+            own = [flag for param_group in param_groups for flag in found[param_group]]
             anywhere = iter(true_on_any_rank(own, [options.groups.shard], options.device))
-            flags += [[next(anywhere) for _ in found[handle]] for handle in handles]
-    shown = list(zip(unit.handles, wholes, flags, strict=True)) if show else []
-    for handle, whole, there in shown:
-        show_full_grads(handle, whole, there)
+            flags += [[next(anywhere) for _ in found[param_group]] for param_group in param_groups]
+    shown = list(zip(unit.param_groups, wholes, flags, strict=True)) if show else []
+    for param_group, whole, there in shown:
+        show_full_grads(param_group, whole, there)
     try:
         yield
     finally:
-        for handle, whole, _ in shown:
-            shard = handle.layout.shard_of(handle.spec.rank, whole) if writeback else shards[handle]
-            restore_sharded_grad(handle, shard)
+        for param_group, whole, _ in shown:
+            shard = param_group.layout.shard_of(param_group.spec.rank, whole) if writeback else shards[param_group]
+            restore_sharded_grad(param_group, shard)

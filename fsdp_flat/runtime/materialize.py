@@ -258,14 +258,14 @@ class Unwritten:
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
 
 
-def unwritten_params(handle: ParamGroup) -> list[Unwritten]:
-    """Return the parameters of a handle, whose memory is new. Values that a caller assigns count too."""
+def unwritten_params(param_group: ParamGroup) -> list[Unwritten]:
+    """Return the parameters of a group, whose memory is new. Values that a caller assigns count too."""
 
     def read(index: int) -> torch.Tensor:
-        handle.adopt_changes()
-        return handle.local(index)
+        param_group.adopt_changes()
+        return param_group.local(index)
 
     return [
         Unwritten(param_info.fqn, partial(read, index), is_param=True)
-        for index, param_info in enumerate(handle.layout.param_infos)
+        for index, param_info in enumerate(param_group.layout.param_infos)
     ]

@@ -95,8 +95,8 @@ class ShardedModule(UnitSettings):
         if unit.phase is Phase.FORWARD:
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         try:
-            for handle in unit.handles if unit.is_unsharded else ():
-                handle.check_after_compute()
+            for param_group in unit.param_groups if unit.is_unsharded else ():
+                param_group.check_after_compute()
         finally:
             unit.reshard()
 
@@ -110,8 +110,8 @@ class ShardedModule(UnitSettings):
         # While parameters are unsharded, the modules do not hold those that have the gradients.
         for unit in units_of(self):
             unit.clear_hidden_gradients(set_to_none=set_to_none)
-            for handle in unit.handles:
-                for param in handle.shown.visible_params:
+            for param_group in unit.param_groups:
+                for param in param_group.shown.visible_params:
                     if set_to_none:
                         param.grad = None
                     elif param.grad is not None:
@@ -147,8 +147,8 @@ class ShardedModule(UnitSettings):
             unit.control.reshard_after_forward = reshard_after_forward
             if unit.state is MemoryState.SHARDED_POST_FORWARD:
                 unit.reshard()
-            for handle in unit.handles:
-                handle.comm.use_smaller_group(None)
+            for param_group in unit.param_groups:
+                param_group.comm.use_smaller_group(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free unsharded parameters after backward, or keep them for the next forward.
@@ -282,7 +282,7 @@ class ShardedModule(UnitSettings):
         which saves an all-gather; ``enable=False`` restores this.
         """
         units = units_of(self)
-        comms = [handle.comm for unit in units for handle in unit.handles]
+        comms = [param_group.comm for unit in units for param_group in unit.param_groups]
         choices = {comm: replace(comm.choice, backend=enable) for comm in comms}
         replace_collectives(units, choices)
         for unit in units:

@@ -165,7 +165,9 @@ class UnitSettings(nn.Module):
         _check_one_mesh(unit, "An all-reduce hook")
         if not callable(hook):
             raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
-        if stream is not None and any(options.strategy.replicates for options, handles in unit.by_mesh() if handles):
+        if stream is not None and any(
+            options.strategy.replicates for options, param_groups in unit.by_mesh() if param_groups
+        ):
             raise OptionError(
                 f"Unit {unit.name!r} is on a hybrid mesh, whose all-reduce has a stream of its own: leave stream out. "
                 "It is for a hook that does the all-reduce of a mesh of one dim."
@@ -218,7 +220,7 @@ class UnitSettings(nn.Module):
             UnsupportedError: the backend has no allocator, as gloo.
         """
         choices = {}
-        for comm in [handle.comm for handle in own_unit(self).handles]:
+        for comm in [param_group.comm for param_group in own_unit(self).param_groups]:
             choice, shard, device = comm.choice, comm.options.groups.shard, comm.options.device
             if choice.all_gather is not None or choice.reduce_scatter is not None:
                 raise PhaseError(
@@ -247,7 +249,7 @@ class UnitSettings(nn.Module):
         """
         unit = own_unit(self)
         _check_one_mesh(unit, "A custom all-gather")
-        allocate, own = _allocate_of(comm), [handle.comm for handle in unit.handles]
+        allocate, own = _allocate_of(comm), [param_group.comm for param_group in unit.param_groups]
         choices = {each: replace(each.choice, all_gather=comm, gather_memory=allocate) for each in own}
         replace_collectives([unit], choices)
 
@@ -266,7 +268,7 @@ class UnitSettings(nn.Module):
         """
         unit = own_unit(self)
         _check_one_mesh(unit, "A custom reduce-scatter")
-        allocate, own = _allocate_of(comm), [handle.comm for handle in unit.handles]
+        allocate, own = _allocate_of(comm), [param_group.comm for param_group in unit.param_groups]
         choices = {each: replace(each.choice, reduce_scatter=comm, reduce_memory=allocate) for each in own}
         replace_collectives([unit], choices)
 
@@ -281,11 +283,16 @@ class UnitSettings(nn.Module):
         """
         units = units_of(self, recurse=recurse)
         _check_between_steps(units)  # before a group is created
-        every = [handle.comm for unit in units_of(self) for handle in unit.handles]
+        every = [param_group.comm for unit in units_of(self) for param_group in unit.param_groups]
         given = [comm for comm in every if comm.choice.reduce_group is not None]
         second = {comm.options.groups.shard: comm.choice.reduce_group for comm in given}
         choices = {}
-        for comm in [handle.comm for unit in units for handle in unit.handles if handle.comm.exact is not None]:
+        for comm in [
+            param_group.comm
+            for unit in units
+            for param_group in unit.param_groups
+            if param_group.comm.exact is not None
+        ]:
             shard = comm.options.groups.shard
             if enable and shard not in second:
                 second[shard] = second_group(shard)
@@ -307,7 +314,7 @@ class UnitSettings(nn.Module):
 
 def _check_one_mesh(unit: Unit, what: str) -> None:
     """Raise an OptionError if the parameters of a unit are on several meshes: ``what`` communicates over one."""
-    num_meshes = sum(bool(handles) for _, handles in unit.by_mesh())
+    num_meshes = sum(bool(param_groups) for _, param_groups in unit.by_mesh())
     if num_meshes > 1:
         raise OptionError(
             f"{what} communicates over one mesh, but the parameters of unit {unit.name!r} are on "

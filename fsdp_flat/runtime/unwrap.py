@@ -30,25 +30,25 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     """
     unit.step.recover()
     if unit.phase is not Phase.IDLE:
-        if any(handle.is_changed_by(fn) for handle in unit.handles):
+        if any(param_group.is_changed_by(fn) for param_group in unit.param_groups):
             unit.check_idle("A conversion (.to, .float, .cuda, ...)")
         return False
     unit.reshard()
     unit.before_gather()
-    for handle in unit.handles:
-        handle.shown.remove()
+    for param_group in unit.param_groups:
+        param_group.shown.remove()
     try:
         convert_others()
     finally:
-        for handle in unit.handles:
-            handle.shown.show_sharded()
-    for handle in unit.handles:
-        was_meta = handle.flat_param.is_meta
-        handle.convert(marking_empty(fn) if was_meta else fn)
+        for param_group in unit.param_groups:
+            param_group.shown.show_sharded()
+    for param_group in unit.param_groups:
+        was_meta = param_group.flat_param.is_meta
+        param_group.convert(marking_empty(fn) if was_meta else fn)
         # Fake tensors, which have no values, stay on the meta device.
-        if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
-            handle.layout.clear_padding(handle.flat_param.data, handle.spec.rank)
-            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
+        if was_meta and not param_group.flat_param.is_meta and type(param_group.flat_param.data) is torch.Tensor:
+            param_group.layout.clear_padding(param_group.flat_param.data, param_group.spec.rank)
+            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(param_group)]
     _follow_parameters(unit)
     return True
 
@@ -56,7 +56,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
 def _follow_parameters(unit: Unit) -> None:
     """Have a unit without a ``device_id`` compute where its parameters are now, or those of the units inside it."""
     nested = units_of(unit.module)
-    found = [h.spec.device for h in unit.handles] or [each.options.device for each in nested if each is not unit]
+    found = [h.spec.device for h in unit.param_groups] or [each.options.device for each in nested if each is not unit]
     if unit.options.device_given or not found or found[0].type == "meta" or found[0] == unit.options.device:
         return
     unit.use_device(found[0])
@@ -65,7 +65,7 @@ def _follow_parameters(unit: Unit) -> None:
 
 def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
     """Return module and name of every registration of a parameter that ``units`` manage."""
-    params = [entry for unit in units for handle in unit.handles for entry in handle.params]
+    params = [entry for unit in units for param_group in unit.param_groups for entry in param_group.params]
     return {(site.module, site.name) for entry in params for site in entry.sites}
 
 
@@ -103,12 +103,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     for unit in units:
         unit.reshard()
         unit.before_gather()
-        wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
-        for handle, whole in zip(unit.handles, wholes, strict=True):
-            held = {param: param.shape for param in handle.shown.visible_params}
-            handle.shown.unflatten(whole)
-            left = {site.module._parameters.get(site.name) for entry in handle.params for site in entry.sites}
-            gone = f"parameters of unit {unit.name!r}, {handle.params[0].fqn!r} the first"
+        wholes = all_gather_full(unit, lambda param_group: param_group.flat_param.data)
+        for param_group, whole in zip(unit.param_groups, wholes, strict=True):
+            held = {param: param.shape for param in param_group.shown.visible_params}
+            param_group.shown.unflatten(whole)
+            left = {site.module._parameters.get(site.name) for entry in param_group.params for site in entry.sites}
+            gone = f"parameters of unit {unit.name!r}, {param_group.params[0].fqn!r} the first"
             note_unwrapped({param: ("" if param in left else gone, shape) for param, shape in held.items()})
         unit.buffers.cast(full=True)
     modules = list(model.modules())

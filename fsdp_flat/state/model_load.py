@@ -72,8 +72,8 @@ class ModelLoad:
         for unit in units_of(wrapper):
             if unit.options.front.has_wrapper:
                 unit.hide_names()  # an exception may have ended a load below a plain module
-                for handle in unit.handles:
-                    managed.update(handle.shown.visible_params)
+                for param_group in unit.param_groups:
+                    managed.update(param_group.shown.visible_params)
             else:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
@@ -141,7 +141,7 @@ class ModelLoad:
         They copy to it whatever they and their hooks make of the state dict. Returns the placeholders by name.
         """
         decoder = codec if isinstance(codec, FullCodec) else None
-        if decoder is None and unit.handles:
+        if decoder is None and unit.param_groups:
             self.units.append(unit)
         found: dict[str, StatePlaceholder] = {}
         own = []
@@ -158,7 +158,7 @@ class ModelLoad:
         """Show the sharded parameters again, and plan the load of what was copied to the placeholders."""
         values = []
         for target, placeholder, _ in self._placeholders:
-            entry = target.param.handle.params[target.param.index]
+            entry = target.param.param_group.params[target.param.index]
             # With ``assign``, and by methods of their own, modules set another tensor in its place, or swap them.
             there = [site.module._parameters.get(site.name) for site in entry.sites]
             others = [each for each in there if each is not entry.param and not isinstance(each, StatePlaceholder)]
@@ -348,10 +348,12 @@ def load_unit(
             _load_flats(unit, state_dict, values, codec=codec, prefix=prefix, load=load)
         # Each visible parameter itself, so that the modules' own load finds every name.
         found = [(site.fqn, site.module._parameters.get(site.name)) for sites in _sites_of(unit) for site in sites]
-        found += [(FLAT_PARAM, handle.spec.module._parameters.get(FLAT_PARAM)) for handle in unit.handles]
+        found += [
+            (FLAT_PARAM, param_group.spec.module._parameters.get(FLAT_PARAM)) for param_group in unit.param_groups
+        ]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
-    own = {param for handle in unit.handles for param in handle.shown.visible_params}
+    own = {param for param_group in unit.param_groups for param in param_group.shown.visible_params}
     shown = load.show_placeholders(unit, codec, prefix)
     for key, value in state_dict.items():
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
@@ -382,12 +384,12 @@ def _load_flats(
 ) -> None:
     """Load flat parameters; an unsharded unit takes full parameters, its ``values``, too."""
     flats = []
-    for handle in unit.handles:
-        target = flat_shard(unit, handle, prefix)
+    for param_group in unit.param_groups:
+        target = flat_shard(unit, param_group, prefix)
         inner = prefix + FSDP_PREFIX + target.label.removeprefix(prefix)
         flats.append((target, state_dict.pop(target.label, state_dict.pop(inner, None))))
     for target, flat in flats:
-        named = [(each, value) for each, value in values if each.param.handle is target.param.handle]
+        named = [(each, value) for each, value in values if each.param.param_group is target.param.param_group]
         if flat is not None:
             load.decode(codec, flat, target)
         elif unit.options.groups.shard.size == 1 and all(value is not None for _, value in named):
@@ -412,8 +414,8 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     unit.reshard()
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
     unit.before_gather()
-    for handle in unit.handles:
-        load.plan.call(handle.raise_weights_epoch)
+    for param_group in unit.param_groups:
+        load.plan.call(param_group.raise_weights_epoch)
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):
@@ -439,13 +441,16 @@ def _sites_of(unit: Unit) -> list[list[Site]]:
 
     A module that has taken the place of another one has entries of its own.
     """
-    modules, entries = set(unit.module.modules()), [entry for handle in unit.handles for entry in handle.params]
+    modules, entries = (
+        set(unit.module.modules()),
+        [entry for param_group in unit.param_groups for entry in param_group.params],
+    )
     return [[site for site in entry.sites if site.module in modules] for entry in entries]
 
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
-    own = {id(param) for handle in unit.handles for param in handle.shown.visible_params}
+    own = {id(param) for param_group in unit.param_groups for param in param_group.shown.visible_params}
     found = []
     for param, sites in zip(params_of(unit, prefix), _sites_of(unit), strict=True):
         given = [state_dict.pop(prefix + FSDP_PREFIX + site.fqn, None) for site in sites]

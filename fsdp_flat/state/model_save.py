@@ -159,7 +159,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         if outermost and codec.communicates:
             # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
             is_full = isinstance(codec, FullCodec)
-            gathering = [each for each in units if each.handles and not (is_full and each.full is not None)]
+            gathering = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
             rank_groups = list(dict.fromkeys(each.options.groups.shard for each in gathering))
             for rank_group in rank_groups:
                 barrier("state_dict", rank_group)
@@ -219,7 +219,10 @@ def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDic
     if config.offload_to_cpu and any(unit.step.streams.is_accelerator for unit in units):
         return {}
     values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
-    return {unit: [next(values) for handle in unit.handles for _ in handle.layout.param_infos] for unit in units}
+    return {
+        unit: [next(values) for param_group in unit.param_groups for _ in param_group.layout.param_infos]
+        for unit in units
+    }
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
@@ -235,27 +238,27 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
         unit.check_idle("state_dict")
     unit.before_gather()
     if codec.is_flat:
-        return [flat_shard(unit, handle, prefix) for handle in unit.handles]
+        return [flat_shard(unit, param_group, prefix) for param_group in unit.param_groups]
     return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
 
 
 def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
     """Return this rank's elements of a parameter inside ``summon_full_params``, in memory of their own."""
-    local, handle = param.local, param.handle
+    local, param_group = param.local, param.param_group
     if param.unit.full is not None and param.unit.full.are_shown:
         rank = param.rank_group.rank
-        local = handle.layout.local_part(param.index, rank, handle.shown.full_local(param.index).detach()).to(
+        local = param_group.layout.local_part(param.index, rank, param_group.shown.full_local(param.index).detach()).to(
             local.device
         )
     return local.clone()
 
 
-def flat_shard(unit: Unit, handle: ParamGroup, prefix: str) -> StateShard:
+def flat_shard(unit: Unit, param_group: ParamGroup, prefix: str) -> StateShard:
     """Return this rank's part of a flat parameter."""
-    layout, name = handle.layout, prefix + flat_param_name(unit.handles.index(handle))
-    own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
-    local = handle.flat_param.detach()[: own.numel]
-    return StateShard(IndexedParam(unit, handle, 0, (name,)), local, (layout.unpadded_numel,))
+    layout, name = param_group.layout, prefix + flat_param_name(unit.param_groups.index(param_group))
+    own = layout.shard(param_group.spec.rank).intersect(Interval(0, layout.unpadded_numel))
+    local = param_group.flat_param.detach()[: own.numel]
+    return StateShard(IndexedParam(unit, param_group, 0, (name,)), local, (layout.unpadded_numel,))
 
 
 def _save_unit(
@@ -279,7 +282,7 @@ def _save_unit(
         unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
-    if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
+    if unit.param_groups and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
         warn_user(
             f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
             "tensors."
@@ -327,7 +330,7 @@ def _save_summoned(
         destination = inner()
         values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
         for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
-            shown = param.handle.shown.full_local(param.index)
+            shown = param.param_group.shown.full_local(param.index)
             for name in present:
                 found = destination[name]
                 local = found.to_local() if isinstance(found, DTensor) else found
@@ -350,7 +353,7 @@ def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, 
 
 def placeholder_of(param: IndexedParam, refusal: Exception | None) -> StatePlaceholder:
     """Return a tensor to show in the place of a parameter."""
-    device, dtype = param.unit.options.device, param.handle.flat_param.dtype
+    device, dtype = param.unit.options.device, param.param_group.flat_param.dtype
     return StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
 
 
@@ -403,7 +406,7 @@ def _save_full(
             elif present:
                 stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                 # A value may be a view of the summoned parameter, unless a hook replaced it.
-                if is_summoned and _shares_memory(stored, param.handle.shown.full_local(param.index)):
+                if is_summoned and _shares_memory(stored, param.param_group.shown.full_local(param.index)):
                     stored = stored.clone()
                 destination.update(dict.fromkeys(present, stored))
         if keep:
@@ -426,7 +429,7 @@ def _names_in(destination: dict[str, Any], params: Sequence[IndexedParam]) -> li
     for name, value in destination.items() if lacking else ():
         places.setdefault(_place(value), []).append(name)
     for param, names in lacking:
-        site = param.handle.params[param.index].sites[0]
+        site = param.param_group.params[param.index].sites[0]
         place = _place(site.module._parameters.get(site.name))
         names += [name for name in places.get(place, ()) if place and name not in names]
     return found
@@ -443,11 +446,11 @@ def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Register full parameters made from ``tensors``."""
     remaining = iter(tensors)
     try:
-        for handle in unit.handles:
-            handle.shown.show_full_params([next(remaining) for _ in handle.layout.param_infos])
+        for param_group in unit.param_groups:
+            param_group.shown.show_full_params([next(remaining) for _ in param_group.layout.param_infos])
         yield
     finally:
-        for handle in unit.handles:
-            handle.shown.hide_full_params()
+        for param_group in unit.param_groups:
+            param_group.shown.hide_full_params()
             if unit.is_unsharded:
-                handle.shown.show_unsharded()
+                param_group.shown.show_unsharded()

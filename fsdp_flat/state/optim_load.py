@@ -142,11 +142,11 @@ class _OptimLoad:
         _check_class(self._contents, index, by_name)
         keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
         # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
-        held = {param.handle for param in index.params if param.fqn in positions}
+        held = {param.param_group for param in index.params if param.fqn in positions}
         state: dict[Any, dict[str, Any]] = {}
         for visible, entries in index.managed.items():
             first, rows = entries[0], {entry.fqn: by_name[entry.fqn] for entry in entries if entry.fqn in by_name}
-            if first.handle not in held or not rows:
+            if first.param_group not in held or not rows:
                 continue
             owner = self._contents.owners.get(visible)
             row = self._managed_row(visible, entries, rows, owner)
@@ -191,7 +191,7 @@ class _OptimLoad:
         first, found = next(param for param in params if param.fqn in rows), dict[str, Any]()
         if not first.is_original:
             self._check_uniform(params, rows)
-        device, layout = first.handle.flat_param.device, first.handle.layout
+        device, layout = first.param_group.flat_param.device, first.param_group.layout
 
         def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype_of(value), device=device)
@@ -276,7 +276,7 @@ class _OptimLoad:
     def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
         """Split this rank's part of a state off with its handler, now or as part of the plan."""
         refuse_split(param, key)
-        interval, device = param.local_shard.in_param, param.handle.flat_param.device
+        interval, device = param.local_shard.in_param, param.param_group.flat_param.device
         handler = param.unit.optim_state_handlers[key]
 
         def put(full: torch.Tensor) -> None:
@@ -305,7 +305,7 @@ class _OptimLoad:
         assert isinstance(value, FromRankZero)
         if shown is None:
             return value.plan_full(param.device, self.plan)
-        sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
+        sharded = empty_dtensor(shown, value.dtype, shown.param_group.flat_param.device)
         device, local = shown.unit.options.device, sharded.to_local()
         value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
         return sharded

@@ -49,13 +49,13 @@ def dtype_of(value: Any) -> torch.dtype:
 
 @dataclass(slots=True, eq=False)
 class IndexedParam:
-    """Locates one parameter that a unit manages: the parameter ``index`` of a handle.
+    """Locates one parameter that a unit manages: the parameter ``index`` of a group.
 
     Its names ``fqns`` are relative to a model and without wrapper components; a tied parameter has several.
     """
 
     unit: Unit
-    handle: ParamGroup
+    param_group: ParamGroup
     index: int
     fqns: tuple[str, ...]
 
@@ -67,22 +67,22 @@ class IndexedParam:
     @property
     def rank_group(self) -> RankGroup:
         """Shard group of its unit."""
-        shard: RankGroup = self.handle.comm.options.groups.shard
+        shard: RankGroup = self.param_group.comm.options.groups.shard
         return shard
 
     @property
     def adapter(self) -> TensorAdapter:
         """Adapter of the tensor that its modules hold."""
-        return self.handle.params[self.index].adapter
+        return self.param_group.params[self.index].adapter
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Unsharded shape; that of this rank's part if tensor parallelism has split the parameter."""
-        return self.handle.layout.param_infos[self.index].shape
+        return self.param_group.layout.param_infos[self.index].shape
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
-        return self.handle.shown.requires_grad()[self.index]
+        return self.param_group.shown.requires_grad()[self.index]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -92,12 +92,12 @@ class IndexedParam:
     @property
     def local_shard(self) -> LocalShard:
         """Elements of this rank."""
-        return self.handle.local_shards[self.index]
+        return self.param_group.local_shards[self.index]
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's local shard (1-D), a view of the flat shard; see ``ParamGroup.local``."""
-        return self.handle.local(self.index)
+        return self.param_group.local(self.index)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
@@ -106,17 +106,17 @@ class IndexedParam:
     @property
     def partition(self) -> EvenPartition:
         """Partition of the flattened parameter over the shard group."""
-        return self.handle.layout.partition(self.index)
+        return self.param_group.layout.partition(self.index)
 
     @property
     def shown(self) -> nn.Parameter:
         """The tensor that its modules hold outside of compute."""
-        return self.handle.params[self.index].param
+        return self.param_group.params[self.index].param
 
     @property
     def is_original(self) -> bool:
         """Return whether optimizers hold it itself, and not a flat parameter."""
-        return self.handle.spec.use_orig_params
+        return self.param_group.spec.use_orig_params
 
     @property
     def is_on_other_ranks(self) -> bool:
@@ -146,11 +146,11 @@ def refuse_split(param: IndexedParam, name: str) -> None:
 
 
 def params_of(unit: Unit, *prefixes: str) -> list[IndexedParam]:
-    """Return the parameters of one unit in the order of its handles; prefixes (with dots) precede their names."""
+    """Return the parameters of one unit in the order of its groups; prefixes (with dots) precede their names."""
     return [
-        IndexedParam(unit, handle, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
-        for handle in unit.handles
-        for index, entry in enumerate(handle.params)
+        IndexedParam(unit, param_group, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
+        for param_group in unit.param_groups
+        for index, entry in enumerate(param_group.params)
     ]
 
 
@@ -160,7 +160,7 @@ class ParamIndex:
     Attributes:
         params: all parameters that units manage, in the model's order.
         managed: by parameter that an optimizer holds, the parameters in it: one with original parameters, else all of
-            its handle.
+            its group.
         others: by parameter that no unit manages in state dicts, its name: those outside of units, and DTensors.
         dtensors: by DTensor that a unit of ``fully_shard`` shows, where it is. Its values in state dicts are DTensors
             too, so torch can save and load them.
@@ -183,19 +183,19 @@ class ParamIndex:
             if not unit.options.front.has_wrapper:
                 shown = params_of(unit, "")
                 rows.update((param.shown, param) for param in shown)
-                unsharded.update({param.handle.buffer.params[param.index]: param.shown for param in shown})
+                unsharded.update({param.param_group.buffer.params[param.index]: param.shown for param in shown})
             else:
                 # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
                 ordered = found_paths if unit.options.use_orig_params else [found_paths[-1], *found_paths[:-1]]
                 found = params_of(unit, *(path + "." if path else "" for path in ordered))
                 self.params += found
-                for handle in unit.handles:
-                    own = tuple(param for param in found if param.handle is handle)
-                    unsharded.update(dict.fromkeys(handle.buffer.params))
-                    if handle.spec.use_orig_params:
-                        self.managed.update(zip(handle.shown.visible_params, zip(own), strict=True))
+                for param_group in unit.param_groups:
+                    own = tuple(param for param in found if param.param_group is param_group)
+                    unsharded.update(dict.fromkeys(param_group.buffer.params))
+                    if param_group.spec.use_orig_params:
+                        self.managed.update(zip(param_group.shown.visible_params, zip(own), strict=True))
                     else:
-                        self.managed[handle.flat_param] = own
+                        self.managed[param_group.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             kept = unsharded.get(param)
@@ -260,8 +260,8 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     found: dict[RankGroup, None] = {}
     for unit in units:
         found.update(dict.fromkeys(group for options, _ in unit.by_mesh() for group in options.groups.rank_groups))
-        for handle in unit.handles:
-            for entry in handle.params:
+        for param_group in unit.param_groups:
+            for entry in param_group.params:
                 found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
     return [rank_group for rank_group in found if rank_group.size > 1]
 

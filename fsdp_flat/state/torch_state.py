@@ -184,7 +184,7 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
             f"{label} is a {type(value).__name__}; a parameter that fully_shard has sharded takes a full tensor or a "
             "DTensor. Save full tensors, or by torch.distributed.checkpoint."
         )
-    return _views(param).with_local(param.index, local.detach().to(param.handle.flat_param.device, copy=True))
+    return _views(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
 
 
 def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Tensor:
@@ -195,7 +195,7 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
     """
     shown = param.shown
     assert isinstance(shown, DTensor)
-    full = full.detach().to(param.handle.flat_param.device, copy=True)
+    full = full.detach().to(param.param_group.flat_param.device, copy=True)
     if not isinstance(like, DTensor) and (isinstance(like, torch.Tensor) or full.numel() == 1):
         return full
     is_fitting = isinstance(like, DTensor) and like.shape == full.shape
@@ -212,6 +212,6 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
 
 
 def _views(param: IndexedParam) -> DTensorShown:
-    views = param.handle.shown
+    views = param.param_group.shown
     assert isinstance(views, DTensorShown)
     return views

@@ -27,7 +27,7 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe_tree, describe_unit
-from fsdp_flat.runtime import handles_of, owners_of_ties, resolve_ignored
+from fsdp_flat.runtime import build_param_groups, owners_of_ties, resolve_ignored
 from fsdp_flat.wrap import UnitPlan, plan_units
 
 APIS = ("FullyShardedDataParallel", "fully_shard")
@@ -181,7 +181,7 @@ def planned_model(module: nn.Module, arguments: UnitArguments) -> PlannedModel:
     for unit, params in zip(units, collected, strict=True):
         own = _options(unit.kwargs, arguments)
         original = {entry.fqn: originals[entry.param] for entry in params}
-        handles = handles_of(params, unit.module, unit.fqn, own)
+        handles = build_param_groups(params, unit.module, unit.fqn, own)
         if rows:
             _use_rows(handles)
         chosen = strategy_from(unit.kwargs["sharding_strategy"])

@@ -134,7 +134,7 @@ def test_frozen_parameters_are_looked_for_once_and_only_where_that_is_asked(
     model = shard(seeded(), use_orig_params=True)
     with patch.object(Shown, "requires_grad", autospec=True, side_effect=Shown.requires_grad) as asked:
         dict(iter_full_state_dict(model, trainable_only=trainable_only))
-    assert asked.call_count == num_walks * sum(len(unit.handles) for unit in units_of(model))
+    assert asked.call_count == num_walks * sum(len(unit.param_groups) for unit in units_of(model))
 
 
 @on_ranks(2)
@@ -501,7 +501,11 @@ def test_a_checkpoint_is_written_without_being_read_back(background: bool, tmp_p
 def test_a_checkpoint_is_written_with_one_copy_of_a_tensor_at_a_time(tmp_path: Path) -> None:
     """Part 6 of "On a GPU as on a CPU": torch's writer keeps copies of all tensors of a file."""
     model, copies, most = shard(seeded()), list[weakref.ref[torch.Tensor]](), 0
-    own = {each.untyped_storage().data_ptr() for unit in units_of(model) for each in (unit.handles[0].flat_param.data,)}
+    own = {
+        each.untyped_storage().data_ptr()
+        for unit in units_of(model)
+        for each in (unit.param_groups[0].flat_param.data,)
+    }
 
     def save(value: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal most

@@ -129,7 +129,7 @@ def assert_no_step_runs(model: nn.Module) -> None:
     for unit in units_of(model):
         assert unit.step.backward is None
         assert unit.step.iteration is None
-        assert all(handle.kept_shards is None for handle in unit.handles)
+        assert all(handle.kept_shards is None for handle in unit.param_groups)
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -391,7 +391,7 @@ def test_a_reset_after_an_exception_frees_everything_and_the_next_step_is_right(
         sides.ours.blocks[0].reset_iter_state()
     sides.ours.reset_iter_state()
     assert_no_step_runs(sides.ours)
-    assert all(unit.handles[0].buffer.nbytes == 0 for unit in units_of(sides.ours))
+    assert all(unit.param_groups[0].buffer.nbytes == 0 for unit in units_of(sides.ours))
     sides.ours.zero_grad()
     sides.step()
 
@@ -442,7 +442,7 @@ def test_several_roots_share_streams_and_memory(early: bool) -> None:
     assert len(contexts) == 3
     assert len({context.pool for context in contexts}) == 1
     assert len({context.streams for context in contexts}) == 1
-    assert {handle.pool for unit in units_of(sides.ours) for handle in unit.handles} == {next(iter(contexts)).pool}
+    assert {handle.pool for unit in units_of(sides.ours) for handle in unit.param_groups} == {next(iter(contexts)).pool}
     for one, other in zip(sides.ours.parameters(), sides.theirs.parameters(), strict=True):
         close(one.grad.full_tensor(), other.grad.full_tensor())
     with pytest.raises(OptionError, match="Linear has none"):

@@ -252,7 +252,7 @@ def test_reduce_scatters_have_a_group_of_their_own(hybrid: bool, shared: bool) -
         models = Beside.of(mesh=mesh(2, dist.get_world_size() // 2) if hybrid else None)
         ours = models.ours
         ours.set_separate_reduce_scatter_group()
-        groups = {unit.handles[0].comm.choice.reduce_group for unit in units_of(ours)}
+        groups = {unit.param_groups[0].comm.choice.reduce_group for unit in units_of(ours)}
         assert len(groups) == 1
         (group,) = groups
         shard = units_of(ours)[0].options.groups.shard
@@ -266,7 +266,7 @@ def test_reduce_scatters_have_a_group_of_their_own(hybrid: bool, shared: bool) -
         ours.blocks[0].set_separate_reduce_scatter_group(False, recurse=False)
         train(models)
         ours.set_separate_reduce_scatter_group()
-        assert {unit.handles[0].comm.choice.reduce_group for unit in units_of(ours)} == {group}
+        assert {unit.param_groups[0].comm.choice.reduce_group for unit in units_of(ours)} == {group}
 
 
 @on_ranks(2)
@@ -284,7 +284,7 @@ def test_a_separate_group_and_custom_reductions_go_together(rank: int) -> None:
     use_collectives(models.ours.blocks[0], reduce_scatter=QuantizedReduceScatter())
     with recorded() as record:
         train(models, num_steps=1, atol=1e-2, rtol=1e-1)
-    separate = units_of(models.ours)[0].handles[0].comm.choice.reduce_group
+    separate = units_of(models.ours)[0].param_groups[0].comm.choice.reduce_group
     assert separate is not None
     assert groups == [separate.group]
     assert record.count("all_to_all_single") == 1

@@ -114,7 +114,7 @@ def test_the_outer_unit_is_on_the_mesh_of_the_call(kind: type[nn.Module]) -> Non
     meshes, plain = Meshes.of(4, 2), seeded(kind)
     model = shard(copy.deepcopy(plain), meshes)
     (unit,) = units_of(model, recurse=False)
-    assert [handle.comm.name for handle in unit.handles] == [kind.__name__, f"{kind.__name__} (efsdp)"]
+    assert [handle.comm.name for handle in unit.param_groups] == [kind.__name__, f"{kind.__name__} (efsdp)"]
     assert [options.groups.num_ranks for options, _ in unit.by_mesh()] == [4, 2]
     model.set_gradient_divide_factor(4)
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_ranks_that_wait_in_any_group_learn_why_others_have_failed(place: str, r
     if place == "second mesh":
         model = meshes.shard(model, fully_shard)
         # The all-gather of the block's first mesh has begun then, that of its experts has not.
-        failing: Any = units_of(model.blocks[0])[0].handles[-1].comm.of_steps
+        failing: Any = units_of(model.blocks[0])[0].param_groups[-1].comm.of_steps
         name = "begin_all_gather"
     else:
         for block in model.blocks:

@@ -23,7 +23,7 @@ def hybrid_mesh(shards: bool) -> Any:
 
 
 def partial_grads(model: Any) -> list[Any]:
-    return [handle.grads.partial.shard for unit in units_of(model) for handle in unit.handles]
+    return [handle.grads.partial.shard for unit in units_of(model) for handle in unit.param_groups]
 
 
 @pytest.mark.filterwarnings("ignore:.*is sharded in torch.float16")

@@ -39,7 +39,10 @@ def test_rows_of_uneven_and_of_other_dims_come_back_in_backward() -> None:
 
     # torch fails on a row that the smaller group has to itself.
     sides = Sides(Stack(), to_groups_of(2, shard_placement_fn=dim_of), with_torch=False)
-    assert {dim for unit in units_of(sides.ours) for handle in unit.handles for dim in handle.layout.dims} == {0, 1}
+    assert {dim for unit in units_of(sides.ours) for handle in unit.param_groups for dim in handle.layout.dims} == {
+        0,
+        1,
+    }
     sides.step(num_steps=2)
 
 
@@ -53,7 +56,7 @@ def test_the_smaller_group_holds_parameters_in_their_low_precision() -> None:
         copy.load_state_dict(model.state_dict())
         blocks_and_root(copy, fully_shard, reshard_after_forward=size, mp_policy=policy)
         loss = square_loss(copy, batch_of(0))
-        kept = [handle.kept_shards for unit in units_of(copy) for handle in unit.handles]
+        kept = [handle.kept_shards for unit in units_of(copy) for handle in unit.param_groups]
         held = [shards for shards in kept if shards is not None]
         assert {shards.dtype for shards in held} <= {torch.bfloat16}
         assert len(held) == (3 if size == 2 else 0)
@@ -69,14 +72,14 @@ def test_backward_gathers_fewer_bytes_over_the_smaller_group_and_each_rank_holds
     acquaint(model)
     square_loss(model, batch_of(0)).backward()
     root, *blocks = units_of(model)
-    numels = [handle.layout.shard_numel for unit in (root, *blocks) for handle in unit.handles]
+    numels = [handle.layout.shard_numel for unit in (root, *blocks) for handle in unit.param_groups]
     with recorded() as forward:
         loss = square_loss(model, batch_of(1))
     # Over all four ranks a shard goes to three others.
     assert forward.counts() == {"gather": 4}
     assert forward.sent("gather") == sum(numels) * 3 * ITEMSIZE
     # The last unit keeps its buffers, the others two shards; all modules show shards.
-    held = [unit.handles[0].kept_shards for unit in (root, *blocks)]
+    held = [unit.param_groups[0].kept_shards for unit in (root, *blocks)]
     assert [None if shards is None else shards.numel() for shards in held] == [2 * n for n in numels[:-1]] + [None]
     assert all(unit.is_sharded for unit in units_of(model))
     with recorded() as backward:
@@ -84,7 +87,7 @@ def test_backward_gathers_fewer_bytes_over_the_smaller_group_and_each_rank_holds
     # Two shards go to one other rank.
     assert backward.count("gather") == 3
     assert backward.sent("gather") == sum(numels[:-1]) * 2 * ITEMSIZE
-    assert all(unit.handles[0].kept_shards is None for unit in units_of(model))
+    assert all(unit.param_groups[0].kept_shards is None for unit in units_of(model))
 
 
 @on_ranks(4)
@@ -156,7 +159,7 @@ def test_a_switch_to_true_or_false_replaces_the_number_of_ranks() -> None:
             loss.backward()
         # The last unit keeps its buffers if units reshard; the root does as it is told, too.
         assert record.count("gather") == num_gathers
-        numels = [unit.handles[0].layout.shard_numel for unit in units_of(sides.ours)]
+        numels = [unit.param_groups[0].layout.shard_numel for unit in units_of(sides.ours)]
         assert record.sent("gather") == (sum(numels[:-1]) * other_ranks * ITEMSIZE if num_gathers else 0)
         sides.ours.zero_grad()
     with pytest.raises(OptionError, match="must be True or False"):
@@ -177,7 +180,7 @@ def test_one_rank_is_false_with_a_warning_and_all_ranks_are_true() -> None:
     assert units_of(one)[0].control.reshard_after_forward is False
     every = fully_shard(nn.Linear(4, 4), reshard_after_forward=dist.get_world_size())
     assert units_of(every)[0].control.reshard_after_forward is True
-    assert units_of(every)[0].handles[0].comm.smaller_group is None
+    assert units_of(every)[0].param_groups[0].comm.smaller_group is None
     with pytest.raises(OptionError, match=r"divides the 2 that shard \(1, 2\); got 4"):
         fully_shard(nn.Linear(4, 4), mesh=mesh(2, 2), reshard_after_forward=4)
 

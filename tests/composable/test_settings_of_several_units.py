@@ -32,15 +32,15 @@ def test_collectives_of_all_units_are_replaced_or_none(call: str) -> None:
     model = blocks_and_root(seeded(Stack))
     handle = model.blocks[1].unshard(async_op=True)
     units = units_of(model)
-    before = [(unit.handles[0].comm.choice, unit.control.keeps_last) for unit in units]
+    before = [(unit.param_groups[0].comm.choice, unit.control.keeps_last) for unit in units]
     num_groups = len(torch.distributed.distributed_c10d._world.pg_map)
     with pytest.raises(PhaseError, match=r"unit 'Block' were replaced while"):
         CALLS[call](model)
-    assert [(unit.handles[0].comm.choice, unit.control.keeps_last) for unit in units] == before
+    assert [(unit.param_groups[0].comm.choice, unit.control.keeps_last) for unit in units] == before
     assert len(torch.distributed.distributed_c10d._world.pg_map) == num_groups
     handle.wait()
     CALLS[call](model)
-    assert all(unit.handles[0].comm.choice != choice for unit, (choice, _) in zip(units, before, strict=True))
+    assert all(unit.param_groups[0].comm.choice != choice for unit, (choice, _) in zip(units, before, strict=True))
 
 
 @needs_mesh_infos
@@ -49,7 +49,7 @@ def test_collectives_of_all_units_are_replaced_or_none(call: str) -> None:
 def test_memory_is_allocated_by_the_groups_of_all_meshes_or_none(enable: bool) -> None:
     model = Meshes.of(4, 2).shard(seeded(Moe), fully_shard)
     (unit,) = units_of(model.blocks[0])
-    outer, inner = [handle.comm for handle in unit.handles]
+    outer, inner = [handle.comm for handle in unit.param_groups]
     error: Any = UnsupportedError
     if not enable:
         error = PhaseError

@@ -225,7 +225,7 @@ def test_the_trace_names_the_mesh_of_experts() -> None:
     info = _fsdp_common.HSDPMeshInfo(nameless, shard_mesh_dim=1, replicate_mesh_dim=0)
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(block, shard_placement_fn=lambda each: _fsdp_common.ShardPlacementResult(None, info))
-    assert [handle.comm.name for handle in units_of(block)[0].handles] == ["Sequential (mesh of 2 x 2)"]
+    assert [handle.comm.name for handle in units_of(block)[0].param_groups] == ["Sequential (mesh of 2 x 2)"]
 
 
 # -- methods of a module with several units ---------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_methods_of_a_module_are_for_its_parameters_on_all_meshes() -> None:
     train(model, range(1))
     block: Any = model.blocks[0]
     units = units_of(block)
-    assert [handle.comm.name for unit in units for handle in unit.handles] == ["blocks.0", "blocks.0 (efsdp)"]
+    assert [handle.comm.name for unit in units for handle in unit.param_groups] == ["blocks.0", "blocks.0 (efsdp)"]
     handle = block.unshard(async_op=True)
     assert not any(unit.is_sharded or unit.is_unsharded for unit in units)
     handle.wait()
@@ -255,7 +255,7 @@ def test_methods_of_a_module_are_for_its_parameters_on_all_meshes() -> None:
     for unit in units:
         assert unit.control.reshard_after_forward is False
         assert unit.policy.divide_factor == 2.0
-        assert all(handle.comm.choice.reduce_group is not None for handle in unit.handles)
+        assert all(handle.comm.choice.reduce_group is not None for handle in unit.param_groups)
     block.set_unshard_in_backward(False)
     assert not any(unit.control.unshard_in_backward for unit in units)
     block.set_unshard_in_backward(True)

@@ -152,5 +152,5 @@ def test_padding_and_ranks_without_elements_are_not_taken_for_parameters() -> No
     model.to_empty(device="cpu")
     by_reset(model)
     assert warned(model) == []
-    shards = [handle.flat_param for module in model for handle in module._unit.handles]
+    shards = [handle.flat_param for module in model for handle in module._unit.param_groups]
     assert all(shard.isfinite().all() for shard in shards)

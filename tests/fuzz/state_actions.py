@@ -86,7 +86,7 @@ def is_uniform(session: Session) -> bool:
 def flat_sizes(model: FSDP) -> list[int]:
     """The numbers of elements of the flat parameters, which a LOCAL state dict depends on."""
     units = [module._unit for module in FSDP.fsdp_modules(model)]
-    return [handle.layout.numel for unit in units for handle in unit.handles]
+    return [handle.layout.numel for unit in units for handle in unit.param_groups]
 
 
 class Move(ActionKind):

@@ -58,7 +58,7 @@ def split_rows(whole: torch.Tensor, shape: torch.Size, start: int, stop: int) ->
 def factored(model: Any) -> Factored:
     shapes = {}
     for module in FSDP.fsdp_modules(model):
-        for handle in module._unit.handles:
+        for handle in module._unit.param_groups:
             params, pieces = handle.shown.visible_params, handle.local_shards
             for param, param_info, piece in zip(params, handle.layout.param_infos, pieces, strict=True):
                 if len(param_info.shape) == 2:

@@ -60,7 +60,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
             names.setdefault(tensor.untyped_storage()._cdata, name)
 
     for unit in units_of(model):
-        for handle in unit.handles:
+        for handle in unit.param_groups:
             add(handle.flat_param.data, f"the shard of {unit.name!r}")
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
             for dtype, buffer in handle._by_dtype.items():
@@ -95,12 +95,14 @@ def gathering_units() -> Iterator[list[str]]:
 
 def unsharded_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Return the unsharded buffers of a wrapped model, with or without memory."""
-    return [handle.buffer.tensor for unit in units_of(model) for handle in unit.handles]
+    return [handle.buffer.tensor for unit in units_of(model) for handle in unit.param_groups]
 
 
 def num_unsharded(units: Sequence[Unit]) -> int:
     """Return how many of ``units`` have memory for unsharded parameters, apart from their shards."""
-    return sum(any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in unit.handles) for unit in units)
+    return sum(
+        any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in unit.param_groups) for unit in units
+    )
 
 
 # Findings that mention this are about asking which parameters any rank used, which a rank with unused ones has to.

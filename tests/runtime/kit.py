@@ -104,7 +104,7 @@ def assert_idle(model: nn.Module) -> None:
         assert unit.is_sharded, f"{unit.name} is not sharded"
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
         assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
-        for handle in unit.handles:
+        for handle in unit.param_groups:
             assert not any(handle.grads.ready()), f"{unit.name} has a gradient waiting"
             assert all(leaf.grad is None for leaf in handle.buffer.params)
             if handle.buffer.owns_memory:
@@ -123,7 +123,7 @@ def traced(model: FSDP) -> list[tuple[str, str]]:
 
 def exchange_nbytes(model: nn.Module) -> int:
     """Return the bytes exchanged at the end of a backward: one per parameter and handle, three flags, two digests."""
-    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    handles = [handle for unit in units_of(model) for handle in unit.param_groups]
     return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 3 + 16
 
 

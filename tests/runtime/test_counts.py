@@ -42,7 +42,7 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool
     """The collectives of one forward and backward against the layouts."""
     units = units_of(twin.model)
     shard, replicate = units[0].options.groups.rank_groups
-    layouts = [(unit, handle.layout) for unit in units for handle in unit.handles]
+    layouts = [(unit, handle.layout) for unit in units for handle in unit.param_groups]
     needs_all_gather = [(num_gathers(unit, units[0], units[-1]), layout) for unit, layout in layouts]
     # Over gloo, one broadcast a rank.
     gather, messages = ("gather", 1) if shared else ("broadcast", shard.size)
@@ -93,7 +93,9 @@ def test_a_step_sends_the_least_bytes_that_full_sharding_can(prefetch: BackwardP
     """Each unit is gathered twice and reduced once, (W-1)/W of it each time; the first and the last stay gathered."""
     twin = Twin.of(Stack(4), backward_prefetch=prefetch)
     acquaint(twin.model)
-    root, *blocks = [sum(handle.layout.numel for handle in unit.handles) * ITEMSIZE for unit in units_of(twin.model)]
+    root, *blocks = [
+        sum(handle.layout.numel for handle in unit.param_groups) * ITEMSIZE for unit in units_of(twin.model)
+    ]
     size = dist.get_world_size()
     bound = (3 * sum(blocks[:-1]) + 2 * blocks[-1] + 2 * root) * (size - 1) // size
     for step in range(3):

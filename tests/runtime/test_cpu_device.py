@@ -21,7 +21,9 @@ def test_the_cpu_needs_no_device_id_and_takes_either_spelling(device_id: str | N
     kwargs: dict[str, Any] = {} if device_id is None else {"device_id": torch.device(device_id)}
     twin = Twin.of(Stack(), **kwargs)
     assert twin.model.compute_device == torch.device("cpu")
-    assert all(handle.spec.device == torch.device("cpu") for unit in units_of(twin.model) for handle in unit.handles)
+    assert all(
+        handle.spec.device == torch.device("cpu") for unit in units_of(twin.model) for handle in unit.param_groups
+    )
     twin.step()
     twin.step()
 

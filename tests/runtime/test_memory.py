@@ -22,12 +22,12 @@ WIDTH = 256
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    return sum(handle.buffer.nbytes for unit in units_of(model) for handle in unit.handles)
+    return sum(handle.buffer.nbytes for unit in units_of(model) for handle in unit.param_groups)
 
 
 def whole_bytes(model: nn.Module) -> list[int]:
     """Gathered bytes of each unit, the root first."""
-    return [sum(4 * handle.layout.numel for handle in unit.handles) for unit in units_of(model)]
+    return [sum(4 * handle.layout.numel for handle in unit.param_groups) for unit in units_of(model)]
 
 
 def sampled(model: nn.Module, run: Callable[[], None], measure: Callable[[], int] | None = None) -> list[int]:
@@ -193,7 +193,7 @@ def test_accumulation_inside_no_sync_holds_one_whole_gradient(use_orig_params: b
     second = growth(accumulate)
     assert abs(first - total) < SLACK
     assert abs(second) < SLACK
-    assert sum(handle.grads._buffer.nbytes for unit in units_of(twin.model) for handle in unit.handles) == total
+    assert sum(handle.grads._buffer.nbytes for unit in units_of(twin.model) for handle in unit.param_groups) == total
     last = growth(lambda: square_loss(twin.model, x).backward())
     assert abs(last + total - total // 2) < SLACK, "what is left is the shards"
 

@@ -34,7 +34,7 @@ class Mixed(nn.Module):
 def test_a_unit_of_several_dtypes_with_integers_and_a_scalar_trains_as_the_reference() -> None:
     torch.manual_seed(5)
     twin = Twin.of(Mixed(), auto_wrap_policy=None, use_orig_params=True)
-    assert len(twin.model._unit.handles) == 4
+    assert len(twin.model._unit.param_groups) == 4
     with pytest.warns(UserWarning, match="'short.weight' of unit 'Mixed' is sharded in torch.bfloat16"):
         twin.step(atol=2e-2, rtol=2e-2)
     for _ in range(2):
@@ -80,7 +80,7 @@ class Adapted(nn.Module):
 def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     twin = Twin.of(Adapted(), auto_wrap_policy=None, use_orig_params=True)
     twin.step()
-    frozen, trainable = twin.model._unit.handles
+    frozen, trainable = twin.model._unit.param_groups
     assert [param_info.fqn for param_info in frozen.layout.param_infos] == ["big.weight"]
     sizes: list[tuple[int, int]] = []
     on_grad_ready = trainable.grads.on_ready

@@ -152,7 +152,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(use_orig_param
     loss = square_loss(twin.model, batch(rank))
     last = units_of(twin.model)[-1]
     assert last.is_sharded
-    assert last.handles[0].buffer.nbytes > 0
+    assert last.param_groups[0].buffer.nbytes > 0
     with pytest.raises(UsageError, match=r"while its parameter .* is sharded"):
         last.module(torch.ones(2, WIDTH))
     shown = list(twin.model.parameters())
@@ -162,7 +162,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(use_orig_param
     assert_equal(whole, dict(twin.plain.state_dict()))
     assert all(a is b for a, b in zip(shown, twin.model.parameters(), strict=True))
     loss.backward()
-    assert last.handles[0].buffer.nbytes == 0
+    assert last.param_groups[0].buffer.nbytes == 0
     twin.optimizer.zero_grad()
     twin.step()
 
@@ -201,7 +201,7 @@ def test_a_method_without_gradients_leaves_nothing_gathered(strategy: ShardingSt
     inner.evaluate = torch.no_grad()(inner.forward)
     register_forward_method(twin.model, "evaluate")
     twin.model.evaluate(batch(rank))
-    assert not [unit.name for unit in units_of(twin.model) if unit.handles[0].buffer.nbytes]
+    assert not [unit.name for unit in units_of(twin.model) if unit.param_groups[0].buffer.nbytes]
 
 
 @on_ranks(2)

@@ -46,7 +46,7 @@ POLICY = ModuleWrapPolicy({nn.Embedding, nn.Linear, Block})
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_tie_across_units_survives_training_under_auto_wrap(use_orig_params: bool) -> None:
     twin = Twin.of(Language(), auto_wrap_policy=POLICY, use_orig_params=use_orig_params)
-    names = {unit.name for unit in units_of(twin.model) if unit.handles} | {""}
+    names = {unit.name for unit in units_of(twin.model) if unit.param_groups} | {""}
     for _ in range(3):
         twin.step(tokens_loss)
     with FSDP.summon_full_params(twin.model, writeback=False):
@@ -83,7 +83,7 @@ def test_the_tied_weight_moves_up_to_the_innermost_common_unit() -> None:
     held = {
         (type(unit.module).__name__, site.fqn)
         for unit in units_of(model)
-        for handle in unit.handles
+        for handle in unit.param_groups
         for entry in handle.params
         for site in entry.sites
     }
@@ -109,7 +109,7 @@ def test_wrapping_tied_modules_by_hand_raises_with_both_names_and_both_units(use
 def test_a_tie_inside_one_unit_is_one_slot_with_two_places() -> None:
     twin = Twin.of(Language(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
     root = twin.model._unit
-    assert [param_info.fqn for param_info in root.handles[0].layout.param_infos] == ["embedding.weight"]
+    assert [param_info.fqn for param_info in root.param_groups[0].layout.param_infos] == ["embedding.weight"]
     twin.step(tokens_loss)
 
 

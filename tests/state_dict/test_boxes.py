@@ -61,7 +61,7 @@ def test_boxes_are_made_without_communication_and_without_copies(use_orig_params
         state = boxed(model)
         states = boxed_optimizer(model, optimizer)
     assert record.calls == []
-    shards = {h.flat_param.untyped_storage().data_ptr() for m in FSDP.fsdp_modules(model) for h in m._unit.handles}
+    shards = {h.flat_param.untyped_storage().data_ptr() for m in FSDP.fsdp_modules(model) for h in m._unit.param_groups}
     managed = {name: value for name, value in state.items() if isinstance(value, BoxedTensor)}
     assert [name for name in state if name not in managed] == ["blocks.0.shift", "blocks.1.shift"]
     for name, value in managed.items():

@@ -44,7 +44,7 @@ ITEMSIZE = 4
 
 
 def shard_bytes(model: nn.Module) -> int:
-    return sum(ITEMSIZE * handle.layout.shard_numel for unit in units_of(model) for handle in unit.handles)
+    return sum(ITEMSIZE * handle.layout.shard_numel for unit in units_of(model) for handle in unit.param_groups)
 
 
 def local_bytes(value: Any) -> int:
@@ -139,7 +139,7 @@ def test_a_full_save_needs_the_memory_of_its_result_and_no_more_than_a_unit(use_
     model.state_dict()
     most, kept = zip(*(_bytes_of_a_save(model, group) for _ in range(3)), strict=True)
     result = sum(value.nbytes for value in model.state_dict().values())
-    unit = max(ITEMSIZE * handle.layout.numel for unit in units_of(model) for handle in unit.handles)
+    unit = max(ITEMSIZE * handle.layout.numel for unit in units_of(model) for handle in unit.param_groups)
     assert result > 4 * unit
     assert min(most) <= result + unit
     assert min(kept) <= result + unit // 4

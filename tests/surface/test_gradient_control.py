@@ -79,7 +79,7 @@ def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_
 ) -> None:
     """Pain 10."""
     model = sharded(small_model(), strategy, use_orig_params=use_orig_params)
-    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    handles = [handle for unit in units_of(model) for handle in unit.param_groups]
     with model.no_sync(mode="sharded"):
         for step in range(2):
             mean_loss(model, batches(num_ranks, step=step)[rank]).backward()
@@ -161,7 +161,7 @@ def test_a_comm_hook_replaces_the_reduction_over_the_shard_axis(
     model.register_comm_hook("state", hook)
     for _ in range(2):
         mean_loss(model, batches(num_ranks)[rank]).backward()
-    flat_sizes = [unit.handles[0].layout for unit in (model[2]._unit, model[1]._unit, model._unit)]
+    flat_sizes = [unit.param_groups[0].layout for unit in (model[2]._unit, model[1]._unit, model._unit)]
     size = 1 if strategy == "NO_SHARD" else dist.get_world_size(model.process_group)
     assert sorted(hook.calls) == sorted(
         [((layout.numel,), None if size == 1 else (layout.numel // size,)) for layout in flat_sizes] * 2

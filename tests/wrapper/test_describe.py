@@ -61,8 +61,8 @@ def test_a_plan_on_the_meta_device_is_what_wrapping_makes_and_allocates(rank: in
         model = wrapped(module, **kwargs)
         assert describe(model) == planned.description, case
         assert str(describe(model)) == str(planned)
-        for unit, found in zip([unit for unit in units_of(model) if unit.handles], planned.units, strict=True):
-            assert sum(handle.flat_param.nbytes for handle in unit.handles) == found.shard_nbytes, case
+        for unit, found in zip([unit for unit in units_of(model) if unit.param_groups], planned.units, strict=True):
+            assert sum(handle.flat_param.nbytes for handle in unit.param_groups) == found.shard_nbytes, case
         assert sum(param.nbytes for param in model.parameters()) <= planned.shard_nbytes
 
 

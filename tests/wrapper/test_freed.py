@@ -48,7 +48,7 @@ def test_a_model_that_nobody_holds_is_freed(use: Callable[[nn.Module], None], us
     )
     use(model)
     units = [weakref.ref(wrapper._unit) for wrapper in FSDP.fsdp_modules(model)]
-    handles = [weakref.ref(handle) for ref in units for handle in ref().handles]
+    handles = [weakref.ref(handle) for ref in units for handle in ref().param_groups]
     gone = weakref.ref(group)
     del model, group
     dist.barrier()
