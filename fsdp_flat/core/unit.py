@@ -438,6 +438,8 @@ class Unit:
         """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
         for param_group in self.param_groups if self.has_hidden_gradients else ():
             chosen = [each for each in param_group.shown.visible if among is None or each.param in among]
+            if not chosen:
+                continue  # those of another optimizer, perhaps of a model whose last step failed
             # Reductions first: one that ends may leave a partial gradient with the group.
             self.step.clear_reduced(param_group, chosen, set_to_none=set_to_none)
             param_group.grads.clear(chosen, set_to_none=set_to_none)

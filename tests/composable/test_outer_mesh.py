@@ -114,7 +114,10 @@ def test_the_outer_unit_is_on_the_mesh_of_the_call(kind: type[nn.Module]) -> Non
     meshes, plain = Meshes.of(4, 2), seeded(kind)
     model = shard(copy.deepcopy(plain), meshes)
     (unit,) = units_of(model, recurse=False)
-    assert [handle.comm.name for handle in unit.param_groups] == [kind.__name__, f"{kind.__name__} (efsdp)"]
+    assert [unit.name + options.mesh_suffix for options, _ in unit.by_mesh()] == [
+        kind.__name__,
+        f"{kind.__name__} (efsdp)",
+    ]
     assert [options.groups.num_ranks for options, _ in unit.by_mesh()] == [4, 2]
     model.set_gradient_divide_factor(4)
     for _ in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -139,3 +141,21 @@ def test_a_conversion_after_a_backward_that_raised_converts(use_orig_params: boo
         loss.backward()
     twin.model.double()
     assert all(param.dtype is torch.float64 for param in twin.model.parameters())
+
+
+class NeverFinished:
+    """Stands for a reduction in flight whose other ranks have failed."""
+
+    def finish(self) -> None:
+        raise AssertionError("waited for a reduction of another model")
+
+
+@on_ranks(2)
+def test_clearing_gradients_of_one_model_waits_for_no_reduction_of_another(rank: int) -> None:
+    failed, other = Twin.of(Stack(2), use_orig_params=True), Twin.of(Stack(2), use_orig_params=True)
+    failed.step()
+    in_flight: list[Any] = units_of(failed.model)[0].step._in_flight
+    in_flight.append(NeverFinished())
+    other.step()
+    other.optimizer.zero_grad()
+    in_flight.clear()

@@ -220,8 +220,8 @@ class Recycling(Stack):
 def test_a_pass_without_gradients_before_the_real_one_holds_no_unit_longer(rank: int) -> None:
     pair = Pair.of(Recycling(), use_orig_params=True)
     pair.train()
-    schedule = pair.model._schedule()
-    schedule.trace = trace = []
+    step = pair.model._fsdp_step()
+    step.trace = trace = []
     square_loss(pair.model, batch(rank)).backward()
     last, before = ("blocks.2", "blocks.1") if len(pair.plain.blocks) > 2 else ("blocks.1", "blocks.0")
     backward = trace[trace.index(("pre_backward", last)) :]
@@ -276,8 +276,8 @@ def test_a_frozen_unit_in_a_reentrant_checkpoint_is_freed_before_the_unit_below_
     model.blocks.requires_grad_(False)
     pair = Pair.of(model, use_orig_params=True)
     pair.train()
-    schedule = pair.model._schedule()
-    schedule.trace = trace = []
+    step = pair.model._fsdp_step()
+    step.trace = trace = []
     square_loss(pair.model, batch(rank)).backward()
     names = [f"blocks.{index}" for index in range(len(pair.plain.blocks))]
     backward = trace[trace.index(("pre_backward", names[-1])) :]

@@ -218,7 +218,7 @@ def test_an_assigned_prefetch_mode_is_that_of_later_backwards(rank: int) -> None
             unit.backward_prefetch = mode
             assert unit.backward_prefetch is mode
         loss = square_loss(model, x)
-        trace = model._schedule().trace = []
+        trace = model._fsdp_step().trace = []
         loss.backward()
         prefetched.append([event for event, _ in trace].count("backward_prefetch"))
     assert prefetched[0] > 0
