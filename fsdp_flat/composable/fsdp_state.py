@@ -19,8 +19,8 @@ from fsdp_flat.core import (
     DTensorShown,
     MemoryState,
     ParamGroup,
+    PerParamSharding,
     Phase,
-    RowSharding,
     Unit,
     UnitOptions,
     step_of,
@@ -82,8 +82,8 @@ class FSDPParam(View):
         return Shard(param_group.shown.layout.dims[index])
 
     @property
-    def _rows(self) -> RowSharding:
-        rows = self._viewed[1].spec.rows
+    def _rows(self) -> PerParamSharding:
+        rows = self._viewed[1].spec.per_param
         assert rows is not None
         return rows
 
@@ -153,7 +153,7 @@ class FSDPParamGroup(View):
     @property
     def mesh_info(self) -> Any:
         """FSDP2's description of the mesh."""
-        rows = self._viewed[1].rows
+        rows = self._viewed[1].per_param
         assert rows is not None
         return mesh_info(rows.mesh)
 

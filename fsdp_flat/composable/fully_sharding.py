@@ -24,7 +24,7 @@ from fsdp_flat.core import (
     IN_PLACE,
     DataParallelDims,
     Ignored,
-    RowSharding,
+    PerParamSharding,
     SmallerGroup,
     Unit,
     UnitOptions,
@@ -35,13 +35,13 @@ from fsdp_flat.core import (
     listed,
     modules_of,
     outside_fake_mode,
-    precision_of_rows,
+    precision_of_policy,
     unit_of,
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
 from fsdp_flat.runtime import (
-    build_rows,
+    build_per_param,
     check_not_torchs,
     check_outside_units,
     current_accelerator,
@@ -203,7 +203,7 @@ def fully_shard(
         )
     offloads = is_a(offload_policy, "CPUOffloadPolicy")
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims), members, offloads=offloads)
-    options = _options(mp_policy, RowSharding(mesh, offloads, data_dims), reshard_after_forward)
+    options = _options(mp_policy, PerParamSharding(mesh, offloads, data_dims), reshard_after_forward)
     by_mesh = {mesh: options}
 
     def place(param: nn.Parameter) -> tuple[UnitOptions, int]:
@@ -217,7 +217,7 @@ def fully_shard(
     ignored = _ignored(members, ignored_params)
     for member in members:
         check_not_torchs(member, ignored)
-    unit = build_rows(members, options, ignored, place)
+    unit = build_per_param(members, options, ignored, place)
     is_one = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
     if is_one and any(options.strategy.shards for options, _ in unit.by_mesh()):
         warn_user(
@@ -331,7 +331,7 @@ def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
         return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
 
 
-def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | int | None) -> UnitOptions:
+def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool | int | None) -> UnitOptions:
     mesh, data_dims = rows.mesh, rows.data_dims
     kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
@@ -343,10 +343,10 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
         device_given=True,
         use_orig_params=True,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        precision=precision_of_rows(mp_policy),
+        precision=precision_of_policy(mp_policy),
         offload_params=rows.offloads,
         front=IN_PLACE,
-        rows=rows,
+        per_param=rows,
     )
     num_shards, value = options.groups.shard.size, reshard_after_forward
     divides = isinstance(value, int) and value > 0 and num_shards % value == 0
@@ -387,7 +387,7 @@ def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None)
     return 0 if given is None else given.dim, info
 
 
-def _rows_over(info: Any, mesh: DeviceMesh, *, offloads: bool) -> RowSharding:
+def _rows_over(info: Any, mesh: DeviceMesh, *, offloads: bool) -> PerParamSharding:
     """Return how parameters are sharded over the mesh of ``info``, in place of ``mesh``, that of the call.
 
     ``info`` is torch's ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which are not public; all but its mesh may be missing.
@@ -406,4 +406,4 @@ def _rows_over(info: Any, mesh: DeviceMesh, *, offloads: bool) -> RowSharding:
         )
     dims = getattr(info, "dp_mesh_dims", None)
     names = ", ".join(other.mesh_dim_names or ()) or "mesh of " + " x ".join(map(str, other.shape))
-    return RowSharding(other, offloads, None if dims is None else _data_dims(info.spmd_mesh, dims), f" ({names})")
+    return PerParamSharding(other, offloads, None if dims is None else _data_dims(info.spmd_mesh, dims), f" ({names})")

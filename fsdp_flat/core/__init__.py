@@ -31,7 +31,7 @@ from fsdp_flat.core.options import (
     check_callable,
     listed,
     precision_from,
-    precision_of_rows,
+    precision_of_policy,
 )
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import (
@@ -54,9 +54,9 @@ from fsdp_flat.core.params import (
     to_local_param,
     unsharded_shape,
 )
+from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import SHARDED_HINTS, ShardedPlaceholder
 from fsdp_flat.core.reduction import predivide_factor
-from fsdp_flat.core.row_sharding import RowSharding
 from fsdp_flat.core.shown_dtensors import DTensorShown
 from fsdp_flat.core.step import Step, outermost_of, reset_step, step_of
 from fsdp_flat.core.torch_core import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.core.row_sharding import RowSharding
+from fsdp_flat.core.per_param_sharding import PerParamSharding
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class ParamGroupSpec:
         compute_dtype, master_dtype: dtypes of the unsharded parameters and of the shard; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
-        rows: how each parameter is sharded by itself and shown as a DTensor; None for a flat layout.
+        per_param: how each parameter is sharded by itself and shown as a DTensor; None for a flat layout.
     """
 
     unit_name: str
@@ -38,4 +38,4 @@ class ParamGroupSpec:
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     keep_reduce_dtype: bool = False
-    rows: RowSharding | None = None
+    per_param: PerParamSharding | None = None

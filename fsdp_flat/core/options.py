@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, is_a
 from fsdp_flat.comm import ShardingGroups, Strategy
-from fsdp_flat.core.row_sharding import RowSharding
+from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.torch_core import BatchNorm
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 
@@ -106,7 +106,7 @@ class UnitOptions:
         sync_states: action if ranks start from different weights.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
         front: how callers meet the unit.
-        rows: shards each parameter by itself and shows DTensors; None for flat parameters.
+        per_param: shards each parameter by itself and shows DTensors; None for flat parameters.
         mixed_precision, cpu_offload: the constructor's arguments, which the wrapper shows.
     """
 
@@ -123,14 +123,14 @@ class UnitOptions:
     offload_params: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
     front: Front = WRAPPER
-    rows: RowSharding | None = None
+    per_param: PerParamSharding | None = None
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
 
     @property
     def mesh_suffix(self) -> str:
         """Text after the unit's name, for a mesh that ``shard_placement_fn`` chose; else empty."""
-        return "" if self.rows is None else self.rows.suffix
+        return "" if self.per_param is None else self.per_param.suffix
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ def _check_dtypes(value: Any, *names: str) -> None:
             )
 
 
-def precision_of_rows(policy: Any) -> Precision:
+def precision_of_policy(policy: Any) -> Precision:
     """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`."""
     if not is_a(policy, "MixedPrecisionPolicy"):
         raise OptionTypeError(

@@ -79,7 +79,7 @@ class ParamGroup:
         self.kept_shards: torch.Tensor | None = None
         self._by_dtype: dict[torch.dtype, AllGatherOutput] = {}
         self._select_buffer(params)
-        kind = DTensorShown if spec.rows is not None else OriginalsShown if spec.use_orig_params else FlatShown
+        kind = DTensorShown if spec.per_param is not None else OriginalsShown if spec.use_orig_params else FlatShown
         self.shown: Shown = kind(params, spec=spec, layout=self.layout, flat_param=self.flat_param, buffer=self.buffer)
         self.params = self.shown.params
         self.grads = Gradients(self.shown, params, self.pool)
@@ -97,8 +97,8 @@ class ParamGroup:
 
     def _layout_of(self, params: Sequence[ManagedParam]) -> Layout:
         spec, named = self.spec, [(entry.fqn, tuple(entry.shape)) for entry in params]
-        if spec.rows is not None:
-            return PerParamLayout.build(named, spec.rows.dims_of(params), world_size=spec.world_size)
+        if spec.per_param is not None:
+            return PerParamLayout.build(named, spec.per_param.dims_of(params), world_size=spec.world_size)
         return FlatLayout.build(
             named,
             world_size=spec.world_size,
@@ -172,15 +172,15 @@ class ParamGroup:
         In place: the buffer, which contains this rank's shard, and None. Else: this rank's shard (1-D, compute dtype),
         or the shards that this rank keeps for a smaller group, and the target that places the shards of all ranks.
         """
-        buffer, shard, rows = self.buffer, self.flat_param.data, self.spec.rows
-        if rows is not None:
+        buffer, shard, per_param = self.buffer, self.flat_param.data, self.spec.per_param
+        if per_param is not None:
             views, kept = cast(DTensorShown, self.shown), self.kept_shards
             if kept is not None:
                 self.kept_shards = None
                 buffer.alloc(self.pool)
                 assert buffer.gather_target is not None
                 return kept, GroupedTarget(buffer.gather_target, kept.numel() // self.layout.shard_numel)
-            if shard.is_meta or (rows.offloads and not shard.is_cpu):
+            if shard.is_meta or (per_param.offloads and not shard.is_cpu):
                 views.refuse_device()
             views.takes_assigned = False
         buffer.alloc(self.pool)
@@ -287,13 +287,13 @@ class ParamGroup:
         """Record that the step of an optimizer that holds parameters of this group has ended."""
         self.num_updates += 1
         # Foreach operations change DTensors without raising a version counter; a step without gradients changes none.
-        if self.spec.rows is not None and any(param.grad is not None for param in self.shown.visible_params):
+        if self.spec.per_param is not None and any(param.grad is not None for param in self.shown.visible_params):
             self._weights_epoch += 1
 
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         shown, spec = self.shown, self.spec
-        if self.flat_param.is_meta and spec.rows is not None and not self._take_loaded():
+        if self.flat_param.is_meta and spec.per_param is not None and not self._take_loaded():
             return
         shard, place = self.flat_param.data, (self._shard_place, self.orig_dtype, spec.shard_device)
         if (self.buffer.place_of(shard), shard.dtype, shard.device) != place:

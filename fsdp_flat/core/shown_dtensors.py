@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.core.layout import PerParamLayout
 from fsdp_flat.core.params import ManagedParam, check_extensions
+from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import call_adviser
-from fsdp_flat.core.row_sharding import RowSharding
 from fsdp_flat.core.shown import Shown
 from fsdp_flat.core.torch_core import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
 from fsdp_flat.core.visible_params import VisibleParam, split_storage
@@ -46,10 +46,10 @@ class DTensorShown(Shown):
     _make_guard = staticmethod(call_adviser)
 
     @property
-    def row_sharding(self) -> RowSharding:
+    def per_param_sharding(self) -> PerParamSharding:
         """The mesh of the DTensors, and how they are placed on it."""
-        assert self.spec.rows is not None
-        return self.spec.rows
+        assert self.spec.per_param is not None
+        return self.spec.per_param
 
     def _replaced(self, params: Sequence[ManagedParam]) -> Sequence[ManagedParam]:
         layout, rank = self.layout, self.spec.rank
@@ -60,7 +60,7 @@ class DTensorShown(Shown):
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         locals_ = split_storage(self.flat_param.data, self._local_parts)
         return [
-            entry.replaced_by(dtensor_parameter(self.row_sharding.template(entry, dim, local), like=entry.param))
+            entry.replaced_by(dtensor_parameter(self.per_param_sharding.template(entry, dim, local), like=entry.param))
             for entry, dim, local in zip(params, layout.dims, locals_, strict=True)
         ]
 
@@ -110,12 +110,12 @@ class DTensorShown(Shown):
         local = self.layout.local_part(index, self.spec.rank, inner).view(
             self.layout.local_shape(index, self.spec.rank)
         )
-        device_type = "cpu" if self.row_sharding.offloads else self.row_sharding.mesh.device_type
+        device_type = "cpu" if self.per_param_sharding.offloads else self.per_param_sharding.mesh.device_type
         return self.with_local(index, local if local.is_meta else local.to(device_type))
 
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor of ``local`` with the mesh and placements of parameter ``index``."""
-        return self.row_sharding.template(self.params[index], self.layout.dims[index], local)
+        return self.per_param_sharding.template(self.params[index], self.layout.dims[index], local)
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class DTensorShown(Shown):
                 param._local_tensor = local  # type: ignore[attr-defined]
             else:
                 # A DTensor cannot change its dtype or device: swap another one into the Parameter that optimizers hold.
-                template = self.row_sharding.template(entry, self.layout.dims[index], local)
+                template = self.per_param_sharding.template(entry, self.layout.dims[index], local)
                 other = dtensor_parameter(template, like=param)
                 if param.grad is not None:
                     other.grad = dtensor_of(local_of(param.grad).to(local.device, local.dtype), template._spec)
@@ -216,7 +216,7 @@ class DTensorShown(Shown):
             local.copy_(local_of(current))
         if (local.dtype, local.device) != (current.dtype, current.device):
             old = self.params[index]
-            template = self.row_sharding.template(old, self.layout.dims[index], local)
+            template = self.per_param_sharding.template(old, self.layout.dims[index], local)
             return nn.Parameter(template, requires_grad=current.requires_grad)
         current._local_tensor = local  # type: ignore[attr-defined]
         return current
@@ -238,7 +238,7 @@ class DTensorShown(Shown):
                 f"with the local shape {shape}. Convert full tensors by "
                 "torch.distributed.tensor.distribute_tensor(tensor, param.device_mesh, param.placements)."
             )
-        if self.row_sharding.offloads and current.device.type not in ("cpu", "meta"):
+        if self.per_param_sharding.offloads and current.device.type not in ("cpu", "meta"):
             self._raise_not_on_cpu([index], current.device)
 
     def refuse_device(self) -> NoReturn:

@@ -252,7 +252,7 @@ class Unit:
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.step.streams
         # A caller's all-gather may take memory at its end, and so does torch's operator that places gathered shards.
-        takes_memory = self.options.rows is not None or self.param_groups[0].comm.choice.all_gather is not None
+        takes_memory = self.options.per_param is not None or self.param_groups[0].comm.choice.all_gather is not None
         with profiled("all_gather_wait", self.name), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in pendings:
@@ -353,7 +353,7 @@ class Unit:
             param_group.kept_shards = None
 
     def retain(self, event: MemoryEvent) -> None:
-        """Show the sharded parameters, and keep the buffers: for backward (PARK), or the next forward (KEEP)."""
+        """Show the sharded parameters, and keep the buffers for backward or for the next forward, as ``event`` says."""
         self.wait()
         if self.state is _UNSHARDED:
             for param_group in self.param_groups:

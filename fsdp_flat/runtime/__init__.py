@@ -2,7 +2,7 @@
 
 from fsdp_flat.runtime.build import (
     build_param_groups,
-    build_rows,
+    build_per_param,
     check_not_torchs,
     check_outside_units,
     outer_holder_in,

@@ -209,7 +209,7 @@ def check_outside_units(module: nn.Module) -> None:
     warn_user(f"{text}; the unit made now has none of them.")
 
 
-def build_rows(
+def build_per_param(
     members: Sequence[nn.Module],
     options: UnitOptions,
     ignored: Ignored,
@@ -231,12 +231,12 @@ def build_rows(
     divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {id(options): (options, [])}
     for entry in _managed_params(module, name, ignored, {}, nested):
         own, dim = place(entry.original)
-        assert own.rows is not None
-        adapted = own.rows.adapted(replace(entry, dim=dim), process_groups(own))
+        assert own.per_param is not None
+        adapted = own.per_param.adapted(replace(entry, dim=dim), process_groups(own))
         divided.setdefault(id(own), (own, []))[1].append(adapted)
     for own, params in divided.values():
-        assert own.rows is not None
-        own.rows.dims_of(params)  # raises before any parameter is replaced
+        assert own.per_param is not None
+        own.per_param.dims_of(params)  # raises before any parameter is replaced
     unit_ids, param_groups = [], []
     for own, params in divided.values():
         unit_ids.append(digest_of(f"{count_call(own.groups.primary.group)}/rows".encode()))
@@ -302,7 +302,7 @@ def build_param_groups(
             reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
             master_dtype=precision.master_dtype,
             keep_reduce_dtype=precision.keep_low_precision_grads,
-            rows=options.rows,
+            per_param=options.per_param,
         )
         with unrecorded():
             param_groups.append(ParamGroup(group, spec))

@@ -93,7 +93,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
 
 
 def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
-    """Move CPU parameters and buffers to the device that the caller passed; with ``rows`` meta tensors stay."""
+    """Move CPU parameters and buffers to the device that the caller passed; with ``per_param`` meta tensors stay."""
     device, device_given = options.device, options.device_given
     elsewhere: dict[torch.device, str] = {}
     on_cpu: list[torch.Tensor] = []

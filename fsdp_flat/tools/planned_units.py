@@ -22,7 +22,7 @@ from fsdp_flat.core import (
     collect_params,
     named_sites,
     precision_from,
-    precision_of_rows,
+    precision_of_policy,
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError
@@ -262,7 +262,7 @@ def _options(kwargs: dict[str, Any], arguments: UnitArguments) -> UnitOptions:
         groups=ShardingGroups(RankGroup(None, 0, num_shards), RankGroup(None, 0, num_ranks // num_shards)),
         device=torch.device("meta"),
         use_orig_params=bool(kwargs["use_orig_params"]),
-        precision=precision_of_rows(policy) if is_policy else precision_from(kwargs["mixed_precision"]),
+        precision=precision_of_policy(policy) if is_policy else precision_from(kwargs["mixed_precision"]),
     )
 
 

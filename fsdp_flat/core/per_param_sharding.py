@@ -25,7 +25,7 @@ The shard group is the key, and not the mesh, because a mesh may equal an earlie
 
 
 @dataclass(frozen=True, slots=True)
-class RowSharding:
+class PerParamSharding:
     """Configures the DTensors of a group.
 
     Attributes:
