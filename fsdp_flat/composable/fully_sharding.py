@@ -28,25 +28,25 @@ from fsdp_flat.core import (
     SmallerGroup,
     Unit,
     UnitOptions,
-    check_callable,
     concatenated_mesh,
     flattened_mesh,
     is_replicated,
-    listed,
     modules_of,
     outside_fake_mode,
-    precision_of_policy,
     unit_of,
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
 from fsdp_flat.runtime import (
     build_per_param,
+    check_callable,
     check_not_torchs,
     check_outside_units,
     current_accelerator,
     default_device,
     devices_of,
+    listed,
+    precision_of_policy,
     resolve_ignored,
 )
 from fsdp_flat.user_warnings import warn_user

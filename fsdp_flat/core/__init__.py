@@ -22,17 +22,7 @@ from fsdp_flat.core.optimizer_grads import (
     show_full_grads,
 )
 from fsdp_flat.core.optimizers import check_whole, note_unwrapped, watch_steps_on
-from fsdp_flat.core.options import (
-    IN_PLACE,
-    Ignored,
-    Phase,
-    UnitControl,
-    UnitOptions,
-    check_callable,
-    listed,
-    precision_from,
-    precision_of_policy,
-)
+from fsdp_flat.core.options import IN_PLACE, Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import (
     PLAIN,
@@ -45,13 +35,9 @@ from fsdp_flat.core.params import (
     adapter_of,
     check_adapter,
     check_module,
-    collect_params,
-    inside_wrappers,
     is_managed,
     modules_of,
-    named_sites,
     owner_of,
-    to_local_param,
     unsharded_shape,
 )
 from fsdp_flat.core.per_param_sharding import PerParamSharding

@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.core.torch_core import concatenated_mesh, has_values, outside_fake_mode, strided_shard
-from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError, UnsupportedError
-from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, Interval, chunk_rows, clean_fqn, join_fqn
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
+from fsdp_flat.layout import Interval, chunk_rows
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
@@ -394,22 +394,6 @@ class ManagedParam:
         return self.param.shape
 
 
-def to_local_param(entry: ManagedParam) -> ManagedParam:
-    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged."""
-    shown = entry.param
-    adapter = adapter_of(shown, entry.fqn)
-    if adapter is PLAIN:
-        return entry
-    with torch.no_grad():
-        param = nn.Parameter(adapter.to_local(shown.detach()), requires_grad=shown.requires_grad)
-    param.__dict__.update({key: value for key, value in shown.__dict__.items() if key != "_is_param"})
-    param._backward_hooks = shown._backward_hooks
-    param._post_accumulate_grad_hooks = shown._post_accumulate_grad_hooks
-    for site in entry.sites:
-        site.module._parameters[site.name] = param
-    return replace(entry, param=param, adapter=adapter, replaced=TensorWeakRef(shown))
-
-
 # -- the walk over modules ---------------------------------------------------------------------------------------------
 
 
@@ -430,58 +414,3 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
             seen.add(module)
             yield module
             ahead.extend(child for child in reversed(module._modules.values()) if child is not None)
-
-
-def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers for activation checkpoints, offload and compilation, or ``module`` itself.
-
-    These wrappers move names in state dicts one level down when they load, so a flat parameter is registered inside.
-    """
-    for word in (CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE):
-        inner = module._modules.get(word)
-        if inner is not None:
-            return inside_wrappers(inner)
-    return module
-
-
-def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:
-    """Iterate over all registrations of parameters below ``root``, duplicates included, in registration order."""
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        path = clean_fqn(prefix) if module._parameters else ""
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield Site(module, name, join_fqn(path, name)), param
-
-
-def collect_params(
-    root: nn.Module,
-    *,
-    unit_name: str,
-    skip: Callable[[nn.Parameter], bool],
-    is_managed_below: Callable[[nn.Module, str], bool],
-) -> list[ManagedParam]:
-    """Collect the parameters of ``root`` that no nested unit manages, in FSDP1's order.
-
-    Args:
-        skip: true for parameters that this unit does not manage (ignored, or owned by an outer unit).
-        is_managed_below: true for a registration that a nested unit manages.
-
-    Raises:
-        TiedParameterError: if a parameter that another unit has flattened is registered here as well.
-    """
-    # By FQN and not by module: a module registered twice contributes both names of its parameters to state dicts.
-    found: dict[nn.Parameter, dict[str, Site]] = {}
-    for site, param in named_sites(root):
-        if is_managed_below(site.module, site.name) or skip(param):
-            continue
-        if is_managed(param):
-            owner = owner_of(param)
-            where = "another unit" if owner is None else owner.describe()
-            raise TiedParameterError(
-                f"{site.fqn!r} of unit {unit_name!r} is the same parameter as {where}, which was wrapped before. "
-                "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "
-                "an auto_wrap_policy (the parameter then moves up to a common unit), or make both places one unit "
-                "(fully_shard takes a list of modules)."
-            )
-        found.setdefault(param, {}).setdefault(site.fqn, site)
-    return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]

@@ -31,7 +31,7 @@ from fsdp_flat.comm import (
     moves_cpu_tensors,
     true_on_any_rank,
 )
-from fsdp_flat.core import check_callable, check_module
+from fsdp_flat.core import check_module
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
 from fsdp_flat.extras.matrix_owners import (
     GradStatus,
@@ -42,6 +42,7 @@ from fsdp_flat.extras.matrix_owners import (
     rounds_of,
 )
 from fsdp_flat.extras.names import whole_shape
+from fsdp_flat.runtime import check_callable
 from fsdp_flat.state import ParamIndex
 
 _ERROR_TEXTS = ErrorTexts(

@@ -1,5 +1,13 @@
 """Does what is around a step (layer 2): builds units, shows full parameters, and controls units from outside."""
 
+from fsdp_flat.runtime.arguments import (
+    check_callable,
+    cpu_offload_from,
+    listed,
+    precision_from,
+    precision_of_policy,
+    sync_states_from,
+)
 from fsdp_flat.runtime.build import (
     build_param_groups,
     build_per_param,
@@ -18,6 +26,7 @@ from fsdp_flat.runtime.other_forwards import (
     run_module,
     unshard_for,
 )
+from fsdp_flat.runtime.param_walk import collect_params, inside_wrappers, named_sites, to_local_param
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,

@@ -13,16 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
-from fsdp_flat.core import (
-    ManagedParam,
-    ParamGroup,
-    ParamGroupSpec,
-    collect_params,
-    inside_wrappers,
-    is_managed,
-    to_local_param,
-    watch_steps_on,
-)
+from fsdp_flat.core import ManagedParam, ParamGroup, ParamGroupSpec, is_managed, watch_steps_on
 from fsdp_flat.core.casts import BufferCasts, keep_full_precision
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.options import Ignored, Precision, UnitOptions
@@ -39,6 +30,7 @@ from fsdp_flat.runtime.materialize import (
     move_to_device,
     unwritten_params,
 )
+from fsdp_flat.runtime.param_walk import collect_params, inside_wrappers, to_local_param
 from fsdp_flat.runtime.unwrap import hide_compiled_name, managed_sites
 from fsdp_flat.user_warnings import warn_user
 

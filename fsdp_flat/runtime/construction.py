@@ -23,12 +23,13 @@ from fsdp_flat.comm import (
     strategy_from,
     true_on_any_rank,
 )
-from fsdp_flat.core import adapter_of, check_adapter, is_managed, modules_of, named_sites, owner_of
+from fsdp_flat.core import adapter_of, check_adapter, is_managed, modules_of, owner_of
 from fsdp_flat.core.casts import keep_full_precision
-from fsdp_flat.core.options import Ignored, UnitOptions, cpu_offload_from, precision_from, sync_states_from
+from fsdp_flat.core.options import Ignored, UnitOptions
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime.arguments import cpu_offload_from, precision_from, sync_states_from
 from fsdp_flat.runtime.build import (
     WRAPPING,
     Construction,
@@ -48,6 +49,7 @@ from fsdp_flat.runtime.compute_device import (
     groups_from,
 )
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
+from fsdp_flat.runtime.param_walk import named_sites
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units
 

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
-from fsdp_flat.core import ParamGroup, Site, adapter_if_dtensor, has_values, named_sites, unguarded
+from fsdp_flat.core import ParamGroup, Site, adapter_if_dtensor, has_values, unguarded
 from fsdp_flat.core.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.core.torch_core import TorchDispatchMode
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.layout import join_fqn
+from fsdp_flat.runtime.param_walk import named_sites
 from fsdp_flat.user_warnings import warn_user
 
 

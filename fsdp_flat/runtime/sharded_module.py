@@ -11,10 +11,11 @@ from torch import nn
 
 from fsdp_flat.core import graph_task_id
 from fsdp_flat.core.memory import MemoryState
-from fsdp_flat.core.options import Phase, listed
+from fsdp_flat.core.options import Phase
 from fsdp_flat.core.step import Step, outermost_of, step_of
 from fsdp_flat.core.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.runtime.arguments import listed
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
 

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_flat.core import listed
 from fsdp_flat.core.casts import cast_floats, keep_full_precision
 from fsdp_flat.errors import OptionError
+from fsdp_flat.runtime import listed
 from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.planned_units import PlannedModel, PlannedUnit
 from fsdp_flat.tools.torch_tools import (

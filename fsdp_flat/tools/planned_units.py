@@ -12,22 +12,18 @@ from torch import nn
 
 from fsdp_flat.api import ShardingStrategy, is_a
 from fsdp_flat.comm import RankGroup, ShardingGroups, Strategy, strategy_from
-from fsdp_flat.core import (
-    Ignored,
-    ManagedParam,
-    ParamGroup,
-    PerParamLayout,
-    UnitControl,
-    UnitOptions,
-    collect_params,
-    named_sites,
-    precision_from,
-    precision_of_policy,
-    units_of,
-)
+from fsdp_flat.core import Ignored, ManagedParam, ParamGroup, PerParamLayout, UnitControl, UnitOptions, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe_tree, describe_unit
-from fsdp_flat.runtime import build_param_groups, owners_of_ties, resolve_ignored
+from fsdp_flat.runtime import (
+    build_param_groups,
+    collect_params,
+    named_sites,
+    owners_of_ties,
+    precision_from,
+    precision_of_policy,
+    resolve_ignored,
+)
 from fsdp_flat.wrap import UnitPlan, plan_units
 
 APIS = ("FullyShardedDataParallel", "fully_shard")

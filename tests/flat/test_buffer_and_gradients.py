@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat.core import FlatLayout, ParamGroup, ParamGroupSpec, PerParamLayout, collect_params
+from fsdp_flat.core import FlatLayout, ParamGroup, ParamGroupSpec, PerParamLayout
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gradients import FlatGradBuffer
 from fsdp_flat.core.torch_core import swap_memory
+from fsdp_flat.runtime import collect_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")

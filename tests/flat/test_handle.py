@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat import FlatParameter
-from fsdp_flat.core import ParamGroup, ParamGroupSpec, add_reduced, collect_params
+from fsdp_flat.core import ParamGroup, ParamGroupSpec, add_reduced
 from fsdp_flat.errors import UsageError
+from fsdp_flat.runtime import collect_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
