@@ -488,6 +488,8 @@ class Step:
     @dynamo_disabled
     def grads_ready(self, unit: Unit) -> None:
         """Record that parameters of a unit have got their gradients, and free what completed reductions hold."""
+        if not self.is_built:
+            return  # no forward has used the tree: the caller computes with parameters that ``unshard`` has shown
         if unit.phase is not Phase.BACKWARD:
             # Autograd passed no output of the unit: a parameter, or a tensor that the unit stored, was used directly.
             if unit.state is MemoryState.GATHERING:

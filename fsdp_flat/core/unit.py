@@ -252,7 +252,9 @@ class Unit:
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.step.streams
         # A caller's all-gather may take memory at its end, and so does torch's operator that places gathered shards.
-        takes_memory = self.options.per_param is not None or self.param_groups[0].comm.choice.all_gather is not None
+        takes_memory = self.options.per_param is not None
+        for param_group in self.param_groups:
+            takes_memory |= param_group.comm.choice.all_gather is not None
         with profiled("all_gather_wait", self.name), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in pendings:
