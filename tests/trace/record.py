@@ -36,8 +36,8 @@ READERS = 3
 class Collectives(Counter):
     """Counts bytes, and lists each collective with the bytes of its first argument."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks)
+    def __init__(self) -> None:
+        super().__init__()
         self.listed: list[str] = []
 
     def _count(self, name: str, args: Any) -> None:
@@ -50,7 +50,7 @@ def run(program: Program) -> dict[str, Any]:
     """Run a program on this rank; return its record."""
     model = program.built()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with Collectives(program.num_ranks) as counted, trace(model) as events:
+    with Collectives() as counted, trace(model) as events:
         program.train(model, optimizer)
         counted.peak = max(counted.peak, counted.alive())
     digest = hashlib.sha256()
