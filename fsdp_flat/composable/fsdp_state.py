@@ -267,7 +267,7 @@ class FSDPParamGroup(View):
         ``_root_post_backward_final_callback``. Inside a step nothing is done.
         """
         if self.unit.phase is Phase.IDLE:
-            self.unit.end_backward(keeps_graph=False)
+            self.unit.post_backward(keeps_graph=False)
 
 
 class FSDPState(View):

@@ -293,7 +293,7 @@ class Gradients:
         self._num_accepted += 1
         self._fast_buffer = buffer if self._are_plain else None
 
-    def end_backward(self) -> None:
+    def start_anew(self) -> None:
         """Have the next gradient count as the first one of a backward."""
         self._fast_buffer, self._num_accepted = None, 0
 
@@ -338,7 +338,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self.end_backward()
+        self.start_anew()
         self._buffer = None
         self.partial = ReduceScatteredGrad()
         for each in self.unreduced:
@@ -396,7 +396,7 @@ class Gradients:
             self._buffer.clear(dropped, set_to_none=True)
             if not any(self._buffer.grads_ready):
                 self._buffer = None
-                self.end_backward()
+                self.start_anew()
         return bool(shown)
 
 

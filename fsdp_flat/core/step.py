@@ -526,7 +526,7 @@ class Step:
         with profiled("post_backward", unit.name):
             unit.log_event("post_backward")
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
-            unit.end_backward(keeps_graph=self.backward.keeps_graph)
+            unit.post_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for param_group in unit.param_groups:
                     if param_group.shown.num_trainable:
@@ -574,7 +574,7 @@ class Step:
             self._free_retained()
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not (backward.keeps_graph or unit.is_at_rest):
-                    unit.end_backward(keeps_graph=backward.keeps_graph)
+                    unit.post_backward(keeps_graph=backward.keeps_graph)
             control = self.root.control
             self.has_unfinalized_gradients = control.finalizes_by_hand and not by_hand
             if not self.has_unfinalized_gradients and (control.is_last_backward or control.finalizes_by_hand):

@@ -403,7 +403,7 @@ class Unit:
         for guard in EVENTS.before_backward:
             guard(self, weights, current)
 
-    def end_backward(self, *, keeps_graph: bool) -> None:
+    def post_backward(self, *, keeps_graph: bool) -> None:
         """End the unit's part of a backward: reshard the parameters, or keep the buffers by the unit's switches.
 
         With ``keeps_graph`` (``create_graph=True``) the buffers are kept: a second backward may go through tensors that
@@ -413,7 +413,7 @@ class Unit:
             if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
                 param_group.restore_unsharded_params()
-            param_group.grads.end_backward()
+            param_group.grads.start_anew()
         self.phase = Phase.IDLE if self.depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
         if self.depth > 0:

@@ -222,7 +222,7 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     handle.shown.show_unsharded()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
-        handle.grads.end_backward()
+        handle.grads.start_anew()
     assert grads_ready == [handle] * 2  # once a backward: there are few gradients
     assert all(leaf.grad is None for leaf in handle.buffer.params)
     assert sum(handle.grads.ready()) == 2
