@@ -105,10 +105,7 @@ class Step:
 
     def build(self, root_module: nn.Module) -> Step:
         """Take over all units at and below ``root_module``, the module of the step's own unit, at its first use."""
-        self.root_module = weakref.ref(root_module)
-        self.units = units_of(root_module)
-        self.root = self.units[0]
-        self.is_built = True
+        units = units_of(root_module)
         paths: dict[Unit, list[str]] = {}
         for name, module in root_module.named_modules():
             for unit in units_of(module, recurse=False):
@@ -116,7 +113,8 @@ class Step:
         for unit, names in paths.items():
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(", ".join(filter(None, names)))
-        check_units(self.units)
+        check_units(units)
+        self.root_module, self.units, self.root = weakref.ref(root_module), units, units[0]
         self._take_over_units()
         settings = {unit.averages_ignored for unit in self.units} - {None}
         if self.root.averages_ignored is None and len(settings) == 1:
@@ -125,6 +123,7 @@ class Step:
         # Units that are not sharded: every rank has their parameters in full.
         self._replicated = [unit for unit in self.units if unit.param_groups and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
+        self.is_built = True
         self._cast_buffers()
         log_units(self.units)
         return self
@@ -501,7 +500,7 @@ class Step:
                 )
             self._in_backward()
             unit.phase = Phase.BACKWARD
-        # On accelerators the host would wait for nothing but its own streams.
+        # On the CPU, free what completed reductions hold; accelerators free it in the order of their streams.
         while not self.streams.is_accelerator and self._in_flight and self._in_flight[0].is_done:
             self._in_flight.pop(0).finish()
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
+from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 from tests.support import on_ranks
@@ -159,3 +161,11 @@ def test_clearing_gradients_of_one_model_waits_for_no_reduction_of_another(rank:
     other.step()
     other.optimizer.zero_grad()
     in_flight.clear()
+
+
+@on_ranks(2)
+def test_a_tree_of_units_that_do_not_fit_is_refused_at_each_use(rank: int) -> None:
+    model = FSDP(nn.Sequential(FSDP(Block(), use_orig_params=True), Block()), use_orig_params=False)
+    for _ in range(2):
+        with pytest.raises(OptionError, match="must have the same use_orig_params"):
+            model(batch(rank))
