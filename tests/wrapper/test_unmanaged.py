@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, check_replicas, fully_shard
+from fsdp_flat.core import averages
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -61,16 +62,17 @@ def assert_same_on_ranks(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def counted(name: str) -> Iterator[list[None]]:
-    """Counts calls of a function of the module inside the block, as the length of the list."""
+    """Counts calls of a function that averages or compares inside the block, as the length of the list."""
     calls: list[None] = []
-    original = getattr(unmanaged, name)
+    module = averages if hasattr(averages, name) else unmanaged
+    original = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unmanaged, name, call)
+        patch.setattr(module, name, call)
         yield calls
 
 
