@@ -25,7 +25,7 @@ class MemoryEvent(Enum):
 
     GATHER = "an all-gather begins"
     WAIT = "the all-gather is complete"
-    RETAIN_POST_FORWARD = "a forward ends, and its backward is near"
+    RETAIN_POST_FORWARD = "a forward ends; the next unit's all-gather begins before the buffers are freed"
     RETAIN_POST_BACKWARD = "a backward ends, and the caller wants no other all-gather"
     REUSE = "the buffers are used again as they are"
     SHARD_POST_FORWARD = "each rank copies the shards that it keeps for a smaller group"

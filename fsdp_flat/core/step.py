@@ -44,7 +44,7 @@ from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.layout import clean_fqn
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
-_UNSHARDED = (MemoryState.GATHERING, MemoryState.UNSHARDED)
+_IN_USE = (MemoryState.GATHERING, MemoryState.UNSHARDED)
 
 
 class _Unread(NamedTuple):
@@ -261,7 +261,7 @@ class Step:
         if (
             before is not None
             and before is not self._retained
-            and (not before.needs_all_gather or before.state in _UNSHARDED or before is self.root)
+            and (not before.needs_all_gather or before.state in _IN_USE or before is self.root)
         ):
             return
         unit, self._retained = self._retained, None
@@ -399,7 +399,7 @@ class Step:
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
         # In GATHERING and UNSHARDED there is nothing to begin.
-        if unit is not None and unit.needs_all_gather and unit.state not in _UNSHARDED and unit.step is self:
+        if unit is not None and unit.needs_all_gather and unit.state not in _IN_USE and unit.step is self:
             unit.log_event(event)
             self._prefetched[unit] = None
             unit.gather()

@@ -225,8 +225,8 @@ class Unit:
     def _reuse(self) -> bool:
         """Show the unsharded parameters, and return True, if the buffers may be used as they are; else return False.
 
-        A forward uses buffers that a backward has kept, if they hold the current version of the weights. A backward
-        uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
+        A forward uses buffers that a backward has kept, if they hold the current version of the weights, which all
+        ranks compare alike. A backward uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
         begin no all-gather that this rank could join. :meth:`pre_backward` then raises.
         """
         in_backward, now = graph_task_id() != -1, self.current_version()
@@ -239,7 +239,7 @@ class Unit:
         if not is_usable:
             self.reshard()
             return False
-        self.gathered_version = now
+        self.gathered_version = now  # that of a backward, whose weights may have changed, is for :meth:`pre_backward`
         self._move(MemoryEvent.REUSE)
         for param_group in self.param_groups:
             param_group.shown.show_unsharded()
