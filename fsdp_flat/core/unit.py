@@ -75,6 +75,7 @@ class Unit:
         outer: the outermost model in which a walk over modules has found the unit's module; None until then.
         path_from_outer: the path of the module there.
         undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
+        notes: what guards remember of the unit, by guard.
         unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
 
@@ -115,6 +116,7 @@ class Unit:
         self.outer: weakref.ref[nn.Module] | None = None
         self.path_from_outer = ""
         self.undo: list[Any] = []
+        self.notes: dict[Any, Any] = {}
         self.unwritten: list[Any] | None = None
         self.step.root, self.step.units = self, [self]  # alone, until the first use of the tree
         self.use_step(self.step)
@@ -225,9 +227,9 @@ class Unit:
     def _reuse(self) -> bool:
         """Show the unsharded parameters, and return True, if the buffers may be used as they are; else return False.
 
-        A forward uses buffers that a backward has kept, if they hold the current version of the weights, which all
-        ranks compare alike. A backward uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
-        begin no all-gather that this rank could join. :meth:`pre_backward` then raises.
+        A forward uses buffers that a backward has kept, if they hold the current version of the weights. A backward
+        uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
+        begin no all-gather that this rank could join. The guard of changed weights then raises.
         """
         in_backward, now = graph_task_id() != -1, self.current_version()
         if in_backward and self.state is MemoryState.SHARDED_POST_FORWARD:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,16 +19,14 @@ class StoredTensors(Guard):
     A loss may use such tensors, and a backward then reaches the unit through them before it reaches an output.
     """
 
-    def __init__(self) -> None:
-        self._attributes: WeakKeyDictionary[Unit, _Attributes] = WeakKeyDictionary()
-
     def after_compute(self, forward: UnitForward) -> None:
         """Add the tensors with autograd history that modules hold now to those that a backward may come through."""
         unit = forward.unit
         if unit.param_groups and torch.is_grad_enabled():
-            found = self._attributes.get(unit)
+            # With the unit, not with the guard: attributes of modules hold the unit.
+            found = unit.notes.get(self)
             if found is None:
-                found = self._attributes[unit] = _Attributes(unit)
+                found = unit.notes[self] = _Attributes(unit)
             forward.reached += found.tensors()
 
 

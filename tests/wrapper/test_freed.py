@@ -13,6 +13,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import fully_shard
+from fsdp_flat.core import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 
@@ -84,3 +86,18 @@ def test_wrapping_frees_unsharded_parameters_without_the_garbage_collector(use_o
         del model
     finally:
         gc.enable()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use", [_built, _forward, _step])
+def test_a_model_of_fully_shard_that_nobody_holds_is_freed(use: Callable[[nn.Module], None]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for index in range(len(model)):
+        fully_shard(model[index])
+    fully_shard(model)
+    use(model)
+    units = [weakref.ref(unit) for unit in units_of(model)]
+    del model
+    gc.collect()
+    assert len(units) == 3
+    assert [ref() for ref in units] == [None] * 3
