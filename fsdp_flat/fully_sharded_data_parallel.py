@@ -17,14 +17,14 @@ from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.semi_private import *  # noqa: F403
-from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
+from fsdp_flat.compat.semi_private import add_undocumented_members, describe_flat_params, forget_tensors
 from fsdp_flat.compat.torch_functions import replace_at_first_unit
-from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING, no_attribute, not_assignable
 from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit, modules_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import Arguments
+from fsdp_flat.runtime import Arguments, ShardedModule
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
@@ -42,7 +42,7 @@ __all__ += api.__all__
 __all__ += semi_private.__all__
 
 
-class FullyShardedDataParallel(UndocumentedMembers):
+class FullyShardedDataParallel(ShardedModule):
     """Shards a module's parameters, gradients and optimizer state over ranks.
 
     The parameters of ``module`` that no nested wrapper manages are flattened and sharded over the ranks of the
@@ -80,6 +80,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         UsageError: (a RuntimeError) no process group, or tensors on several devices.
     """
 
+    _unit: Unit
     # The load in which the wrapper takes part.
     _load: state.ModelLoad | None = None
 
@@ -149,6 +150,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute as any module does; a compiled wrapped module keeps plain names in state dicts."""
+        if name in INSTEAD_OF_ASSIGNING:
+            raise not_assignable(self, name)
         super().__setattr__(name, value)
         if name == FSDP_WRAPPED_MODULE and isinstance(value, nn.Module):
             runtime.hide_compiled_name(value)
@@ -336,6 +339,13 @@ class FullyShardedDataParallel(UndocumentedMembers):
     optim_state_dict_to_load = staticmethod(state.optim_state_dict_to_load)
     rekey_optim_state_dict = staticmethod(state.rekey_optim_state_dict)
 
+    # Older forms of the two methods above.
+    full_optim_state_dict = staticmethod(state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(state.scatter_full_optim_state_dict)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state dict in the type that is set, under the names of the unwrapped model.
 
@@ -413,3 +423,6 @@ class FullyShardedDataParallel(UndocumentedMembers):
             "A wrapped model cannot be pickled, since each rank holds a part of it. Save model.state_dict(), or get "
             "the plain module back with fsdp_flat.unwrap(model)."
         )
+
+
+add_undocumented_members(FullyShardedDataParallel)

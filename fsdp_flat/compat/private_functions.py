@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.compat.semi_private import FlatParamHandle, UndocumentedMembers
+import fsdp_flat
+from fsdp_flat.compat.semi_private import FlatParamHandle
 from fsdp_flat.compat.views import View
 from fsdp_flat.core import UnitForward, units_of
 from fsdp_flat.errors import UsageError
@@ -83,7 +84,7 @@ def refusal(name: str, advice: str) -> Callable[..., Any]:
 
 
 def _wrapper(state: Any, name: str) -> Any:
-    if isinstance(state, UndocumentedMembers):
+    if isinstance(state, fsdp_flat.FullyShardedDataParallel):
         return state
     raise UsageError(
         f"{name} takes a FullyShardedDataParallel, as FSDP1's state of a module; got {type(state).__name__}. Pass the "
@@ -94,23 +95,19 @@ def _wrapper(state: Any, name: str) -> Any:
 # -- look-ups ---------------------------------------------------------------------------------------------------------
 
 
-def _wrappers_in(module: nn.Module) -> list[Any]:
-    return [child for child in module.modules() if isinstance(child, UndocumentedMembers)]
-
-
-def _get_fsdp_root_states(module: nn.Module) -> list[UndocumentedMembers]:
-    wrapper = next(iter(_wrappers_in(module)), None)
-    return [] if wrapper is None else wrapper.fsdp_modules(module, root_only=True)
+def _get_fsdp_root_states(module: nn.Module) -> list[fsdp_flat.FullyShardedDataParallel]:
+    return fsdp_flat.FullyShardedDataParallel.fsdp_modules(module, root_only=True)
 
 
 def _get_fsdp_root_states_with_modules(
     module: nn.Module,
-) -> tuple[list[UndocumentedMembers], list[UndocumentedMembers]]:
+) -> tuple[list[fsdp_flat.FullyShardedDataParallel], list[fsdp_flat.FullyShardedDataParallel]]:
     return _get_fsdp_root_states(module), _get_fsdp_root_states(module)
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
-    return [handle for wrapper in _wrappers_in(module) for handle in wrapper._named_handles()]
+    wrappers = fsdp_flat.FullyShardedDataParallel.fsdp_modules(module)
+    return [handle for wrapper in wrappers for handle in wrapper._named_handles()]
 
 
 def _is_fsdp_root(state: Any, module: nn.Module) -> bool:

@@ -158,7 +158,7 @@ RAISES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-_WRAPPER, _STATE = "fsdp_flat.compat.semi_private:UndocumentedMembers", "fsdp_flat.composable.fsdp_state:FSDPState"
+_WRAPPER, _STATE = "fsdp_flat:FullyShardedDataParallel", "fsdp_flat.composable.fsdp_state:FSDPState"
 JOINED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("_composable_state", "_State"): (_WRAPPER, _STATE),
     ("fsdp._common_utils", "_FSDPState"): (_WRAPPER,),

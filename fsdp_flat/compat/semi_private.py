@@ -3,7 +3,7 @@
 accelerate, verl, OLMo, composer, MMEngine, torch's checkpointing and its test helpers read these. Each reads the unit,
 the handle and its layout, or calls a function of a package below. A docstring says so if an attribute may be assigned.
 Two things are stored: the views of a wrapper's handles, which callers compare by ``is``, and FSDP1's attributes of a
-flat parameter. The wrapper class inherits from :class:`UndocumentedMembers`.
+flat parameter. :func:`add_undocumented_members` adds the members of :class:`UndocumentedMembers` to the wrapper class.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp_flat
 from fsdp_flat import core
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.compat.torch_names import (
     ABSENT_ATTRIBUTES,
     HANDLE_STATE,
-    INSTEAD_OF_ASSIGNING,
     no_attribute,
     not_assignable,
 )
@@ -52,6 +52,7 @@ from fsdp_flat.state import (
     load_full_or_sharded,
     save_full_or_sharded,
     settings_for,
+    warn_of_older_form,
     warn_of_optim_input,
 )
 from fsdp_flat.user_warnings import warn_user
@@ -437,8 +438,8 @@ class _UnknownWrapper(dict[str, str]):
         return default
 
 
-class UndocumentedMembers(GroupMember, ShardedModule):
-    """Provides members of FSDP1's wrapper that are not documented, or older forms of others; ours inherits them."""
+class UndocumentedMembers(GroupMember):
+    """Holds the members of FSDP1's wrapper that are not documented; no wrapper inherits from this class."""
 
     _unit: Unit
 
@@ -459,11 +460,6 @@ class UndocumentedMembers(GroupMember, ShardedModule):
     _has_params = _ReadOnly(lambda self: bool(self._unit.param_groups))
     _ignored_modules = _ReadOnly(lambda self: set(self._unit.ignored.modules))
     _ignored_params = _ReadOnly(lambda self: set(self._unit.ignored.params))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in INSTEAD_OF_ASSIGNING:
-            raise not_assignable(self, name)
-        super().__setattr__(name, value)
 
     @property
     def _state_dict_type(self) -> StateDictType:
@@ -551,17 +547,17 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
     # -- the tree ------------------------------------------------------------------------------------------------
 
-    def _of_root(self, name: str) -> list[UndocumentedMembers]:
+    def _of_root(self: Any, name: str) -> list[fsdp_flat.FullyShardedDataParallel]:
         if not self._is_root:
             raise AttributeError(f"{name} is there on the outermost wrapper only, after its first use.")
-        return [child for child in self.modules() if isinstance(child, UndocumentedMembers)]
+        return fsdp_flat.FullyShardedDataParallel.fsdp_modules(self)
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
         return [handle for wrapper in self._of_root("_all_handles") for handle in wrapper._named_handles()]
 
     @property
-    def _all_fsdp_states(self) -> list[UndocumentedMembers]:
+    def _all_fsdp_states(self) -> list[fsdp_flat.FullyShardedDataParallel]:
         return self._of_root("_all_fsdp_states")
 
     @property
@@ -609,7 +605,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
         self._unit.step.streams.shards_written()
 
     @contextmanager
-    def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
+    def _deregister_orig_params_ctx(self: Any) -> Generator[None, None, None]:
         """Register flat parameters inside the block, as with ``use_orig_params=False``, here and below."""
         units = units_of(self)
         for unit in units:
@@ -636,7 +632,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
                     handle.raise_weights_epoch()
                     handle.adopt_changes()
 
-    # -- older forms of the methods for optimizer state -----------------------------------------------------------
+    # -- optimizer state ------------------------------------------------------------------------------------------
 
     _optim_state_dict_impl = staticmethod(save_full_or_sharded)
     _optim_state_dict_to_load_impl = staticmethod(load_full_or_sharded)
@@ -664,87 +660,18 @@ class UndocumentedMembers(GroupMember, ShardedModule):
 
     @staticmethod
     def _warn_legacy_optim_state_dict(curr: str, new: str, *, stacklevel: int = 1) -> None:
-        _warn_legacy(curr, new)
+        warn_of_older_form(curr, new)
 
     @staticmethod
     def _is_using_optim_input(optim_input: OptimInput, optim: torch.optim.Optimizer | None) -> bool:
         return optim_input is not None or optim is None
 
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: OptimInput = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the state as full tensors on the CPU; older form of ``optim_state_dict``. Every rank must call this.
 
-        Result, errors and other arguments are those of ``optim_state_dict``.
-
-        Args:
-            optim_input: accepted as in FSDP1; ``optim`` gives the order of parameters.
-            rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send their shards and return an
-                empty dict.
-        """
-        _warn_legacy("full_optim_state_dict", "optim_state_dict")
-        return save_full_or_sharded(model, optim, None, optim_input, rank0_only)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return the state as dim-0 chunks; older form of ``optim_state_dict``, whose arguments and errors it has.
-
-        Every rank must call this.
-        """
-        _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
-        return save_full_or_sharded(model, optim, None, rank0_only=False, full_state_dict=False, cpu_offload=False)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Convert full tensors that every rank has for loading; older form of ``optim_state_dict_to_load``.
-
-        Result and errors are those of ``optim_state_dict_to_load``. The order of parameters is that of ``optim``, else
-        of ``optim_input`` (the input of the optimizer's constructor), else of ``model.parameters()``.
-        """
-        _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return load_full_or_sharded(full_optim_state_dict, model, optim_input, optim)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Convert the result of :meth:`sharded_optim_state_dict`, at the same number of ranks, for loading.
-
-        It is an older form of ``optim_state_dict_to_load``, whose result and errors it has. Every rank must call this.
-        """
-        _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return load_full_or_sharded(sharded_optim_state_dict, model, None, optim, full_state_dict=False)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Any | None = None,
-    ) -> dict[str, Any]:
-        """Convert full tensors that rank 0 alone has, as :meth:`shard_full_optim_state_dict`; others' are ignored.
-
-        Every rank must call this.
-        """
-        _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        return load_full_or_sharded(full_optim_state_dict, model, optim_input, optim, rank0_only=True)
-
-
-def _warn_legacy(name: str, instead: str) -> None:
-    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning)
+def add_undocumented_members(wrapper: type[nn.Module]) -> None:
+    """Add the members of :class:`UndocumentedMembers` to the wrapper class, except for those that it defines itself."""
+    for name, member in {**vars(GroupMember), **vars(UndocumentedMembers)}.items():
+        if not name.startswith("__") and name not in vars(wrapper):
+            setattr(wrapper, name, member)
 
 
 def _get_grad_norm(

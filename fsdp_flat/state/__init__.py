@@ -17,6 +17,14 @@ from fsdp_flat.state.model_save import (
     state_dict_settings,
     state_dict_type,
 )
+from fsdp_flat.state.older_optim_dicts import (
+    flatten_sharded_optim_state_dict,
+    full_optim_state_dict,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+    sharded_optim_state_dict,
+    warn_of_older_form,
+)
 from fsdp_flat.state.optim_dicts import (
     OptimInput,
     load_full_or_sharded,
