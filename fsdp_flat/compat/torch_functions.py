@@ -39,7 +39,6 @@ from fsdp_flat.compat.installation import namespaces
 from fsdp_flat.core import (
     FlatParameter,
     Unit,
-    check_whole,
     clear_hidden_gradients,
     dynamo_disabled,
     is_managed,
@@ -49,6 +48,7 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
+from fsdp_flat.guards.optimizers import check_whole
 from fsdp_flat.runtime import outer_holder_in
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad

@@ -1,4 +1,4 @@
-"""Holds what guards do at the events of a step; :mod:`guard` says which events there are.
+"""Holds what guards do at the events of a step and of an optimizer; :mod:`guard` says which events there are.
 
 The step and its units call these functions, and know nothing of guards.
 """
@@ -18,6 +18,7 @@ class Events:
     after_compute: tuple[Callable[..., object], ...] = ()
     before_backward: tuple[Callable[..., object], ...] = ()
     after_reduce: tuple[Callable[..., object], ...] = ()
+    before_optimizer: tuple[Callable[..., object], ...] = ()
 
 
 # The events of every tree in the process.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+import torch
+
 from fsdp_flat.core.backward import Iteration
 from fsdp_flat.core.events import EVENTS, Events
 from fsdp_flat.core.forward import UnitForward
@@ -18,7 +20,7 @@ from fsdp_flat.core.unit import Unit
 
 
 class Guard:
-    """Is told of events; a subclass defines those that it needs. Every rank is told of the same events."""
+    """Is told of events; a subclass defines those that it needs. Every rank is told of the same events of a step."""
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
         """Look at a tree of units: an iteration, an outermost forward, begins."""
@@ -34,6 +36,14 @@ class Guard:
 
     def after_reduce(self, step: Step) -> None:
         """Look at a tree whose reduced gradients are set."""
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at an optimizer of units' parameters before its first step, and before the first with other ones.
+
+        It holds parameters of units, or parameters that units or ``unwrap`` have replaced. The event comes again before
+        the next step after the optimizer got other parameters or loaded a state dict, or a unit was built or unwrapped.
+        Ranks may step different optimizers.
+        """
 
 
 _on: Sequence[Guard] = ()

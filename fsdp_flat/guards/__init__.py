@@ -1,6 +1,6 @@
 """Keeps the promises that a step itself does not: one file a promise.
 
-A guard is told of events of the step (:class:`fsdp_flat.runtime.Guard`), may raise, and owns no state of the step. The
+A guard is told of events (:class:`fsdp_flat.core.Guard`), may raise, and owns no state of the step. The
 step runs without any: ``with guards_off(): ...``. Those of ``DEFAULT`` are on from the import of the package.
 """
 
@@ -16,6 +16,7 @@ from fsdp_flat.guards.compiled_modules import CompiledModules
 from fsdp_flat.guards.inplace_inputs import InplaceInputs
 from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights
 from fsdp_flat.guards.meta_tensors import MetaTensors
+from fsdp_flat.guards.optimizers import Optimizers
 from fsdp_flat.guards.replaced_modules import ReplacedModules
 from fsdp_flat.guards.stored_tensors import StoredTensors
 from fsdp_flat.guards.trained_parameters import TrainedParameters
@@ -34,6 +35,7 @@ DEFAULT = (
     TrainedParameters(),
     UnmanagedTensors(),
     LowPrecisionWeights(),
+    Optimizers(),
 )
 
 

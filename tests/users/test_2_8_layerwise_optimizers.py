@@ -15,18 +15,7 @@ from tests.support.kit import full_params, square_loss
 from tests.wrapper.models import batch, seeded, shard
 from tests.wrapper.test_matrix_optimizer import compare
 
-NAMES = [
-    "Lamb",
-    "LAMB",
-    "FusedLAMB",
-    "FusedMixedPrecisionLamb",
-    "LAMB8bit",
-    "LARS",
-    "Lars",
-    "LARC",
-    "NovoGrad",
-    "AdamP",
-]
+NAMES = ["Lamb", "LAMB", "FusedLAMB", "LAMB8bit", "LARS", "Lars", "NovoGrad", "AdamP"]
 
 
 class Lamb(torch.optim.Optimizer):

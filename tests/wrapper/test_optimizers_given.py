@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MatrixOptimizer, ShardingStrategy
+from fsdp_flat import MatrixOptimizer, ShardingStrategy, unwrap
+from fsdp_flat.core import Guard, guards_in_use, use_guards
 from fsdp_flat.errors import OptionError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on
@@ -176,3 +177,37 @@ def test_an_optimizer_that_needs_whole_parameters_works_where_they_are_whole() -
     for each, optimizer in zip((model, plain), optimizers, strict=True):
         trained(each, optimizer)
     assert_equal(weights(model), weights(plain))
+
+
+class Told(Guard):
+    """Notes the optimizers that it is told of."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+
+
+@on_ranks(2)
+def test_a_guard_is_told_of_an_optimizer_once_and_again_after_a_change_or_a_load() -> None:
+    model, plain, told = FSDP(Model(), use_orig_params=True), Model(), Told()
+    optimizer = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
+    before = use_guards([*guards_in_use(), told])
+    try:
+        for each, build in ((model, lambda: optimizer), (plain, lambda: BUILDERS["SGD"](plain.parameters()))):
+            trained(each, build())
+            trained(each, build())
+        assert told.optimizers == [optimizer]  # and of none that holds no parameters of units
+        optimizer.add_param_group({"params": list(model.parameters())[1:]})
+        for _ in range(2):
+            trained(model, optimizer)
+        assert told.optimizers == [optimizer] * 2
+        optimizer.load_state_dict(optimizer.state_dict())
+        for _ in range(2):
+            trained(model, optimizer)
+        assert told.optimizers == [optimizer] * 3
+        trained(unwrap(model), optimizer)  # its parameters are those of the unwrapped model now
+        assert told.optimizers == [optimizer] * 4
+    finally:
+        use_guards(before)

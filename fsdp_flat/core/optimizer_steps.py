@@ -1,0 +1,99 @@
+"""Tells parameter groups when an optimizer steps, and guards when one steps for the first time."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.param_group import ParamGroup
+from fsdp_flat.core.params import is_managed
+from fsdp_flat.core.torch_core import dynamo_disabled, dynamo_disabled_here
+
+
+class _Steps:
+    """Sees the steps of every optimizer in the process.
+
+    Attributes:
+        groups: the parameter groups of every unit.
+        known: by optimizer that guards know of, the ids of its parameters, and the parameter groups that have some.
+        unwrapped: by parameter that a unit showed before ``unwrap`` took it apart, its description if a module has
+            another parameter in its place, else an empty string; and the shape of its shard.
+    """
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
+        self.known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[ParamGroup]]]
+        self.known = weakref.WeakKeyDictionary()
+        self.unwrapped: Any = WeakTensorKeyDictionary()
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    @dynamo_disabled_here
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        ids = list(map(id, params))
+        if optimizer not in self.known or self.known[optimizer][0] != ids:
+            if any(map(self._is_of_unit, params)):
+                _tell_guards(optimizer)
+            held = set(params)
+            stepped = [group for group in self.groups if not held.isdisjoint(group.shown.visible_params)]
+            self.known[optimizer] = ids, weakref.WeakSet(stepped)
+            if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
+                optimizer.register_load_state_dict_post_hook(self._forget)
+        for group in self.known[optimizer][1]:
+            group.note_update()  # a closure may run a forward in the step, which is then not the current one any more
+
+    @dynamo_disabled_here
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in self.known[optimizer][1] if optimizer in self.known else ():
+            group.note_step()
+
+    def _is_of_unit(self, param: torch.Tensor) -> bool:
+        """Return whether a unit shards, replaces or unshards a parameter, or did before it was unwrapped."""
+        return is_managed(param) or hasattr(param, "_fsdp_flat_index") or param in self.unwrapped
+
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        self.known.pop(optimizer, None)
+
+
+@functools.cache
+def _steps() -> _Steps:
+    return _Steps()
+
+
+@dynamo_disabled
+def _tell_guards(optimizer: torch.optim.Optimizer) -> None:
+    for guard in EVENTS.before_optimizer:
+        guard(optimizer)
+
+
+def watch_steps_on(group: ParamGroup) -> None:
+    """Tell ``group`` of the steps of optimizers that hold its parameters; tell guards again of every optimizer.
+
+    It uses torch's hooks for all optimizers of the process.
+    """
+    _steps().groups.add(group)
+    _steps().known.clear()
+
+
+def note_unwrapped(params: Mapping[torch.Tensor, tuple[str, torch.Size]]) -> None:
+    """Record parameters of a unit that was taken apart; tell guards again of every optimizer.
+
+    ``params`` has for each parameter its description, or an empty string if its module still has it, and the shape of
+    its shard.
+    """
+    _steps().unwrapped.update(params)
+    _steps().known.clear()
+
+
+def unwrapped_from(param: torch.Tensor) -> tuple[str, torch.Size] | None:
+    """Return what :func:`note_unwrapped` recorded of a parameter; None if no unit that was taken apart had it."""
+    found: tuple[str, torch.Size] | None = _steps().unwrapped.get(param)
+    return found
