@@ -50,7 +50,7 @@ class MarkdownDocstrings(griffe.Extension):
     """Rewrites every docstring when its object has been read."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        public = frozenset(str(name) for name in pkg.exports or ())
+        public = frozenset(name for name, member in pkg.members.items() if member.is_alias)
         self._rewrite(pkg, public)
 
     def _rewrite(self, parent: griffe.Object, public: frozenset[str]) -> None:

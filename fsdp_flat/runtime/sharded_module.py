@@ -289,9 +289,6 @@ class ShardedModule(UnitSettings):
         for unit in units:
             unit.control.keeps_last = not enable
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept FSDP2's switch: all-gathers are always asynchronous here."""
-
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Let several outermost units share streams and memory, as the stages of a pipeline in one process.
