@@ -1,6 +1,7 @@
 """Does what is around a step (layer 2): builds units, shows full parameters, and controls units from outside."""
 
 from fsdp_flat.runtime.build import build_rows, check_not_torchs, check_outside_units, handles_of, outer_holder_in
+from fsdp_flat.runtime.clipping import clip_grads, local_norm
 from fsdp_flat.runtime.compute_device import current_accelerator, default_device, devices_of
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.full_params import full_params, summon_full_params

@@ -1,6 +1,7 @@
-"""Replaces functions of torch that would be wrong on one rank's shards by ones that are right on all ranks.
+"""Keeps functions of torch replaced from the first unit on, until ``restore_torch_functions()`` is called.
 
-These are all of them:
+Torch's would be wrong on one rank's shards; these are right on all ranks, and call torch's own for everything that no
+unit manages. They are replaced in every module that has imported them. These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
@@ -13,8 +14,8 @@ These are all of them:
 * The constructor of ``torch.optim.Muon``: local shards raise with what to use instead.
 * The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises.
 
-They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
-when the first unit is built, and :func:`restore_torch_functions` undoes it.
+The constructors of units call :func:`replace_at_first_unit`. :func:`restore_torch_functions` undoes it for the process,
+and :func:`replace_torch_functions` undoes that; both are names of ``fsdp_flat.compat`` too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from fsdp_flat.comm import ALONE, RankGroup, barrier_begun, begin_all_reduce, connected, is_compared, wait_in_barrier
-from fsdp_flat.compat.installation import namespaces
 from fsdp_flat.core import (
     FlatParameter,
     Unit,
@@ -47,9 +48,8 @@ from fsdp_flat.core import (
     units_holding,
 )
 from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.guards.optimizers import check_whole
-from fsdp_flat.runtime import outer_holder_in
+from fsdp_flat.runtime import clip_grads, outer_holder_in
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward
@@ -124,6 +124,19 @@ def _rebind(new_of: dict[Any, Any]) -> None:
             for name, value in list(namespace.items()):
                 if id(value) in by_id:
                     namespace[name] = by_id[id(value)]
+
+
+def namespaces() -> list[dict[str, Any]]:
+    """Return the globals of every module, and of functions in modules whose globals belong to no module.
+
+    ``runpy.run_path`` leaves such functions; a spawned process gets its ``__main__`` by it.
+    """
+    found = {id(vars(module)): vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    for namespace in list(found.values()):
+        for value in list(namespace.values()):
+            if type(value) is FunctionType:
+                found.setdefault(id(value.__globals__), value.__globals__)
+    return list(found.values())
 
 
 def _trees_of(units: Iterable[Unit]) -> list[Unit]:
