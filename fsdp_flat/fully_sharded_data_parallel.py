@@ -18,13 +18,12 @@ from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import add_undocumented_members, describe_flat_params, forget_tensors
-from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING, no_attribute, not_assignable
 from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit, modules_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
-from fsdp_flat.extras.clipping import clip_grads
+from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import Arguments, ShardedModule
+from fsdp_flat.runtime import Arguments, ShardedModule, clip_grads
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.

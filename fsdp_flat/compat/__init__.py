@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_flat.compat.installation import Installation, install, installed, uninstall
-from fsdp_flat.compat.torch_functions import replace_torch_functions, restore_torch_functions
+from fsdp_flat.guards.torch_functions import replace_torch_functions, restore_torch_functions
 
 __all__ = [
     "Installation",

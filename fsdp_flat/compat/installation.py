@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import process
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from fsdp_flat.compat import client_gates, private_functions
@@ -31,6 +31,7 @@ from fsdp_flat.compat.torch_names import (
     is_inside,
 )
 from fsdp_flat.errors import UsageError, counted
+from fsdp_flat.guards.torch_functions import namespaces
 from fsdp_flat.wrap import _Policy
 
 
@@ -183,19 +184,6 @@ def installed(fully_shard: bool = False) -> Iterator[Installation]:
     finally:
         if not before:
             uninstall()
-
-
-def namespaces() -> list[dict[str, Any]]:
-    """Return the globals of every module, and of functions in modules whose globals belong to no module.
-
-    ``runpy.run_path`` leaves such functions; a spawned process gets its ``__main__`` by it.
-    """
-    found = {id(vars(module)): vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
-    for namespace in list(found.values()):
-        for value in list(namespace.values()):
-            if type(value) is FunctionType:
-                found.setdefault(id(value.__globals__), value.__globals__)
-    return list(found.values())
 
 
 def name_of(namespace: dict[str, Any]) -> str:

@@ -43,9 +43,8 @@ from fsdp_flat.core import (
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, flat_param_name
-from fsdp_flat.runtime import ShardedModule, set_comm_hook
+from fsdp_flat.runtime import ShardedModule, local_norm, set_comm_hook
 from fsdp_flat.state import (
     CODECS,
     OptimInput,

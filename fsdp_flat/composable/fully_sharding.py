@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard
 import fsdp_flat.guards  # noqa: F401 (turns the guards on)
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
-from fsdp_flat.compat.torch_functions import replace_at_first_unit
 from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class
 from fsdp_flat.composable.fsdp_state import FSDPState, state_of
 from fsdp_flat.composable.torch_composable import FullyShardNote, StateNote
@@ -37,6 +36,7 @@ from fsdp_flat.core import (
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
+from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.runtime import (
     build_per_param,
     check_callable,

@@ -28,7 +28,7 @@ _LIBRARY = str(Path(_ROOT, "fsdp_flat"))
 # Files whose functions pass operations on: of the rehearsal, and the one that stands in for torch.autograd.backward.
 _WATCHERS = {
     *(str(Path(__file__).resolve().with_name(name)) for name in ("memory.py", "overlap.py")),
-    str(Path(_LIBRARY, "compat", "torch_functions.py")),
+    str(Path(_LIBRARY, "guards", "torch_functions.py")),
 }
 _MOST_LINES = 3
 # These give memory whose content is undefined, and write nothing.

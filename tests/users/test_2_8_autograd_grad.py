@@ -13,8 +13,8 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_flat import fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
-from fsdp_flat.compat.torch_functions import grad
 from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.guards.torch_functions import grad
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_fsdp

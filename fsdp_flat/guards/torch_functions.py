@@ -1,6 +1,7 @@
-"""Replaces functions of torch that would be wrong on one rank's shards by ones that are right on all ranks.
+"""Keeps functions of torch replaced from the first unit on, until ``restore_torch_functions()`` is called.
 
-These are all of them:
+Torch's would be wrong on one rank's shards; these are right on all ranks, and call torch's own for everything that no
+unit manages. They are replaced in every module that has imported them. These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
@@ -13,8 +14,8 @@ These are all of them:
 * The constructor of ``torch.optim.Muon``: local shards raise with what to use instead.
 * The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises.
 
-They call torch's own for everything that no unit manages. They are replaced, in every module that has imported them,
-when the first unit is built, and :func:`restore_torch_functions` undoes it.
+The constructors of units call :func:`replace_at_first_unit`. :func:`restore_torch_functions` undoes it for the process,
+and :func:`replace_torch_functions` undoes that; both are names of ``fsdp_flat.compat`` too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from fsdp_flat.comm import ALONE, RankGroup, barrier_begun, begin_all_reduce, connected, is_compared, wait_in_barrier
-from fsdp_flat.compat.installation import namespaces
 from fsdp_flat.core import (
     FlatParameter,
     Unit,
@@ -47,9 +48,8 @@ from fsdp_flat.core import (
     units_holding,
 )
 from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.guards.optimizers import check_whole
-from fsdp_flat.runtime import outer_holder_in
+from fsdp_flat.runtime import clip_grads, outer_holder_in
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward
@@ -126,6 +126,19 @@ def _rebind(new_of: dict[Any, Any]) -> None:
                     namespace[name] = by_id[id(value)]
 
 
+def namespaces() -> list[dict[str, Any]]:
+    """Return the globals of every module, and of functions in modules whose globals belong to no module.
+
+    ``runpy.run_path`` leaves such functions; a spawned process gets its ``__main__`` by it.
+    """
+    found = {id(vars(module)): vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    for namespace in list(found.values()):
+        for value in list(namespace.values()):
+            if type(value) is FunctionType:
+                found.setdefault(id(value.__globals__), value.__globals__)
+    return list(found.values())
+
+
 def _trees_of(units: Iterable[Unit]) -> list[Unit]:
     """Return all units of the trees that ``units`` are in, in the same order on every rank."""
     roots = {root for unit in units if (root := outermost_of(unit)) is not None}
@@ -189,21 +202,24 @@ def _suits_torch(params: list[torch.Tensor], units: list[Unit]) -> bool:
 
 def _is_on_one_rank(param: torch.Tensor, unit: Unit) -> bool:
     """Return whether one rank has all elements of a unit's parameter, which the layout shows on every rank."""
-    for handle in unit.param_groups:
-        for each in handle.shown.visible:
+    for param_group in unit.param_groups:
+        for each in param_group.shown.visible:
             if each.param is param and len(each.indices) == 1:
-                index, ranks = each.indices.start, range(handle.layout.world_size)
-                is_plain = not handle.params[index].adapter.groups
-                return is_plain and sum(not handle.layout.local_shard(index, rank).is_empty for rank in ranks) <= 1
+                index, ranks = each.indices.start, range(param_group.layout.world_size)
+                is_plain = not param_group.params[index].adapter.groups
+                return is_plain and sum(not param_group.layout.local_shard(index, rank).is_empty for rank in ranks) <= 1
     return False
 
 
 def _groups_of(unit: Unit) -> list[RankGroup]:
     """Return the groups of several ranks over which a unit's parameters are sharded."""
     tensor_parallel = [
-        RankGroup.of(group) for handle in unit.param_groups for entry in handle.params for group in entry.adapter.groups
+        RankGroup.of(group)
+        for param_group in unit.param_groups
+        for entry in param_group.params
+        for group in entry.adapter.groups
     ]
-    shard = [handle.comm.options.groups.shard for handle in unit.param_groups]
+    shard = [param_group.comm.options.groups.shard for param_group in unit.param_groups]
     return [group for group in (*shard, *tensor_parallel) if group.size > 1]
 
 
@@ -325,11 +341,11 @@ def backward(*args: Any, **kwargs: Any) -> None:
 def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Parameter]]:
     """Return for each parameter that a unit manages the leaves of the graph that stand for it."""
     return {
-        visible.param: [handle.buffer.params[index] for index in visible.indices]
+        visible.param: [param_group.buffer.params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
         if unit.full is None  # else modules compute with the parameters that an optimizer holds
-        for handle in unit.param_groups
-        for visible in handle.shown.visible
+        for param_group in unit.param_groups
+        for visible in param_group.shown.visible
     }
 
 
@@ -390,7 +406,9 @@ def _check_ddp(module: nn.Module, given: Mapping[str, Any]) -> list[nn.Parameter
         reduces = groups.num_ranks == dist.get_world_size() or len(ranks) == 1 or ranks <= set().union(*own)
         sharded = [each for each in _groups_of(unit) if each.group is not None]
         mixes = any(len(ranks.intersection(dist.get_process_group_ranks(each.group))) > 1 for each in sharded)
-        held = [param for handle in unit.param_groups for param in handle.shown.visible_params if param in names]
+        held = [
+            param for param_group in unit.param_groups for param in param_group.shown.visible_params if param in names
+        ]
         trained = [param for param in held if param.requires_grad]
         if sharded and ((given["init_sync"] and mixes) or (trained and not reduces)):
             raise UsageError(
