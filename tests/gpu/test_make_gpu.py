@@ -110,8 +110,11 @@ def test_part_7_a_part_that_takes_too_long_is_ended_with_its_processes_and_fails
     done = run_command(command, time.monotonic() + 20.0)
     assert done.status == TOO_LONG
     stat = Path("/proc") / started.read_text() / "stat"
-    # Ended, if not yet collected by the process that took it over.
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    # Ended, if not yet collected by the process that took it over; a loaded machine takes a while to end it.
+    deadline = time.monotonic() + 30.0
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, stat.read_text()
+        time.sleep(0.1)
     assert verdict(done.status, None, may_skip=True) == "ended after the 580 s that all parts have"
     done = run_command(Command("prints", ("this",)), time.monotonic() + 60.0)
     assert (done.status, done.counts) == (0, None)
