@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.spec import IMPLEMENTATIONS, PRESETS
 from benchmarks.worker import Training
 
-_TURNS, _STEPS = 12, 10
+_TURNS, _STEPS = 6, 8
 _NAMES = ("flat-full-flat", "flat-full-orig", "flat-fully-shard")
 
 
