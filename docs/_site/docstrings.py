@@ -50,7 +50,9 @@ class MarkdownDocstrings(griffe.Extension):
     """Rewrites every docstring when its object has been read."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        public = frozenset(name for name, member in pkg.members.items() if member.is_alias)
+        public = frozenset(
+            name for name, member in pkg.members.items() if member.is_alias
+        )
         self._rewrite(pkg, public)
 
     def _rewrite(self, parent: griffe.Object, public: frozenset[str]) -> None:
