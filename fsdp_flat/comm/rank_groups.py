@@ -1,7 +1,7 @@
 """Defines groups of ranks, the table of sharding strategies, and the groups of a unit by strategy.
 
 A new strategy is a member of ``api.ShardingStrategy`` and a row of ``STRATEGIES``. A new column is read where its
-choice is made: ``resolve_groups`` here, or ``UnitControl.of`` (runtime) for the switches of a unit.
+choice is made: ``resolve_groups`` here, or ``UnitControl.of`` (core) for the switches of a unit.
 """
 
 from __future__ import annotations

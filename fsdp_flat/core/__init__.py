@@ -1,4 +1,4 @@
-"""Runs the step of units of parameters (layer 1): layouts, parameter groups, units, and the steps of a tree."""
+"""Runs the step of units of parameters (layer 2): layouts, parameter groups, units, and the steps of a tree."""
 
 from fsdp_flat.core.averages import average_buffers, persistent_buffers, unmanaged_params, unreduced_params
 from fsdp_flat.core.backward import Iteration

@@ -1,4 +1,4 @@
-"""Does what is around a step (layer 2): builds units, shows full parameters, and controls units from outside."""
+"""Does what is around a step (layer 3): builds units, shows full parameters, and controls units from outside."""
 
 from fsdp_flat.runtime.arguments import (
     check_callable,
