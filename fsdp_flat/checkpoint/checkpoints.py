@@ -20,15 +20,36 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
-from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
+from fsdp_flat.checkpoint.commit import candidates, check_all_here, commit, discarded_on_error, prepare, prune
+from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
+from fsdp_flat.checkpoint.format import (
+    check_number,
+    check_step,
+    check_sums,
+    list_steps,
+    next_step,
+    path_of,
+    path_of_user,
+    sized_commit,
+    verified,
+    writing_path,
+)
+from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError, UnsupportedError, some_of
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Settings, differing_settings, group_settings
-from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+from fsdp_flat.state import (
+    BoxedTensor,
+    OptimContents,
+    ParamIndex,
+    boxed_state_dict,
+    codec_of,
+    contents_of,
+    save_optim_state,
+)
 from fsdp_flat.state.plain_states import boxed, has_wrappers, is_wrapper
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
@@ -157,7 +178,7 @@ def save_checkpoint(
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
     values.compare_rank_zeros()
-    save = CheckpointSave(values.step, disk.path_of(values.directory, values.step))
+    save = CheckpointSave(values.step, path_of(values.directory, values.step))
     if not background:
         _write(values, keep_last, together)
         save._work.set_result(None)
@@ -248,10 +269,10 @@ class CheckpointValues:
         self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
         self._same.append(f"background={bool(copy)}")
         try:
-            self.directory = disk.path_of_user(directory, "directory")
+            self.directory = path_of_user(directory, "directory")
             _wait_for_background(self._model, self.directory)
-            disk.check_step(step)
-            disk.check_number(keep_last, "keep_last", 1)
+            check_step(step)
+            check_number(keep_last, "keep_last", 1)
             self.bar = progress_bar("Saving", asked=progress, here=rank == 0 and (progress or not copy))
             self._add_model()
             self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
@@ -279,9 +300,9 @@ class CheckpointValues:
 
     def _prepare(self, step: int | None) -> None:
         """Choose the number, and remove files of earlier attempts."""
-        self.step = disk.next_step(self.directory) if step is None else step
+        self.step = next_step(self.directory) if step is None else step
         try:
-            disk.prepare(self.directory, self.step)
+            prepare(self.directory, self.step)
             self.is_prepared = True
         except OSError as error:
             self.error = error
@@ -444,8 +465,8 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
     directory, text, error = values.directory, "", values.error
-    writing = disk.writing_path(directory, values.step)
-    with disk.discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
+    writing = writing_path(directory, values.step)
+    with discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
         try:
             values.wait_for_copies()
             if error is None and values.is_prepared:
@@ -457,11 +478,11 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
         try:
             if texts and all(texts):
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
-                disk.check_all_here(writing, each_records)
+                check_all_here(writing, each_records)
                 # One more file, as if of a further rank.
                 last, own = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
                 own |= write_metadata([*each_written, last], writing)
-                disk.commit(directory, values.step, {k: v for each in (*each_records, own) for k, v in each.items()})
+                commit(directory, values.step, {k: v for each in (*each_records, own) for k, v in each.items()})
                 _prune(directory, values.step, keep_last)
         except Exception as raised:
             error = raised
@@ -471,9 +492,9 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
 def _prune(directory: Path, step: int, keep_last: int) -> None:
     """Remove older checkpoints; log what prevents it, since the new one is complete."""
     try:
-        disk.prune(directory, keep_last)
+        prune(directory, keep_last)
     except OSError as error:
-        path = disk.path_of(directory, step)
+        path = path_of(directory, step)
         _logger.warning("%s is complete, but checkpoints before it are not all removed: %r", path, error)
 
 
@@ -530,12 +551,12 @@ def list_checkpoints(directory: str | Path) -> list[CheckpointInfo]:
         for found in list_checkpoints("run"):
             print(found.step, found.nbytes, found.problem or "complete")
     """
-    directory = disk.path_of_user(directory, "directory")
+    directory = path_of_user(directory, "directory")
     listed = []
-    for step in disk.list_steps(directory):
-        path, nbytes, problem = disk.path_of(directory, step), 0, ""
+    for step in list_steps(directory):
+        path, nbytes, problem = path_of(directory, step), 0, ""
         try:
-            nbytes = disk.sized_commit(path).nbytes
+            nbytes = sized_commit(path).nbytes
         except (LoadError, OSError) as error:
             problem = str(error)
         listed.append(CheckpointInfo(step, path, nbytes, problem))
@@ -560,9 +581,9 @@ def verify_checkpoint(path: str | Path, *, progress: bool | None = None) -> Chec
     """
     from fsdp_flat.checkpoint.dcp_files import SafeReader
 
-    path = disk.path_of_user(path, "path")
-    found = disk.sized_commit(path)
-    disk.check_sums(path, found.files, progress_bar("Verifying", asked=progress, here=True))
+    path = path_of_user(path, "path")
+    found = sized_commit(path)
+    check_sums(path, found.files, progress_bar("Verifying", asked=progress, here=True))
     SafeReader(path).read_metadata()
     return CheckpointInfo(found.step, path, found.nbytes, "")
 
@@ -615,22 +636,22 @@ def load_checkpoint(
     names: list[str] = []
     cut_off: list[str] = []
     with together.propagate_errors():
-        directory = disk.path_of_user(directory, "directory")
+        directory = path_of_user(directory, "directory")
         _wait_for_background(model, directory)
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
-        disk.check_step(step)
+        check_step(step)
         if directory.exists() and not directory.is_dir():
             raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
         if together.rank == 0:
-            names, cut_off = disk.candidates(directory, step)
+            names, cut_off = candidates(directory, step)
     names, cut_off = json.loads(together.texts(json.dumps([names, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
     bar = progress_bar("Verifying", asked=progress, here=together.rank == 0)
     for name in names:
         path = directory / name
         # Each rank reads some files; the first rank's problem counts.
-        found, problem = disk.verified(path, together.rank, together.size, bar)
+        found, problem = verified(path, together.rank, together.size, bar)
         problems = together.texts(problem)
         if not any(problems):
             break

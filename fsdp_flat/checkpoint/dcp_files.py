@@ -44,11 +44,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, check_file, naming, records_of
+from fsdp_flat.checkpoint.consensus import Consensus
+from fsdp_flat.checkpoint.format import Records, check_file, naming, records_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits
-from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
+from fsdp_flat.state import OptimContents, ParamIndex, boxed_state_dict, held_by, load_optim_state, template_states
 from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
 

@@ -16,20 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
-from fsdp_flat.checkpoint.directory import (
-    COMMIT_NAME,
-    LOADING,
-    SAVING,
-    Consensus,
-    ProgressBar,
-    Records,
-    boxed_state_dict,
-    check_file,
-    check_sums,
-    list_steps,
-    path_of_user,
-    progress_bar,
-)
+from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
+from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, list_steps, path_of_user
+from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -51,6 +40,7 @@ from fsdp_flat.state import (
     IndexedParam,
     ParamIndex,
     StateShard,
+    boxed_state_dict,
     dtensor_from,
     full_tensor,
     redistribute,

@@ -11,6 +11,7 @@ from fsdp_flat.state.model_load import (
 )
 from fsdp_flat.state.model_save import (
     TEMPLATE,
+    boxed_state_dict,
     get_state_dict_type,
     save_model,
     set_state_dict_type,

@@ -26,7 +26,7 @@ from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import full_params
-from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
+from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
@@ -126,6 +126,18 @@ def state_dict_settings(model: nn.Module, settings: StateDictSettings) -> Iterat
 
 # Settings of a state dict that is made for its names, shapes and dtypes: hooks that compute do so with zeros.
 TEMPLATE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
+
+
+def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
+    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
+    with state_dict_settings(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None)):
+        found = model.state_dict()
+    for name, value in found.items() if copy else ():
+        # Boxes are copies already; buffers are the live ones.
+        if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):
+            found[name] = value.detach().to("cpu", copy=True)
+    return found
 
 
 # For each unit of the saves in progress, the tensors gathered for the save that it belongs to.

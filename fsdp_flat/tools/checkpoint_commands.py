@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_flat.checkpoint.directory import progress_bar
+from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.errors import FsdpFlatError, OptionError, counted
 from fsdp_flat.tools.checkpoint_diff import compared_parts, differences
 from fsdp_flat.tools.checkpoint_readers import (

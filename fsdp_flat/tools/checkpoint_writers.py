@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.commit import commit
+from fsdp_flat.checkpoint.format import records_of, writing_path
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, some_of
 from fsdp_flat.tools.stored_checkpoint import (
@@ -330,10 +331,10 @@ def _write_sharded(source: StoredCheckpoint, path: Path, options: WriteOptions, 
     _check_values({keys: entry for keys, value in values.items() for _, entry in flattened(value, keys)})
     step = 0 if source.step is None else source.step
     path.mkdir()
-    writing = disk.writing_path(path, step)
+    writing = writing_path(path, step)
     named = {keys: replace(tensor, keys=keys) for keys, tensor in tensors.items()}
     _write_dcp_files(replace(source, tensors=named, values=values), writing, options.num_ranks, update)
-    disk.commit(path, step, disk.records_of(writing, "*"))
+    commit(path, step, records_of(writing, "*"))
 
 
 def _optim_tensors(optim: StoredCheckpoint, model: StoredCheckpoint) -> dict[Keys, TensorInFiles]:

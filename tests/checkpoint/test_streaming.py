@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_full
-from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.core import units_of
 from fsdp_flat.core.shown import Shown

@@ -1,0 +1,129 @@
+"""Finds the ranks that hold a model, and makes them act together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    barrier,
+    decoded,
+    digest_of,
+    encoded,
+    exchange_bytes,
+    exchange_ints,
+    global_ranks,
+)
+from fsdp_flat.core import no_units, units_of
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.state import rank_groups_of
+
+_ADVICE = "Call it with the same model and arguments on every rank."
+SAVING = ErrorTexts("saving", "Ranks save different things.", _ADVICE)
+LOADING = ErrorTexts("loading", "Ranks load different things.", _ADVICE)
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup:
+    """Return the process group of all ranks that hold a shard or a replica of the model."""
+    units = units_of(model)
+    if not units:
+        raise no_units(model)
+    params = [entry for unit in units for handle in unit.param_groups for entry in handle.params]
+    groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
+    groups += [group for entry in params for group in entry.adapter.mesh_groups if dist.get_world_size(group) > 1]
+    # There may be several groups of the same ranks; every rank must choose the same one.
+    by_ranks: dict[frozenset[int], dist.ProcessGroup] = {}
+    for group in groups:
+        by_ranks.setdefault(frozenset(global_ranks(group)), group)
+    meshes = [unit.options.groups.mesh for unit in units if unit.options.strategy.is_hybrid]
+    meshes += [entry.param.device_mesh for entry in params if isinstance(entry.param, DTensor)]
+    joined = {frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None and mesh.size() > 1}
+    joined.update(by_ranks)
+    # Meshes of other parameters, experts among them, divide the same ranks in other ways.
+    largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
+    joint = units[0].options.groups.process_group
+    if len(largest) == 1 and largest[0] in by_ranks:
+        joint = by_ranks[largest[0]]
+    elif largest:
+        # The sets are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
+        joint, num_ranks = dist.group.WORLD, math.prod(map(len, largest))
+        overlaps = any(len(a & b) > 1 for a, b in combinations(largest, 2))
+        if overlaps or num_ranks != dist.get_world_size():
+            where = f"{num_ranks} of {dist.get_world_size()} ranks, along {len(by_ranks)} groups"
+            if overlaps:
+                where = f"groups that overlap, of the ranks {' and '.join(map(str, sorted(map(sorted, largest))))}"
+            raise UnsupportedError(
+                f"The model is on {where} (sharded, replicated, tensor parallel), and no process group joins just "
+                "these. Save it by state_dict() and torch.distributed.checkpoint."
+            )
+    assert joint is not None
+    return joint
+
+
+class Consensus:
+    """Exchanges errors and small values between the ranks of a group: an exception on one rank is raised on all.
+
+    ``device`` is used for groups without a CPU backend; ``ranks`` are the global ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
+        self.ranks = global_ranks(group)
+        self.group = group
+        self._words = words
+        self.device = device
+        self.rank_group = RankGroup.of(group)
+        self.rank, self.size = self.rank_group.rank, self.rank_group.size
+
+    @classmethod
+    def of(cls, model: nn.Module, words: ErrorTexts) -> Consensus:
+        """Return the consensus of all ranks that hold a shard or a replica of the model."""
+        return cls(_group_of(model), words, units_of(model)[0].options.device)
+
+    def barrier(self, what: str) -> None:
+        """Wait for the other ranks; raises within seconds if a rank does not call this."""
+        barrier(what, self.rank_group)
+
+    @contextmanager
+    def propagate_errors(self) -> Iterator[None]:
+        """Raise on every rank if the block raises on one. Every rank must enter the block."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.fail(error)
+
+    def fail(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error. Every rank must call this."""
+        self.integers([], error)
+
+    def integers(self, values: list[int], error: Exception | None, same: Sequence[str] = ()) -> list[list[int]]:
+        """All-gather 64-bit integers, as many on every rank, in one collective. Every rank must call this.
+
+        Raises on every rank if one has an error, or if the lines ``same`` differ.
+        """
+        if error is not None and self.size == 1:
+            raise error
+        own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
+        rows = exchange_ints(own, self.group, self.device, self._words.doing)
+        differ = len({digest for _, digest, *_ in rows}) > 1
+        if differ or not all(ok for ok, *_ in rows):
+            # A difference may be the cause of an error.
+            agree(same, None if differ else error, [self.rank_group], self.device, self._words)
+        return [row[2:] for row in rows]
+
+    def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
+        """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
+        doing, sent = self._words.doing, encoded(text)
+        payloads = exchange_bytes(sent, self.group, self.device, doing, only_on_rank0=only_on_rank0)
+        return list(map(decoded, payloads))
