@@ -38,7 +38,7 @@ from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError, UnsupportedError, some_of
-from fsdp_flat.guards import RankZeroTensors
+from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Settings, differing_settings, group_settings
 from fsdp_flat.state import (
@@ -177,19 +177,19 @@ def save_checkpoint(
     together.barrier("save_checkpoint")
     values = CheckpointValues(model, together)
     values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
-    values.compare_rank_zeros()
+    values.compare_replicated()
     save = CheckpointSave(values.step, path_of(values.directory, values.step))
     if not background:
         _write(values, keep_last, together)
         save._work.set_result(None)
-        values.rank_zeros.warn()
+        values.replicated.warn()
         return save
     # The script may destroy its process groups while its last checkpoint is written.
     # A gloo group communicates CPU tensors.
     group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
     in_thread = Consensus(group, SAVING, torch.device("cpu"))
     save._run(partial(_write, values, keep_last, in_thread), model, together.ranks)
-    values.rank_zeros.warn()
+    values.replicated.warn()
     return save
 
 
@@ -240,14 +240,14 @@ class CheckpointValues:
         self._rows: dict[str, dict[str, Any]] = {}
         self._model = model
         self._index = ParamIndex(model)
-        self.rank_zeros = RankZeroTensors(model)
+        self.replicated = ReplicatedTensors(model)
         self._together = together
         self._copies = units_of(model)[0].step.streams.kept_copies
         self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         self._refusal: Exception | None = None
         self._same: list[str] = []
         self._settings: Settings = {}
-        self._is_alike = self._has_equal_rank_zeros = True
+        self._is_alike = self._has_equal_replicas = True
         self._is_compared = self._has_wrappers = False
 
     def collect(
@@ -364,7 +364,7 @@ class CheckpointValues:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
         # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
         unmanaged = [name for name in self.tensors.get("model", ()) if name not in self._index.by_name]
-        compared = (unmanaged, self.rank_zeros.prints, self._settings)
+        compared = (unmanaged, self.replicated.prints, self._settings)
         digests = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
         own = [self.step, int(self.is_prepared), int(self._has_wrappers), *digests, *values]
         rows = self._together.integers(own, self._refusal or error, self._same)
@@ -372,7 +372,7 @@ class CheckpointValues:
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
         self._has_wrappers = any(row[2] for row in rows)
         self._is_alike = len({row[3] for row in rows}) == 1
-        self._has_equal_rank_zeros = len({row[4] for row in rows}) == 1
+        self._has_equal_replicas = len({row[4] for row in rows}) == 1
         if len({row[5] for row in rows}) > 1:
             self._check_settings()
         return [row[6:] for row in rows]
@@ -387,10 +387,10 @@ class CheckpointValues:
                 "mean over ranks (torch.distributed.all_reduce)."
             )
 
-    def compare_rank_zeros(self) -> None:
+    def compare_replicated(self) -> None:
         """Find the tensors that differ between ranks, of which rank 0's are saved. Every rank must call this."""
-        if not self._has_equal_rank_zeros:
-            self.rank_zeros.compare([self._together.rank_group], self._together.device)
+        if not self._has_equal_replicas:
+            self.replicated.compare([self._together.rank_group], self._together.device)
 
     def _keep_share(self) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.

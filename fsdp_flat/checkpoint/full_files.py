@@ -32,7 +32,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
-from fsdp_flat.guards import RankZeroTensors
+from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits
 from fsdp_flat.state import (
     TEMPLATE,
@@ -293,7 +293,7 @@ def save_full(
         files = list(plan)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-        unmanaged = RankZeroTensors(model)
+        unmanaged = ReplicatedTensors(model)
     unmanaged.compare([together.rank_group], together.device)
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)

@@ -54,7 +54,7 @@ class UnmanagedTensors(Guard):
             groups = dict.fromkeys(
                 param_group.comm.options.groups for unit in step.units for param_group in unit.param_groups
             )
-            tensors = RankZeroTensors(root_module)
+            tensors = ReplicatedTensors(root_module)
             tensors.compare(all_rank_groups(groups or [options.groups]), options.device)
             tensors.warn()
         warn_of_unsynchronized(step.units)
@@ -150,7 +150,7 @@ def _warn(kinds: Mapping[str, str]) -> None:
 _WERE_EQUAL = WeakTensorKeyDictionary()
 
 
-class RankZeroTensors:
+class ReplicatedTensors:
     """Compares the tensors of which each rank has its own, and a state dict of ``module`` holds rank 0's.
 
     They are trainable parameters that no unit manages, and persistent buffers. Parameters that are each rank's own on
@@ -225,7 +225,7 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
 
 def _all_differing(model: nn.Module, optim: torch.optim.Optimizer | None, options: UnitOptions) -> list[str]:
     """Return the names of tensors and settings that differ between ranks. Every rank must call this."""
-    found = RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
+    found = ReplicatedTensors(model, every=True).compare(options.groups.rank_groups, options.device)
     settings = {} if optim is None else group_settings(model, optim)
     prints = {
         f"{key!r} of {fqn!r}": digest_of(text.encode()) for fqn, row in settings.items() for key, text in row.items()

@@ -41,9 +41,9 @@ from fsdp_flat.state.optim_save import save_optim_state
 from fsdp_flat.state.optim_states import contents_of
 from fsdp_flat.state.shards import (
     IndexedParam,
-    LoadPlan,
     OptimContents,
     ParamIndex,
+    PendingWrites,
     StateDictCodec,
     StateShard,
     held_by,

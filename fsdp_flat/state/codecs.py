@@ -28,7 +28,7 @@ from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
-    LoadPlan,
+    PendingWrites,
     StateDictCodec,
     StateShard,
     TensorTransfer,
@@ -93,7 +93,7 @@ class FullCodec(StateDictCodec):
         # Any tensor of one element is one, as for torch; what is no tensor is an error of decoding.
         return shape == expected or math.prod(shape) == math.prod(expected) == 1 or not is_tensor_like(value)
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
         full, interval, adapter = value, target.interval.to_slice(), target.param.adapter
         is_read = isinstance(value, torch.Tensor)
@@ -120,7 +120,7 @@ class FullCodec(StateDictCodec):
         if local.dtype is not target.local.dtype:
             # A dtype that is not converted fails here, and not in the middle of the writes.
             target.local[:0].copy_(local[:0])
-        plan.copy(target.local, local if is_read else local.clone())
+        writes.copy(target.local, local if is_read else local.clone())
 
 
 class BoxedTensor(torch.Tensor):
@@ -239,7 +239,7 @@ class BoxCodec(StateDictCodec):
             found.append(boxed if math.prod(boxed.shape) else local.new_empty(boxed.shape))
         return found
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         own, interval = _boxed(target, target.local), target.interval
         if value.boxes != own.boxes:
             raise LoadError(
@@ -250,7 +250,7 @@ class BoxCodec(StateDictCodec):
             )
         for part, given in zip(own.parts, value.parts, strict=True):
             if place_of(part) != place_of(given):
-                plan.copy(part, given)
+                writes.copy(part, given)
 
 
 def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:

@@ -23,7 +23,7 @@ from fsdp_flat.api import (
 from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
 from fsdp_flat.core import ParamGroup, Unit, modules_of, own_unit, units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.guards import RankZeroTensors
+from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import full_params
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
@@ -164,7 +164,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     # Units of fully_shard save themselves, as torch's modules do.
     units = [each for each in units_of(wrapper) if each.options.front.has_wrapper] if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
-    unmanaged: RankZeroTensors | None = None
+    unmanaged: ReplicatedTensors | None = None
     rank_groups: list[RankGroup] = []
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
@@ -176,7 +176,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             for rank_group in rank_groups:
                 barrier("state_dict", rank_group)
             if rank_groups:
-                unmanaged = RankZeroTensors(wrapper)
+                unmanaged = ReplicatedTensors(wrapper)
                 unmanaged.compare(rank_groups, unit.options.device)
             # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
             # all-gather.

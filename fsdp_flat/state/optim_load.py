@@ -25,9 +25,9 @@ from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingT
 from fsdp_flat.state.plain_states import is_wrapper, like_present
 from fsdp_flat.state.shards import (
     IndexedParam,
-    LoadPlan,
     OptimContents,
     ParamIndex,
+    PendingWrites,
     StateShard,
     check_rows,
     check_states,
@@ -101,10 +101,10 @@ def load_optim_state(
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
-        agree(loading.plan.lines_of, error, index.rank_groups, index.device, LOADING_STATE)
+        agree(loading.writes.lines_of, error, index.rank_groups, index.device, LOADING_STATE)
     elif error is not None:
         raise error
-    loading.plan.commit()
+    loading.writes.commit()
     return result
 
 
@@ -117,10 +117,10 @@ def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
 
 
 class _OptimLoad:
-    """Plans the load of one optimizer state dict; ``plan`` fills the tensors of the result."""
+    """Plans the load of one optimizer state dict; ``writes`` fill the tensors of the result."""
 
     def __init__(self, index: ParamIndex, contents: OptimContents) -> None:
-        self.plan = LoadPlan()
+        self.writes = PendingWrites()
         self._index = index
         self._contents = contents
         self._elementwise: set[str] = set()
@@ -175,7 +175,7 @@ class _OptimLoad:
             row.update({key: like_present(row[key], value) for key, value in wrapped.items() if key in row})
 
         if wrapped:
-            self.plan.call(put, last=True)
+            self.writes.call(put, last=True)
 
     def _managed_row(
         self,
@@ -269,12 +269,12 @@ class _OptimLoad:
                 f"rank {target.param.rank_group.rank} of the shard group. Is it the state dict of another model?"
             )
         if isinstance(value, PendingTensor):
-            value.plan_shard(target, self.plan)
+            value.plan_shard(target, self.writes)
         else:
-            decoder_of(value).decode(value, target, self.plan)
+            decoder_of(value).decode(value, target, self.writes)
 
     def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
-        """Split this rank's part of a state off with its handler, now or as part of the plan."""
+        """Split this rank's part of a state off with its handler, now or as one of the writes."""
         refuse_split(param, key)
         interval, device = param.local_shard.in_param, param.param_group.flat_param.device
         handler = param.unit.optim_state_handlers[key]
@@ -285,7 +285,7 @@ class _OptimLoad:
             )
 
         if isinstance(value, PendingTensor):
-            value.plan_full(device, self.plan, put)
+            value.plan_full(device, self.writes, put)
         elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
             put(value)
         else:
@@ -304,10 +304,10 @@ class _OptimLoad:
             return copied_state(value) if shown is None else dtensor_from(shown, value, label)
         assert isinstance(value, FromRankZero)
         if shown is None:
-            return value.plan_full(param.device, self.plan)
+            return value.plan_full(param.device, self.writes)
         sharded = empty_dtensor(shown, value.dtype, shown.param_group.flat_param.device)
         device, local = shown.unit.options.device, sharded.to_local()
-        value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
+        value.plan_full(device, self.writes, lambda full: local.copy_(local_from(shown, full)))
         return sharded
 
     def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
@@ -339,7 +339,7 @@ class _OptimLoad:
                 found = placed_like(shown, full, like)
                 local.copy_(found.to_local() if isinstance(found, DTensor) else found)
 
-            value.plan_full(shown.unit.options.device, self.plan, put)
+            value.plan_full(shown.unit.options.device, self.writes, put)
             return made
         if not isinstance(value, torch.Tensor):
             raise LoadError(f"State {key!r} of {shown.fqn!r} is a {type(value).__name__}; expected a tensor.")

@@ -411,7 +411,7 @@ def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     channels.wait()
 
 
-class LoadPlan:
+class PendingWrites:
     """Collects the calls, copies and transfers of one load, to run once every value fits."""
 
     def __init__(self) -> None:
@@ -490,7 +490,7 @@ class StateDictCodec:
         """Return whether a model's load decodes a value of this shape; else its error is torch's."""
         return shape_of(value) == target.full_shape
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         """Plan how ``target`` gets its elements of ``value``, which has its full shape.
 
         If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype
