@@ -50,9 +50,9 @@ class ModelLoad:
     It keeps copies of the tensors that torch may overwrite besides flat shards: buffers, and parameters that no wrapper
     manages.
 
-    ``missing`` and ``errors`` are the lists from which torch builds its error, once it has begun. The ``writes`` are made
-    if everything fits. Ranks of ``units`` may have to exchange values; ``has_chunks`` if some take an exchange, and
-    ``has_own`` if some can be loaded without another rank.
+    ``missing`` and ``errors`` are the lists from which torch builds its error, once it has begun. The ``writes`` are
+    made if everything fits. Ranks of ``units`` may have to exchange values; ``has_chunks`` if some take an exchange,
+    and ``has_own`` if some can be loaded without another rank.
     """
 
     def __init__(self, wrapper: nn.Module, *, strict: bool, assign: bool) -> None:
