@@ -38,6 +38,10 @@ _CODES = {"all-gather": 1, "reduction": 2}
 # Keys, in the store of a group, for the rank that is leaving a barrier, and for the barrier that another rank has left.
 _LEAVING = "fsdp_flat/leaving"
 _LEFT = "fsdp_flat/left/%d"
+# Key, in the store of a group, for a digest of what the first rank has said that has come to a barrier; and what is
+# added to the barrier's count for a rank that says something else.
+_SAID = "fsdp_flat/said/%d"
+_DISSENT = 1 << 32
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 
@@ -247,11 +251,12 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | Non
 # -- barriers ---------------------------------------------------------------------------------------------------------
 
 
-def barrier(what: str, rank_group: RankGroup) -> None:
-    """Wait for all ranks of a group through its store, without a collective; errors name the caller's operation.
+def barrier(what: str, rank_group: RankGroup, said: str = "") -> bool:
+    """Wait for all ranks of a group through its store, without a collective; return whether all have ``said`` the same.
 
-    Every rank of the group must call this. Each rank sends two requests to the store, and one or two whenever it looks
-    again.
+    Errors name the caller's operation. Every rank of the group must call this. Each rank sends two requests to the
+    store, a third one if it says something, and one or two whenever it looks again. After a barrier that ranks have
+    given up, the result may be False of ranks that have said the same.
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
@@ -265,13 +270,13 @@ def barrier(what: str, rank_group: RankGroup) -> None:
         PeerFailureError: if a rank has ended that has not arrived.
     """
     if not connected([rank_group]):
-        return
+        return True
     assert rank_group.group is not None
     calls, looks = calls_of(rank_group.group), Looks(rank_group)
     calls.add(f"the barrier of {what}")
-    store_barrier = _StoreBarrier(rank_group)
+    store_barrier = _StoreBarrier(rank_group, said)
     if store_barrier.is_complete:
-        return
+        return store_barrier.is_unanimous
     limit = timeout_of(rank_group.group).total_seconds()
     patience = min(WARN_AFTER_S, limit)
     begun = time.monotonic()
@@ -315,30 +320,44 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                 "(rank0_only=True leaves its result empty). If the output of another rank has an error, that came "
                 "first. If ranks are only late, call torch.distributed.barrier() before it."
             )
+    return store_barrier.is_unanimous
 
 
 class _StoreBarrier:
     """Implements the n-th barrier of a group, where n counts this rank's arrivals.
 
-    Each rank increments its counter and the barrier's in the store.
+    Each rank increments its counter and the barrier's in the store. The first to arrive leaves a digest of what it has
+    said; the barrier's counter has a second one, in its upper bits, of the ranks that have said something else.
     """
 
-    def __init__(self, rank_group: RankGroup) -> None:
+    def __init__(self, rank_group: RankGroup, said: str = "") -> None:
         assert rank_group.group is not None
         self._store = store = group_store(rank_group.group)
         self._rank_group = rank_group
         self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
         self._index = index = store.add(self._arrived, 1)
-        self._num_arrived = f"fsdp_flat/barrier/{index}"
-        self.is_complete = store.add(self._num_arrived, 1) >= rank_group.size
+        self._counts = f"fsdp_flat/barrier/{index}"
+        self._arrival, digest = 1, _digest(encoded(said)).hex() if said else ""
+        if said and store.compare_set(_SAID % index, "", digest) != digest.encode():
+            self._arrival += _DISSENT
+        self._count(self._arrival)
         if self.is_complete:
             # All ranks have arrived here, so all have left the previous barrier.
             store.delete_key(f"fsdp_flat/barrier/{index - 1}")
+            store.delete_key(_SAID % (index - 1))
+
+    def _count(self, added: int) -> int:
+        """Add to the barrier's counters; return the number of ranks that have arrived."""
+        count = self._store.add(self._counts, added)
+        num_arrived = count % _DISSENT
+        self.is_complete, self.is_unanimous = num_arrived >= self._rank_group.size, count < _DISSENT
+        return num_arrived
 
     def poll(self, seconds: float) -> bool:
         """Sleep, and return whether all ranks have arrived; torch would print warnings for a wait that times out."""
         time.sleep(seconds)
-        return self._store.add(self._num_arrived, 0) >= self._rank_group.size
+        self._count(0)
+        return self.is_complete
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""
@@ -359,7 +378,7 @@ class _StoreBarrier:
         own = b"%d" % self._rank_group.rank
         if self._store.compare_set(_LEAVING, "", own.decode()) != own:
             return False
-        has_left = self._store.add(self._num_arrived, -1) < self._rank_group.size - 1
+        has_left = self._count(-self._arrival) < self._rank_group.size - 1
         if has_left:
             self._store.add(self._arrived, -1)
             missing = self.missing()
@@ -368,6 +387,6 @@ class _StoreBarrier:
                     self._store.set(_LEFT % rank, str(self._index))
             self._store.delete_key(_LEFT % self._rank_group.rank)
         else:
-            self._store.add(self._num_arrived, 1)
+            self._count(self._arrival)
         self._store.delete_key(_LEAVING)
         return has_left

@@ -172,9 +172,14 @@ class ReplicatedTensors:
         self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
 
-    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device) -> list[str]:
-        """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this."""
-        differing = _differing(self.prints, rank_groups, device)
+    def compare(
+        self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False
+    ) -> list[str]:
+        """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this.
+
+        Nothing is exchanged if :attr:`prints` ``are_equal``, as ranks know that have compared them with other things.
+        """
+        differing = set() if are_equal else _differing(self.prints, rank_groups, device)
         for name, tensor in self._tensors.items() if all(each.rank == 0 for each in rank_groups) else ():
             before = _WERE_EQUAL.get(tensor)
             # Ignored parameters that differ when they are first compared do so on purpose, as experts do.

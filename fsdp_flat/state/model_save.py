@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -173,15 +174,16 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             is_full = isinstance(codec, FullCodec)
             gathering = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
             rank_groups = list(dict.fromkeys(each.options.groups.shard for each in gathering))
-            for rank_group in rank_groups:
-                barrier("state_dict", rank_group)
-            if rank_groups:
-                unmanaged = ReplicatedTensors(wrapper)
-                unmanaged.compare(rank_groups, unit.options.device)
             # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
             # all-gather.
             is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
-            if not any(true_on_any_rank([is_hooked], rank_groups, unit.options.device)):
+            if rank_groups:
+                unmanaged = ReplicatedTensors(wrapper)
+                said, device = json.dumps([is_hooked, unmanaged.prints]), unit.options.device
+                are_equal = all([barrier("state_dict", each, said) for each in rank_groups]) and len(rank_groups) == 1
+                unmanaged.compare(rank_groups, device, are_equal=are_equal)
+                is_hooked = is_hooked if are_equal else any(true_on_any_rank([is_hooked], rank_groups, device))
+            if not is_hooked:
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if settings_of(each) == settings]
                 gathered.update(_gather_units(alike, codec, config))
