@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,25 +90,38 @@ class Consensus:
         """Return the consensus of all ranks that hold a shard or a replica of the model."""
         return cls(_group_of(model), words, units_of(model)[0].options.device)
 
-    def barrier(self, what: str) -> None:
-        """Wait for the other ranks; raises within seconds if a rank does not call this."""
-        barrier(what, self.rank_group)
-
     @contextmanager
-    def propagate_errors(self) -> Iterator[None]:
-        """Raise on every rank if the block raises on one. Every rank must enter the block."""
+    def propagate_errors(self, what: str = "") -> Iterator[None]:
+        """Raise on every rank if the block raises on one. Every rank must enter the block.
+
+        After it ranks wait for each other if ``what`` names the caller's operation.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        self.fail(error)
+        if what:
+            self.meet(what, [], error)
+        else:
+            self.fail(error)
+
+    def meet(
+        self, what: str, values: Sequence[int], error: Exception | None, same: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """Wait for the other ranks, and return the :meth:`integers` of all; nothing is sent if all have the same.
+
+        Raises within seconds if a rank does not call this. Errors name ``what``, the caller's operation.
+        """
+        if barrier(what, self.rank_group, json.dumps([values, repr(error), same])) and error is None:
+            return [list(values)] * self.size
+        return self.integers(values, error, same)
 
     def fail(self, error: Exception | None) -> None:
         """Raise on every rank if any rank has an error. Every rank must call this."""
         self.integers([], error)
 
-    def integers(self, values: list[int], error: Exception | None, same: Sequence[str] = ()) -> list[list[int]]:
+    def integers(self, values: Sequence[int], error: Exception | None, same: Sequence[str] = ()) -> list[list[int]]:
         """All-gather 64-bit integers, as many on every rank, in one collective. Every rank must call this.
 
         Raises on every rank if one has an error, or if the lines ``same`` differ.

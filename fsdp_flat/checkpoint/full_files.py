@@ -29,7 +29,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
     index_of,
     read_safetensors,
 )
-from fsdp_flat.comm import ALONE, RankGroup
+from fsdp_flat.comm import ALONE, RankGroup, digest_of
 from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -269,9 +269,8 @@ def save_full(
             does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together = Consensus.of(model, SAVING)
-    together.barrier("save_full")
-    with together.propagate_errors():
+    together, replicated, error = Consensus.of(model, SAVING), ReplicatedTensors(model), None
+    try:
         if not isinstance(max_file_bytes, (int, float)):
             raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:
@@ -283,36 +282,35 @@ def save_full(
         # Replicas and ranks that do not write only take part in the transfers.
         rank = None if _is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
-        directory = path_of_user(directory, "directory")
+        path = path_of_user(directory, "directory")
         adapters = adapters_of(model) if trainable_only else None
-        plan = (
-            _planned(entries, directory, max_file_bytes)
-            if adapters is None
-            else _by_adapter(entries, directory, adapters)
-        )
+        plan = _planned(entries, path, max_file_bytes) if adapters is None else _by_adapter(entries, path, adapters)
         files = list(plan)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-        unmanaged = ReplicatedTensors(model)
-    unmanaged.compare([together.rank_group], together.device)
+    except Exception as raised:
+        error = raised
+    digest = digest_of(json.dumps(replicated.prints, sort_keys=True).encode())
+    each_digest = together.meet("save_full", [digest], error)
+    replicated.compare([together.rank_group], together.device, are_equal=each_digest == [[digest]] * together.size)
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)
         error = _write_in_turn(turns, plan, rank=rank, update=update)
     texts: dict[str, PartialFile] = {}
     try:
         together.fail(error)
-        records = together.texts(json.dumps({_name_in(directory, file.path): file.record for file in own}))
+        records = together.texts(json.dumps({_name_in(path, file.path): file.record for file in own}))
         with together.propagate_errors():
             if rank == 0:
                 for file in files:
                     file.check_here()
-                bodies = _texts_of(model, files) if adapters is None else _texts_of_adapters(adapters, directory, files)
+                bodies = _texts_of(model, files) if adapters is None else _texts_of_adapters(adapters, path, files)
                 checksums = CHECKSUMS_NAME if adapters is None else ADAPTER_CHECKSUMS_NAME
-                texts |= {name: PartialFile(directory / name) for name in (*bodies, checksums)}
+                texts |= {name: PartialFile(path / name) for name in (*bodies, checksums)}
                 _write_texts(texts, bodies, checksums, list(map(json.loads, records)))
                 # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
                 for name in (INDEX_NAME, CHECKSUMS_NAME) if adapters is None else (ADAPTER_CHECKSUMS_NAME,):
-                    (directory / name).unlink(missing_ok=True)
+                    (path / name).unlink(missing_ok=True)
     except Exception:
         for each in (*own, *texts.values()):
             each.discard()
@@ -323,11 +321,11 @@ def save_full(
     with together.propagate_errors():
         if rank == 0:
             if adapters is None:
-                _remove_earlier(directory, files)
+                _remove_earlier(path, files)
             for text in texts.values():
                 text.commit()
-    unmanaged.warn()
-    return directory
+    replicated.warn()
+    return path
 
 
 _Plan: TypeAlias = dict[FileWriter, dict[str, _Entry]]
@@ -503,8 +501,7 @@ def load_full(
         PhaseError: called in the middle of a step.
     """
     together = Consensus.of(model, LOADING)
-    together.barrier("load_full")
-    with together.propagate_errors():
+    with together.propagate_errors("load_full"):
         path = path_of_user(path, "path")
         paths = _files_of(path)
         _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))

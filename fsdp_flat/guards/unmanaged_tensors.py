@@ -172,9 +172,7 @@ class ReplicatedTensors:
         self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
 
-    def compare(
-        self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False
-    ) -> list[str]:
+    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False) -> list[str]:
         """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this.
 
         Nothing is exchanged if :attr:`prints` ``are_equal``, as ranks know that have compared them with other things.

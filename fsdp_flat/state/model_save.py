@@ -180,7 +180,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             if rank_groups:
                 unmanaged = ReplicatedTensors(wrapper)
                 said, device = json.dumps([is_hooked, unmanaged.prints]), unit.options.device
-                are_equal = all([barrier("state_dict", each, said) for each in rank_groups]) and len(rank_groups) == 1
+                met = [barrier("state_dict", each, said) for each in rank_groups]
+                are_equal = met == [True]
                 unmanaged.compare(rank_groups, device, are_equal=are_equal)
                 is_hooked = is_hooked if are_equal else any(true_on_any_rank([is_hooked], rank_groups, device))
             if not is_hooked:

@@ -7,16 +7,27 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fingerprint, global_ranks
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    barrier,
+    digest_of,
+    dtype_from_name,
+    exchange_if_different,
+    fingerprint,
+    global_ranks,
+)
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.codecs import contained_tensors, holds_tensors
+from fsdp_flat.state.plain_states import plain_states
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -36,6 +47,9 @@ from fsdp_flat.user_warnings import warn_user
 PlainRow = dict[str, list[Any]]
 # The kind of a described container of tensors.
 _WHOLE = "whole"
+_SAVING = ErrorTexts(
+    "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
+)
 _COMPARED = (int, float, complex, str, bytes, type(None))
 
 
@@ -60,18 +74,6 @@ def _plain_from_json(kind: str, value: Any) -> Any:
         return pickle.loads(base64.b64decode(value))
     value = complex(*value) if isinstance(value, list) else value
     return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
-
-
-class Peers(Protocol):
-    """Exchanges values between all ranks of a checkpoint; ``ranks`` are their global ranks."""
-
-    ranks: list[int]
-
-    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
-        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
-
-    def texts(self, text: str) -> list[str]:
-        """All-gather texts."""
 
 
 @dataclass(slots=True)
@@ -169,22 +171,139 @@ def _has_plain_state_dict(optim: Any) -> bool:
     return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not any(hooks))
 
 
-def read_states(index: ParamIndex, contents: OptimContents) -> list[ParamState]:
-    """Read this rank's states of every parameter; shards are views of the optimizer's tensors."""
-    found: dict[IndexedParam, ParamState] = {}
-    held = set(contents.params)
-    for visible, params in index.managed.items():
-        owner = contents.owners.get(visible)
-        states = [ParamState(param, owner, visible in held) for param in params]
-        found.update(zip(params, states, strict=True))
-        # States of empty local shards are never updated (a step count, for one): use those of other ranks.
-        if owner is None:
-            is_here = visible in held and not params[0].is_on_other_ranks
-        else:
-            is_here = owner == params[0].rank_group.rank
-        if is_here and visible in contents.state:
-            _read(states, visible, contents.state[visible])
-    return [found[param] for param in index.params]
+@dataclass(slots=True)
+class OptimStates:
+    """Holds an optimizer's states on this rank, and what its ranks have to have alike.
+
+    Attributes:
+        contents: what the optimizer holds, without tensors made of others.
+        names: names of its parameters in its order, then of those in each group.
+        states: those of the parameters that units manage, in the model's order; shards are views of its tensors.
+        whole: described as JSON, the states of parameters of ``fully_shard`` that every rank has whole.
+    """
+
+    index: ParamIndex
+    contents: OptimContents
+    names: list[list[str]]
+    states: list[ParamState]
+    whole: dict[IndexedParam, PlainRow]
+
+    @classmethod
+    def read(
+        cls, index: ParamIndex, contents: OptimContents, *, compares: bool, keeps_dtensors: bool, in_boxes: bool = False
+    ) -> OptimStates:
+        """Read this rank's states of every parameter.
+
+        Args:
+            index: that of the model.
+            contents: the optimizer's.
+            compares: ranks compare their states, so those that each has whole are described.
+            keeps_dtensors: containers hold DTensors as they are; else they are refused, as each rank has other parts.
+            in_boxes: tensors made of others are read as a checkpoint has them.
+        """
+        contents = replace(contents, state=plain_states(contents.state, index, in_boxes=in_boxes))
+        names = _names(index, contents)
+        found: dict[IndexedParam, ParamState] = {}
+        held = set(contents.params)
+        for visible, params in index.managed.items():
+            owner = contents.owners.get(visible)
+            states = [ParamState(param, owner, visible in held) for param in params]
+            found.update(zip(params, states, strict=True))
+            # States of empty local shards are never updated (a step count, for one): use those of other ranks.
+            if owner is None:
+                is_here = visible in held and not params[0].is_on_other_ranks
+            else:
+                is_here = owner == params[0].rank_group.rank
+            if is_here and visible in contents.state:
+                _read(states, visible, contents.state[visible])
+        whole = {
+            param: _read_whole(param, contents.state.get(visible, {}), keeps_dtensors=keeps_dtensors)
+            for visible, param in (index.dtensors.items() if compares else ())
+        }
+        return cls(index, contents, names, [found[param] for param in index.params], whole)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether every rank needs to know all states: there are handlers or owned parameters."""
+        return any(unit.optim_state_handlers for unit in self.index.units) or bool(self.contents.owners)
+
+    def digests(self) -> list[int]:
+        """Return integers that a rank compares with others: of what all have, and of the states of each parameter.
+
+        Those of a parameter are 0 without elements of it, of which a rank may lack the states.
+        """
+        said = json.dumps([self.names, list(self.whole.values())])
+        each = [
+            digest_of(json.dumps(state.describe()).encode()) if numel else 0
+            for state, numel in zip(self.states, self._numels(), strict=True)
+        ]
+        return [digest_of(said.encode()), *each]
+
+    def _numels(self) -> list[int]:
+        """Return how many elements this rank must have states of; owners have all states of their parameters."""
+        return [0 if state.owner is not None else state.param.local_shard.numel for state in self.states]
+
+    def described(self) -> list[Any]:
+        """Describe all of it as JSON."""
+        states = [state.describe() for state in self.states]
+        numels = [*self._numels(), *(param.local_shard.numel for param in self.whole)]
+        return [self.names, states, list(self.whole.values()), numels]
+
+    def over(self, rank_group: RankGroup) -> OptimStates:
+        """Return those that the ranks of a group have alike, of the units on the group; names are shared."""
+        units = {unit for unit in self.index.units if rank_group in rank_groups_of([unit])}
+        states = [state for state in self.states if state.param.unit in units]
+        whole = {param: row for param, row in self.whole.items() if param.unit in units}
+        return replace(self, states=states, whole=whole)
+
+    def complete(self, ranks: Sequence[int], payloads: Sequence[str | bytes]) -> None:
+        """Complete states and names from what ``ranks`` have :meth:`described`.
+
+        Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all
+        ranks.
+        """
+        each_names, everyone, each_whole, numels = zip(*map(json.loads, payloads), strict=True)
+        lacking: dict[tuple[int, str], list[str]] = {}
+        for at, state in enumerate(self.states):
+            kept = [
+                {*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())}
+                for tensors, handled, plain, is_held in (described[at] for described in everyone)
+            ]
+            anywhere = set().union(*kept)
+            for rank, here, row in zip(ranks, kept, numels, strict=True):
+                if anywhere - here and row[at]:
+                    lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
+        if lacking:
+            told = "; ".join(
+                f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items()
+            )
+            raise UsageError(
+                f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack "
+                "the states of parameters that it has no elements of, and no others: build the optimizer from the "
+                "same parameters on every rank, and step it on every rank or on none."
+            )
+        rows = [
+            [plain for _, _, plain, _ in described] + whole
+            for described, whole in zip(everyone, each_whole, strict=True)
+        ]
+        _check_equal([*(state.param for state in self.states), *self.whole], rows, numels, ranks)
+        for at, state in enumerate(self.states):
+            for described in everyone:
+                state.complete(*described[at])
+        _merge_names(self.index, self.names, each_names)
+
+
+def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
+    """Return the names of an optimizer's parameters in its order, then those in each of its groups.
+
+    FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
+    """
+    names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
+    if all(unit.options.use_orig_params for unit in index.units):
+        return [[], *names]
+    # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's wrapper).
+    order = [fqn for each in names for fqn in each]
+    return [order if contents.groups else [fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
 
 
 def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
@@ -224,58 +343,66 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
                 state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
 
 
-def read_plain(index: ParamIndex, contents: OptimContents, *, keeps_dtensors: bool) -> dict[IndexedParam, PlainRow]:
-    """Describe as JSON the states of parameters of ``fully_shard`` that are no DTensors: every rank has each whole.
-
-    With ``keeps_dtensors`` containers hold DTensors as they are; else they are refused, as each rank has other parts.
-    """
-    found: dict[IndexedParam, PlainRow] = {}
-    for visible, param in index.dtensors.items():
-        row = found[param] = {}
-        for name, value in sorted(contents.state.get(visible, {}).items()):
-            if not isinstance(value, torch.Tensor):
-                if holds_tensors(value) and param.is_split:
-                    others = [each for each in contained_tensors(value) if each.dim() and not isinstance(each, DTensor)]
-                    if others or not keeps_dtensors:
-                        raise _container_error(name, str(param), value)
-                    continue
-                row[name] = _plain_to_json(value)
-            elif not isinstance(value, DTensor):
-                kind = f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-                is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-                row[name] = _plain_to_json(value) if not value.dim() else [kind, fingerprint(value) if is_plain else 0]
-    return found
+def _read_whole(param: IndexedParam, values: Mapping[str, Any], *, keeps_dtensors: bool) -> PlainRow:
+    """Describe as JSON the states of a parameter of ``fully_shard`` that are no DTensors: every rank has each whole."""
+    row: PlainRow = {}
+    for name, value in sorted(values.items()):
+        if not isinstance(value, torch.Tensor):
+            if holds_tensors(value) and param.is_split:
+                others = [each for each in contained_tensors(value) if each.dim() and not isinstance(each, DTensor)]
+                if others or not keeps_dtensors:
+                    raise _container_error(name, str(param), value)
+                continue
+            row[name] = _plain_to_json(value)
+        elif not isinstance(value, DTensor):
+            kind = f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+            is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+            row[name] = _plain_to_json(value) if not value.dim() else [kind, fingerprint(value) if is_plain else 0]
+    return row
 
 
-def complete_over_groups(
-    index: ParamIndex,
-    states: Sequence[ParamState],
-    plain: Mapping[IndexedParam, PlainRow],
-    *,
-    names: list[list[str]],
-    error: Exception | None,
-) -> Exception | None:
+def are_equal(digests: Sequence[Sequence[int]]) -> bool:
+    """Return whether all ranks have said the same in their :meth:`OptimStates.digests`, given by position."""
+    return len({*digests[0]}) == 1 and all(len({*each} - {0}) <= 1 for each in digests[1:])
+
+
+def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exception | None) -> None:
     """Complete the states and names of this rank from those of the others, group by group.
 
-    Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
-    one integer is exchanged per group. Returns the exception that stopped this rank before or now, to agree on next.
+    Every rank must call this, even one that could not read its states and has an error: then all raise. Normally all
+    ranks have the same states, and meet once.
     """
-    groups = {unit: rank_groups_of([unit]) for unit in index.units}
+    lines = (
+        []
+        if own is None
+        else [
+            f"state {key!r} of {param.fqn!r}"
+            for visible, param in index.dtensors.items()
+            for key, value in sorted(own.contents.state.get(visible, {}).items())
+            if isinstance(value, DTensor)
+        ]
+    )
+    # Over groups that are the lines of one grid, what ranks of one have found differing reaches all ranks on the way.
+    is_grid = all(rank_groups_of([unit]) == index.rank_groups for unit in index.units)
+    said = json.dumps([repr(error), None if own is None else own.described()[:3], lines])
+    are_alike = is_grid
     for rank_group in index.rank_groups:
-        own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        others = {param: row for param, row in plain.items() if rank_group in groups[param.unit]}
-        said = [names, [state.describe() for state in own], list(others.values())]
-        numels = [*numels_of(own), *(param.local_shard.numel for param in others)]
-        payload, compared = (b"" if error else json.dumps(each).encode() for each in ([*said, numels], said))
-        payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
-        if payloads is not None and all(payloads):
-            assert rank_group.group is not None
-            try:
-                ranks = global_ranks(rank_group.group)
-                _complete_states(index, own, list(others), names=names, ranks=ranks, payloads=payloads)
-            except FsdpFlatError as found:
-                error = found
-    return error
+        are_alike = barrier("optim_state_dict", rank_group, said if are_alike else "another") and are_alike
+    if not are_alike:
+        for rank_group in index.rank_groups:
+            here = None if own is None or error is not None else own.over(rank_group)
+            payload = b"" if here is None else json.dumps(here.described()).encode()
+            compared = b"" if here is None else json.dumps(here.described()[:3]).encode()
+            payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
+            if here is not None and payloads is not None and all(payloads):
+                assert rank_group.group is not None
+                try:
+                    here.complete(global_ranks(rank_group.group), payloads)
+                except FsdpFlatError as found:
+                    error = found
+        agree(lines, error, index.rank_groups, index.device, _SAVING)
+    if error is not None:
+        raise error
 
 
 def _container_error(name: str, where: str, value: Any) -> UnsupportedError:
@@ -284,80 +411,6 @@ def _container_error(name: str, where: str, value: Any) -> UnsupportedError:
         "other plain values. Save the optimizer's own state_dict() rank by rank, which fits the same number of ranks "
         "only, or use an optimizer that keeps each tensor under a name."
     )
-
-
-def numels_of(states: Sequence[ParamState]) -> list[int]:
-    """Return how many elements this rank must have states of; owners have all states of their parameters."""
-    return [0 if state.owner is not None else state.param.local_shard.numel for state in states]
-
-
-def compare_states(
-    index: ParamIndex,
-    states: Sequence[ParamState],
-    plain: Mapping[IndexedParam, PlainRow],
-    *,
-    names: list[list[str]],
-    error: Exception | None,
-    peers: Peers,
-) -> None:
-    """Compare the states of all ranks in one collective of an integer a parameter, and one for all others.
-
-    A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
-    parameters, for which every rank needs to know all states, a second exchange names the difference or completes them.
-    """
-    digests, numels = [0] * len(index.params), numels_of(states)
-    for at, (state, numel) in enumerate(zip(states, numels, strict=True) if error is None else ()):
-        digests[at] = digest_of(json.dumps(state.describe()).encode()) if numel else 0
-    said = [names, list(plain.values())]
-    rows = peers.integers([digest_of(json.dumps(said).encode()), *digests], error)
-    needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
-    alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
-    if needs_all or not alike:
-        numels += [param.local_shard.numel for param in plain]
-        own = [names, [state.describe() for state in states], list(plain.values()), numels]
-        payloads = peers.texts(json.dumps(own))
-        _complete_states(index, states, list(plain), names=names, ranks=peers.ranks, payloads=payloads)
-
-
-def _complete_states(
-    index: ParamIndex,
-    states: Sequence[ParamState],
-    others: Sequence[IndexedParam],
-    *,
-    names: list[list[str]],
-    ranks: Sequence[int],
-    payloads: Sequence[str | bytes],
-) -> None:
-    """Complete states and names from the payloads of ``ranks``.
-
-    Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all ranks.
-    """
-    each_names, everyone, each_plain, numels = zip(*map(json.loads, payloads), strict=True)
-    lacking: dict[tuple[int, str], list[str]] = {}
-    for at, state in enumerate(states):
-        kept = [
-            {*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())}
-            for tensors, handled, plain, is_held in (described[at] for described in everyone)
-        ]
-        anywhere = set().union(*kept)
-        for rank, here, row in zip(ranks, kept, numels, strict=True):
-            if anywhere - here and row[at]:
-                lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
-    if lacking:
-        told = "; ".join(f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items())
-        raise UsageError(
-            f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the "
-            "states of parameters that it has no elements of, and no others: build the optimizer from the same "
-            "parameters on every rank, and step it on every rank or on none."
-        )
-    rows = [
-        [plain for _, _, plain, _ in described] + other for described, other in zip(everyone, each_plain, strict=True)
-    ]
-    _check_equal([*(state.param for state in states), *others], rows, numels, ranks)
-    for at, state in enumerate(states):
-        for described in everyone:
-            state.complete(*described[at])
-    _merge_names(index, names, each_names)
 
 
 def _check_equal(
