@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import fully_shard
-from tests.step.pairs import CLOSE, KINDS, batch, by_policy, placed
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Block, Stack, full_grads, square_loss
+from tests.support.pairs import CLOSE, KINDS, batch, by_policy, placed
 
 Optimizer = torch.optim.Optimizer
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
-from tests.step.pairs import CLOSE, KINDS, Pair, batch, by_policy, placed
-from tests.step.test_cleared_between_backwards import BACKWARDS
+from tests.accumulation.test_cleared_between_backwards import BACKWARDS
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.pairs import CLOSE, KINDS, Pair, batch, by_policy, placed
 
 MAX_NORM = 0.05
 CLIP: dict[str, Callable[[Any], Any]] = {

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import batch, mesh_options, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, mesh_options, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

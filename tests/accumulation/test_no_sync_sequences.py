@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, MEMORY, WIDTH, Pair, batch, placed
 from tests.support import assert_close, on_ranks
 from tests.support.kit import wrapped
+from tests.support.pairs import KINDS, MEMORY, WIDTH, Pair, batch, placed
 
 NUM_UNITS = 3
 MODES = pytest.mark.parametrize("mode", ["local", "sharded"])

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
-from tests.composable.beside import Beside, grads_of, whole
 from tests.support import assert_equal, on_ranks
+from tests.support.fully_shard_beside import Beside, grads_of, whole
 from tests.support.kit import Stack, batch, mesh, square_loss
 
 

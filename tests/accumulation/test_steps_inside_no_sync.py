@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat import clean_tensor_name
-from tests.step.pairs import CLOSE, KINDS, Pair, batch, placed
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Stack, full_params, square_loss
+from tests.support.pairs import CLOSE, KINDS, Pair, batch, placed
 
 
 def backward_in_no_sync(pair: Pair, rank: int, step: int = 0) -> None:

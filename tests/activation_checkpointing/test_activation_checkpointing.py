@@ -19,7 +19,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
 from tests.support import on_ranks
-from tests.surface.models import (
+from tests.support.surface_models import (
     Block,
     assert_near,
     batches,

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import SHARDED, WIDTH, Twin, batch, batches, recorded
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import Block, Stack, full_params, square_loss, train_on, wrapped
 from tests.support.reference import replicated_step
+from tests.support.steps import SHARDED, WIDTH, Twin, batch, batches, recorded
 
 
 @dataclass

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import FOUR_RANKS, KINDS, WIDTH, Pair, batch, by_policy, placed
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, square_loss, wrapped
+from tests.support.pairs import FOUR_RANKS, KINDS, WIDTH, Pair, batch, by_policy, placed
 
 # What the checkpoint covers, and what comes before and after it.
 SHAPES: dict[str, Callable[[], dict[str, nn.Module]]] = {

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from tests.step.pairs import CLOSE, MEMORY, WIDTH, Pair, batch, placed
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Stack, square_loss, wrapped
+from tests.support.pairs import CLOSE, MEMORY, WIDTH, Pair, batch, placed
 
 
 def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:

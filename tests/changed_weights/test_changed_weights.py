@@ -11,9 +11,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, StateDictType
 from fsdp_flat.errors import PhaseError
-from tests.runtime.kit import STRATEGIES, Twin, batch, mesh_for
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.steps import STRATEGIES, Twin, batch, mesh_for
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP

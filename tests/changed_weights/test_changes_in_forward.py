@@ -12,10 +12,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from fsdp_flat import fully_shard, unshard_for
 from fsdp_flat.errors import UsageError
-from tests.composable.sides import children_and_root
-from tests.step.pairs import KINDS, WIDTH, Pair, batch, placed
 from tests.support import assert_close, on_ranks
+from tests.support.fully_shard_sides import children_and_root
 from tests.support.kit import full_params, square_loss, wrapped
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, placed
 
 LAYOUTS = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import FullyShardedDataParallel, fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import seeded, shard, train
+from tests.support.wrapper_models import seeded, shard, train
 
 
 def full(value: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import full_grads, no_shard_allowed, square_loss
-from tests.wrapper.models import assert_same_grads, batch, mesh_options, message, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import assert_same_grads, batch, mesh_options, message, seeded, shard, shard_by_peer
 
 NORMS = pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, float("inf")])
 ODD_NORMS = pytest.mark.parametrize("norm_type", [0, 0.5, 3, -1, -2.5, -float("inf")])

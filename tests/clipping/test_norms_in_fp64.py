@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.step.pairs import FOUR_RANKS, KINDS, TWO_RANKS, Pair, placed
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Stack
+from tests.support.pairs import FOUR_RANKS, KINDS, TWO_RANKS, Pair, placed
 
 
 def check_norms(layout: str, use_orig_params: bool) -> None:

@@ -19,13 +19,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import fsdp_flat
 from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
-from tests.composable.experts import WIDTH, Meshes, Moe, clip
-from tests.runtime.test_tensor_parallel import batches, grid, net, on_grid
+from tests.clipping.test_clip_grad_norm import TREES
 from tests.support import assert_close, on_ranks
+from tests.support.experts import WIDTH, Meshes, Moe, clip
 from tests.support.kit import full_grads, normal, square_loss
 from tests.support.reference import replicated_step
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer
-from tests.wrapper.test_clip_grad_norm import TREES
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
+from tests.tensor_parallel.test_tensor_parallel import batches, grid, net, on_grid
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import BLOCKS, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of
 from tests.support import assert_close
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
+from tests.support.torch_and_ours import BLOCKS, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of
 
 CASE = BLOCKS
 

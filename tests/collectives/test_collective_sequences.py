@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.step.pairs import KINDS, WIDTH, Pair, batch, placed
 from tests.support import on_ranks
 from tests.support.kit import Block
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, placed
 
 
 class Beside(nn.Module):

@@ -10,7 +10,9 @@ from torch import nn
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.core import Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import (
+from tests.support import on_ranks
+from tests.support.kit import Block, Stack, square_loss, wrapped
+from tests.support.steps import (
     OBJECT_COLLECTIVES,
     STRATEGIES,
     Record,
@@ -22,8 +24,6 @@ from tests.runtime.kit import (
     recorded,
     shared_memory,
 )
-from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss, wrapped
 
 ITEMSIZE = 4
 

@@ -15,11 +15,11 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
-from tests.composable.beside import Beside, needs_of_torch
-from tests.composable.sides import blocks_and_root
-from tests.runtime.kit import Twin, recorded, shared_memory
 from tests.support import on_ranks
+from tests.support.fully_shard_beside import Beside, needs_of_torch
+from tests.support.fully_shard_sides import blocks_and_root
 from tests.support.kit import Stack, mesh
+from tests.support.steps import Twin, recorded, shared_memory
 
 
 class Memory:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from tests.step.pairs import KINDS, WIDTH, Pair, placed
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, wrapped
+from tests.support.pairs import KINDS, WIDTH, Pair, placed
 
 
 class TripledMean:

@@ -19,9 +19,9 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import torch_comm
-from tests.runtime.kit import COLLECTIVES, batch, sgd, shared_memory
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
+from tests.support.steps import COLLECTIVES, batch, sgd, shared_memory
 
 
 class Waited:

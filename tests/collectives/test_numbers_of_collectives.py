@@ -19,12 +19,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_flat import unshard_for
 from fsdp_flat.composable import fully_shard, trace
 from fsdp_flat.errors import OptionError
-from tests.composable.sides import batch_of, blocks_and_root, one_backward
-from tests.composable.test_step_cases import Checkpointed, Reentrant, shard_pairs
-from tests.runtime.kit import acquaint, recorded
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import batch_of, blocks_and_root, one_backward
 from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
 from tests.support.peer import peer_fully_shard
+from tests.support.steps import acquaint, recorded
+from tests.training.test_step_cases_of_fully_shard import Checkpointed, Reentrant, shard_pairs
 
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 

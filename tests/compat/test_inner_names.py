@@ -17,7 +17,7 @@ from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import Block, Tied, batch, message, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import Block, Tied, batch, message, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 

@@ -27,7 +27,7 @@ from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.state_dict.kit import FULL, SHARDED, peer_quiet, single_rank_allowed
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

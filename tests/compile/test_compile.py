@@ -22,9 +22,9 @@ from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.core import unit_of, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from fsdp_flat.wrap.plan import plan_units
-from tests.runtime.kit import Twin, assert_idle, batch, sgd, traced
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import BLOCKS, Block, Stack, seeded, square_loss, wrapped
+from tests.support.steps import Twin, assert_idle, batch, sgd, traced
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 

@@ -10,9 +10,9 @@ import torch
 from fsdp_flat import CPUOffload, FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import units_of
-from tests.runtime.kit import STRATEGIES, Twin, mesh_for
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Stack
+from tests.support.steps import STRATEGIES, Twin, mesh_for
 
 
 @on_ranks(2)

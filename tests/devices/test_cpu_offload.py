@@ -10,7 +10,7 @@ import torch
 from fsdp_flat import CPUOffload, MixedPrecision
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_params
-from tests.surface.models import ALL_STRATEGIES, batches, mean_loss, sharded, small_model
+from tests.support.surface_models import ALL_STRATEGIES, batches, mean_loss, sharded, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 

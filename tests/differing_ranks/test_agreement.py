@@ -16,9 +16,9 @@ from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import BLOCKS, Block, Stack, full_params, mesh, seeded, square_loss, wrapped
+from tests.support.steps import recorded
 
 
 def other_shape() -> tuple[nn.Module, dict[str, Any]]:

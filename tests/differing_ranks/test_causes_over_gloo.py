@@ -14,9 +14,9 @@ import torch.distributed as dist
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import failures
 from fsdp_flat.errors import OptionError, PeerFailureError
-from tests.step.pairs import batch, by_policy
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.pairs import batch, by_policy
 
 TIMEOUT_S = 3
 TRANSPORTS = pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])

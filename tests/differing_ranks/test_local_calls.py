@@ -26,7 +26,7 @@ from tests.state_dict.kit import peer_quiet
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import train_on
 from tests.support.peer import mend_peer
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 LIBRARIES = {"ours": fsdp_flat, "peer": peer_library}
 BOTH = pytest.mark.parametrize("library", ["ours", "peer"])

@@ -11,9 +11,9 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import RankMismatchError
-from tests.step.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
 from tests.support.kit import Block, square_loss
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 
 
 class Ordered(nn.Module):

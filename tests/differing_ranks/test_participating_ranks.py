@@ -16,10 +16,10 @@ from torch import nn
 from fsdp_flat import participate
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.test_compile import fresh_compiler
-from tests.step.pairs import KINDS, WIDTH, Pair, batch, placed
+from tests.compile.test_compile import fresh_compiler
 from tests.support import on_ranks
 from tests.support.kit import Block, wrapped
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, placed
 
 
 class Experts(nn.Module):

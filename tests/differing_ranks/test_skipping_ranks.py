@@ -11,9 +11,9 @@ from torch import nn
 
 from fsdp_flat import BackwardPrefetch
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Block, wrapped
+from tests.support.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, batch, by_hand, by_policy, placed
 
 # For each block the ranks whose loss does not depend on it; -1 is the last rank.
 Skips = dict[int, tuple[int, ...]]

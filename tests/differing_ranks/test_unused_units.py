@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import ShardingStrategy
-from tests.runtime.kit import SHARDED, STRATEGIES, WIDTH, Twin, batches, exchange_nbytes, mesh_for, recorded
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, square_loss
+from tests.support.steps import SHARDED, STRATEGIES, WIDTH, Twin, batches, exchange_nbytes, mesh_for, recorded
 
 
 class PartlyUsed(Block):

@@ -20,9 +20,9 @@ from fsdp_flat import ShardingStrategy, fully_shard, save_checkpoint, unshard_fo
 from fsdp_flat.core import units_of
 from fsdp_flat.core.exchange import BackwardExchange
 from fsdp_flat.errors import RankMismatchError
-from tests.runtime.kit import WIDTH, Twin, batch, batches, mesh_for
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, square_loss
+from tests.support.steps import WIDTH, Twin, batch, batches, mesh_for
 
 ALL_ROUND = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD]
 

@@ -17,7 +17,7 @@ from fsdp_flat import StateDictType, load_checkpoint, save_checkpoint, save_full
 from fsdp_flat.errors import UsageError
 from tests.support.kit import square_loss
 from tests.support.pool import spawn
-from tests.wrapper.models import batch, seeded, shard, train
+from tests.support.wrapper_models import batch, seeded, shard, train
 
 Call = Callable[[], object]
 

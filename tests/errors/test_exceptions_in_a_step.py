@@ -13,9 +13,9 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 from tests.support import on_ranks
 from tests.support.kit import Block, RaisesInBackward, Stack, Trouble, square_loss
+from tests.support.steps import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 
 
 class Fragile(Block):

@@ -22,7 +22,7 @@ from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, Unsupporte
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 

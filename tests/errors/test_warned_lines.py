@@ -17,7 +17,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType, ShardingStrategy, StateDictType, fully_shard, plan
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.wrapper.models import Block, seeded, shard
+from tests.support.wrapper_models import Block, seeded, shard
 
 
 class Failing(nn.Module):

@@ -17,9 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, WIDTH, Pair
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Block, wrapped
+from tests.support.pairs import KINDS, WIDTH, Pair
 
 
 @dataclasses.dataclass

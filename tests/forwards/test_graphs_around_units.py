@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import CLOSE, KINDS, WIDTH, Pair, batch
 from tests.support import OWN_PARAMETERS, assert_close, on_ranks
 from tests.support.kit import Block, Stack, full_grads, square_loss, wrapped
+from tests.support.pairs import CLOSE, KINDS, WIDTH, Pair, batch
 
 STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full:FutureWarning")

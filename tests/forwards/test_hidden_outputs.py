@@ -15,9 +15,9 @@ from torch.utils import _pytree
 from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, WIDTH, Pair, batch
 from tests.support import on_ranks
 from tests.support.kit import wrapped
+from tests.support.pairs import KINDS, WIDTH, Pair, batch
 
 _shelf: list[torch.Tensor] = []
 

@@ -10,9 +10,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.runtime.kit import SHARDED, STRATEGIES, WIDTH, Twin, assert_idle, batch, batches, mesh_for
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Block, Stack, square_loss
+from tests.support.steps import SHARDED, STRATEGIES, WIDTH, Twin, assert_idle, batch, batches, mesh_for
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import Shard
 from fsdp_flat.composable import fully_shard, register_fsdp_forward_method
 from fsdp_flat.core import step_of
 from fsdp_flat.core.unit import own_unit
-from tests.composable.beside import grads_of
-from tests.composable.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
-from tests.composable.sides import assert_no_step_runs, average_gradients
-from tests.composable.test_several_meshes import inputs
+from tests.strategies.test_several_meshes import inputs
 from tests.support import on_ranks
+from tests.support.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
+from tests.support.fully_shard_beside import grads_of
+from tests.support.fully_shard_sides import assert_no_step_runs, average_gradients
 from tests.support.kit import seeded, square_loss
 
 pytestmark = needs_mesh_infos

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, Layout
-from tests.parity.sides import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, step_input
-from tests.parity.zoo import Layer
+from tests.support.both_sides import PLAIN, Layout
 from tests.support.kit import square_loss
+from tests.support.torch_and_ours import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, step_input
+from tests.support.zoo import Layer
 
 FROZEN = {"first two": (0, 1), "alternate": (0, 2), "last two": (2, 3), "all but the first": (1, 2, 3)}
 

@@ -16,11 +16,11 @@ from fsdp_flat import register_forward_method
 from fsdp_flat.composable import FSDPModule, UnshardHandle, fully_shard, share_comm_ctx, trace
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
-from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
-from tests.runtime.kit import acquaint, recorded
 from tests.support import assert_close, on_ranks
+from tests.support.fully_shard_sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
 from tests.support.kit import BLOCKS, Block, Stack, full_params, square_loss, train_on, wrapped
 from tests.support.peer import peer_fully_shard
+from tests.support.steps import acquaint, recorded
 
 
 def stack_of(front: str, num_blocks: int = 4, **kwargs: Any) -> Any:

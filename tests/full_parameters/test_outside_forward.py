@@ -22,7 +22,7 @@ from fsdp_flat.composable import trace
 from fsdp_flat.core import is_managed, unsharded_shape
 from tests.support import on_ranks
 from tests.support.kit import full_params
-from tests.surface.models import (
+from tests.support.surface_models import (
     Block,
     assert_near,
     batches,

@@ -19,7 +19,7 @@ from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_grads, square_loss
 from tests.support.peer import peer_warnings_silenced
 from tests.support.reference import replicated_gradients
-from tests.wrapper.models import (
+from tests.support.wrapper_models import (
     WIDTH,
     Tied,
     assert_same_grads,

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import BLOCKS, ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close, assert_equal
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
+from tests.support.torch_and_ours import BLOCKS, ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
+from tests.support.zoo import CASES, Layer
 
 CASE = BLOCKS
 UNEVEN = CASES["uneven sizes"]

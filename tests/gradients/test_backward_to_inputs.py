@@ -15,7 +15,7 @@ from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import batch, mesh_options, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import batch, mesh_options, seeded, shard, shard_by_peer
 
 
 def by_fully_shard(model: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,8 @@ from fsdp_flat.comm import failures
 from fsdp_flat.composable import FSDPModule
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError, UsageError
-from tests.composable.sides import Sides, batch_of, blocks_and_root
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import Sides, batch_of, blocks_and_root
 from tests.support.kit import Stack, patience, square_loss
 
 

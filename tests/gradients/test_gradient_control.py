@@ -18,7 +18,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, UsageError
 from tests.support import on_ranks
 from tests.support.kit import full_params, train_on
-from tests.surface.models import (
+from tests.support.surface_models import (
     ALL_STRATEGIES,
     assert_near,
     batches,

@@ -13,10 +13,10 @@ from fsdp_flat.comm.streams import Streams
 from fsdp_flat.core import units_of
 from fsdp_flat.core.reduction import Reduction
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
-from tests.composable.beside import Beside, grads_of
-from tests.composable.sides import blocks_and_root
 from tests.rehearsal.streams import Machine, RecordingEvent, is_ordered
 from tests.support import assert_equal, on_ranks
+from tests.support.fully_shard_beside import Beside, grads_of
+from tests.support.fully_shard_sides import blocks_and_root
 from tests.support.kit import Stack, mesh
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support import on_ranks
-from tests.surface.models import (
+from tests.support.surface_models import (
     Block,
     assert_near,
     batches,

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import compare_with
 from fsdp_flat.errors import OptionError
 from fsdp_flat.extras.compare import Difference
-from tests.runtime.kit import STRATEGIES, batch, mesh_for
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
+from tests.support.steps import STRATEGIES, batch, mesh_for
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

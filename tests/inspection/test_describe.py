@@ -14,12 +14,12 @@ from fsdp_flat import MixedPrecision, ShardingStrategy, describe, plan
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.runtime.kit import batch
-from tests.runtime.test_memory import sampled
-from tests.runtime.test_mixed_units import Mixed
-from tests.runtime.test_tied_weights import Language
+from tests.memory.test_memory import sampled
+from tests.mixed_precision.test_units_of_several_dtypes import Mixed
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import BLOCKS, Block, Stack, mesh, square_loss, wrapped
+from tests.support.steps import batch
+from tests.wrapping.test_tied_weights import Language
 
 
 def frozen_stack() -> Stack:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_flat import ShardingStrategy
-from tests.step.pairs import KINDS, Pair, batch
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.pairs import KINDS, Pair, batch
 
 
 class Lines(logging.Handler):

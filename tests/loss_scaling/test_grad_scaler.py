@@ -15,7 +15,7 @@ from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_params, square_loss
-from tests.wrapper.models import batch, mesh_options, seeded, shard
+from tests.support.wrapper_models import batch, mesh_options, seeded, shard
 
 
 def by_fully_shard(model: Any, **kwargs: Any) -> Any:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler, _exchange_device
-from tests.runtime.kit import recorded
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import batch, message, seeded, shard, shard_by_peer, whole_state
+from tests.support.steps import recorded
+from tests.support.wrapper_models import batch, message, seeded, shard, shard_by_peer, whole_state
 
 INF, NAN = float("inf"), float("nan")
 # Which ranks overflow in which step; the rest are clean.

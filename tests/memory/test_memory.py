@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.core import units_of
-from tests.runtime.kit import SHARDED, Twin, batch, recorded
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, square_loss
+from tests.support.steps import SHARDED, Twin, batch, recorded
 
 WIDTH = 256
 

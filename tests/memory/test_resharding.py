@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError
-from tests.composable.sides import Sides, batch_of, blocks_and_root
-from tests.runtime.kit import acquaint, recorded
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import Sides, batch_of, blocks_and_root
 from tests.support.kit import Stack, mesh, seeded, square_loss
+from tests.support.steps import acquaint, recorded
 
 ITEMSIZE = 4
 

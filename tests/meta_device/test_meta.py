@@ -16,7 +16,7 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import message, whole_state
+from tests.support.wrapper_models import message, whole_state
 
 
 class Layer(nn.Module):

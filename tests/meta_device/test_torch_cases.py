@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import Layout
-from tests.parity.sides import FULL, SHARDED, Side, on_both_sides, sgd, state_of
+from tests.support.both_sides import Layout
+from tests.support.torch_and_ours import FULL, SHARDED, Side, on_both_sides, sgd, state_of
 from tests.support.transport import rank_device
 
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
-from tests.composable.sides import blocks_and_root
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import blocks_and_root
 from tests.support.kit import Stack, seeded
 
 X = torch.ones(2, 8)

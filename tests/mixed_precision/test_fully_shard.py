@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from tests.composable.beside import Beside, grads_of, whole
 from tests.support import assert_equal, on_ranks
+from tests.support.fully_shard_beside import Beside, grads_of, whole
 from tests.support.kit import Block, Stack, batch, mesh, seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 

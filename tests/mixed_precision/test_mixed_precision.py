@@ -18,7 +18,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import OWN_STATISTICS, assert_equal, on_ranks
-from tests.surface.models import (
+from tests.support.surface_models import (
     ALL_STRATEGIES,
     STRATEGIES,
     WIDTH,

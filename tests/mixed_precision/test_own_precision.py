@@ -16,7 +16,7 @@ from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import full_params
-from tests.surface.models import (
+from tests.support.surface_models import (
     ALL_STRATEGIES,
     assert_near,
     batches,

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, Layout, build
-from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES
 from tests.support import OWN_STATISTICS
+from tests.support.both_sides import PLAIN, Layout, build
+from tests.support.torch_and_ours import ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
 from tests.support.transport import mesh_type
+from tests.support.zoo import CASES
 
 LOW = {"rtol": 2e-2, "atol": 2e-2}
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

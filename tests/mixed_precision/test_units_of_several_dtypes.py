@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from tests.runtime.kit import WIDTH, Twin, acquaint, recorded
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import Block, Stack, square_loss, wrapped
+from tests.support.steps import WIDTH, Twin, acquaint, recorded
 
 
 class Mixed(nn.Module):

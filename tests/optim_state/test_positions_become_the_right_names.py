@@ -16,7 +16,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import shard
+from tests.support.wrapper_models import shard
 
 NAME, ID = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
 

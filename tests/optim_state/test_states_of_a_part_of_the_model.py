@@ -21,7 +21,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
 from tests.support import assert_equal, on_ranks
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
-from tests.wrapper.models import seeded, shard
+from tests.support.wrapper_models import seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

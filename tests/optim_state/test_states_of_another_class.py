@@ -21,7 +21,7 @@ from fsdp_flat.state import optim_load
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import seeded, shard, shard_by_peer, train
+from tests.support.wrapper_models import seeded, shard, shard_by_peer, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),

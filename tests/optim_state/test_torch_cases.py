@@ -7,7 +7,7 @@ back; the older functions ``full_``, ``sharded_``, ``shard_full_``, ``scatter_fu
 groups; optimizers without state, with states that are no tensors, and after some parameters had no gradient;
 ``load_directly``; states passed by hand, without groups, and of modules that one rank has; wrong calls.
 
-Not covered: ``NamedOptimizer``; memory profiles; 2-D parallel models (tests/runtime); the internal walk over names.
+Not covered: ``NamedOptimizer``; memory profiles; models of tests/tensor_parallel; the internal walk over names.
 With sharded states every first dim is at least the number of ranks: torch fails for a rank without a chunk.
 """
 
@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import FULL, ORIG, STRATEGIES, Side, on_both_sides, state_of, train
-from tests.parity.test_state_dict import plain
-from tests.parity.zoo import CASES, Case, Layer, Outside, TiedInside, squared_error, vectors
+from tests.state_dict.test_torch_cases import plain
 from tests.support import assert_close, assert_equal
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.support.kit import train_on
+from tests.support.torch_and_ours import FULL, ORIG, STRATEGIES, Side, on_both_sides, state_of, train
+from tests.support.zoo import CASES, Case, Layer, Outside, TiedInside, squared_error, vectors
 
 
 class Even(nn.Module):

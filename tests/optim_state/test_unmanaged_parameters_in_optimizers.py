@@ -20,7 +20,7 @@ from fsdp_flat.errors import OptionError
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_params
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
-from tests.wrapper.models import seeded, shard, train
+from tests.support.wrapper_models import seeded, shard, train
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [

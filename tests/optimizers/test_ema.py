@@ -14,7 +14,7 @@ from fsdp_flat import MixedPrecision, ShardedEMA
 from fsdp_flat.errors import LoadError, OptionError, PhaseError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import train_on
-from tests.wrapper.models import batch, message, seeded, shard, whole_state
+from tests.support.wrapper_models import batch, message, seeded, shard, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat import MatrixOptimizer, fully_shard
 from fsdp_flat.errors import OptionError, UsageError
+from tests.optimizers.test_matrix_optimizer import compare
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params, square_loss
-from tests.wrapper.models import batch, seeded, shard
-from tests.wrapper.test_matrix_optimizer import compare
+from tests.support.wrapper_models import batch, seeded, shard
 
 NAMES = ["Lamb", "LAMB", "FusedLAMB", "LAMB8bit", "LARS", "Lars", "NovoGrad", "AdamP"]
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import MixedPrecisionPolicy
-from tests.composable.beside import Beside, grads_of, whole
 from tests.support import assert_equal, on_ranks
+from tests.support.fully_shard_beside import Beside, grads_of, whole
 from tests.support.kit import Stack, batch, mesh, square_loss
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -17,7 +17,7 @@ from tests.state_dict.kit import FULL, LOCAL, SHARDED, groups_of
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on
 from tests.support.reference import replicated_gradients
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]

@@ -6,7 +6,7 @@ rank's slices, writing parameters and gradients through ``.data`` and ``.grad`` 
 do not fit, ``no_sync`` with and without mixed precision, units of unlike ``requires_grad``, empty slices in foreach
 optimizers, and that both kinds of parameters train alike.
 
-Not covered: compiled models (tests/runtime); parameters read between a forward and its backward, which torch leaves
+Not covered: compiled models (tests/compile); parameters read between a forward and its backward, which torch leaves
 whole there with SHARD_GRAD_OP and which are always slices here (differences.md); internal state of ``FlatParamHandle``.
 """
 
@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import (
+from tests.support import assert_close, assert_equal
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.torch_and_ours import (
     BLOCKS,
     ORIG,
     SHARDED,
@@ -34,8 +35,7 @@ from tests.parity.sides import (
     state_of,
     train,
 )
-from tests.parity.zoo import CASES, Layer
-from tests.support import assert_close, assert_equal
+from tests.support.zoo import CASES, Layer
 
 UNEVEN = CASES["uneven sizes"]
 

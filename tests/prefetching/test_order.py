@@ -13,9 +13,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import SHARDED, WIDTH, Twin, batch, traced
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import BLOCKS, Block, Stack, square_loss, wrapped
+from tests.support.steps import SHARDED, WIDTH, Twin, batch, traced
 
 Trace = list[tuple[str, str]]
 

@@ -15,9 +15,9 @@ from fsdp_flat import BackwardPrefetch, MixedPrecision, ShardedStateDictConfig, 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING
 from fsdp_flat.errors import OptionError
-from tests.step.pairs import KINDS, batch
 from tests.support import assert_close, on_ranks
 from tests.support.kit import BLOCKS, mesh, seeded, square_loss, wrapped
+from tests.support.pairs import KINDS, batch
 from tests.support.peer import peer_fsdp
 
 FACTORS = [(1.0, 1.0), (4.0, 2.0), (1.0, 8.0)]

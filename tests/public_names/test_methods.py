@@ -16,7 +16,7 @@ from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_grads, square_loss, train_on
-from tests.wrapper.models import (
+from tests.support.wrapper_models import (
     WIDTH,
     Block,
     Model,

@@ -18,7 +18,7 @@ from fsdp_flat.compat.torch_names import PEER, home_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.fully_sharded_data_parallel import HandleTrainingState, ProcessGroupType, TrainingState
 from tests.support import on_ranks
-from tests.wrapper.models import seeded, shard
+from tests.support.wrapper_models import seeded, shard
 
 needs_torch_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the list is of torch 2.13, and this is {torch.__version__}"

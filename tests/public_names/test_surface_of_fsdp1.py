@@ -30,13 +30,13 @@ from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer
 
 SURFACE = json.loads((Path(__file__).parent / "fsdp1_surface.json").read_text())["modules"]
 PEER = "torch.distributed.fsdp"
 
 # Names of FSDP1's modules that have no counterpart, each with the reason.
-FSDP2 = "FSDP2's interface, which lives in the same namespace; tests/composable/test_surface.py compares it"
+FSDP2 = "FSDP2's interface, which lives in the same namespace; test_surface_of_fully_shard.py compares it"
 NOISE = "not FSDP1's own: what its source file happens to import"
 NO_COUNTERPART = {
     # The list is that of torch's newest release.

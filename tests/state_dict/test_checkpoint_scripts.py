@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import fsdp_flat
-from tests.parity.harness import TOLERANCE
 from tests.support import assert_close, on_ranks
+from tests.support.both_sides import TOLERANCE
 from tests.support.peer import mend_peer
 from tests.support.scripts import SCRIPTS, run_script
 from tests.support.transport import rank_device

@@ -26,7 +26,7 @@ from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss, train_on
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import (
+from tests.support.wrapper_models import (
     WIDTH,
     Block,
     Model,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_flat import DataParallelMeshDims
 from fsdp_flat.composable import fully_shard
-from tests.composable.test_placements import Mlp, assert_same_placements
+from tests.strategies.test_placements import Mlp, assert_same_placements
 from tests.support import on_ranks
 from tests.support.peer import peer_fully_shard
 

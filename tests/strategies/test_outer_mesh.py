@@ -22,10 +22,10 @@ from fsdp_flat.comm import failures
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError
-from tests.composable.beside import grads_of
-from tests.composable.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
-from tests.composable.test_several_meshes import inputs
+from tests.strategies.test_several_meshes import inputs
 from tests.support import on_ranks
+from tests.support.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
+from tests.support.fully_shard_beside import grads_of
 from tests.support.kit import Block, seeded, square_loss
 
 

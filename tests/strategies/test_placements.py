@@ -21,8 +21,8 @@ from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.state import full_tensor
-from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import children_and_root as sharded
 from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 

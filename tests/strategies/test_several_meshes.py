@@ -29,12 +29,12 @@ from fsdp_flat.composable import (
     trace,
 )
 from fsdp_flat.core import units_of
-from tests.composable.beside import grads_of
-from tests.composable.experts import NUM_TOKENS, WIDTH, Meshes, Moe, MoeBlock, clip, needs_mesh_infos
-from tests.composable.sides import assert_no_step_runs, average_gradients
-from tests.composable.test_numbers_of_collectives import in_backward, numbers, trace_of_torch
-from tests.composable.test_placements import assert_same_placements
+from tests.collectives.test_numbers_of_collectives import in_backward, numbers, trace_of_torch
+from tests.strategies.test_placements import assert_same_placements
 from tests.support import on_ranks
+from tests.support.experts import NUM_TOKENS, WIDTH, Meshes, Moe, MoeBlock, clip, needs_mesh_infos
+from tests.support.fully_shard_beside import grads_of
+from tests.support.fully_shard_sides import assert_no_step_runs, average_gradients
 from tests.support.kit import batch, seeded, square_loss
 from tests.support.peer import peer_fully_shard
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat import ShardingStrategy
-from tests.runtime.kit import Twin
 from tests.support import on_ranks
 from tests.support.kit import Stack, full_params, mesh, wrapped
+from tests.support.steps import Twin
 
 
 def train_on_mesh(shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool) -> None:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close
+from tests.support.both_sides import TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.torch_and_ours import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train
 from tests.support.transport import mesh_type
+from tests.support.zoo import CASES, Layer
 
 CASE = BLOCKS
 HYBRID = [Layout("HYBRID_SHARD", (2, 2)), Layout("_HYBRID_SHARD_ZERO2", (2, 2))]

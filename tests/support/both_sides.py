@@ -18,11 +18,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerModuleWrapPolicy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.parity.zoo import CASES, Batch, Case
 from tests.support import assert_close
 from tests.support.kit import full_grads, full_params, no_shard_allowed, train_on
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 from tests.support.transport import mesh_type
+from tests.support.zoo import CASES, Batch, Case
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 NUM_STEPS = 3

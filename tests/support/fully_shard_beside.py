@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.composable.sides import blocks_and_root
+from tests.support.fully_shard_sides import blocks_and_root
 from tests.support.kit import Block, Stack, batch, square_loss
 from tests.support.peer import peer_fully_shard
 

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
-from tests.runtime.kit import assert_idle
 from tests.support import assert_close
 from tests.support.kit import batch, square_loss
 from tests.support.peer import peer_fully_shard
+from tests.support.steps import assert_idle
 
 Shard = Callable[[Any, Callable[..., Any]], Any]
 # Torch's gradients are zeros where ours are None: what some steps do not use trains alike without other states.

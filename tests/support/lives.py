@@ -12,7 +12,7 @@ from torch import nn
 from tests.support import assert_close
 from tests.support.kit import square_loss, train_on
 from tests.support.reference import replicated_step
-from tests.wrapper.models import Model, Tied, batch, seeded, whole_state
+from tests.support.wrapper_models import Model, Tied, batch, seeded, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import (
+from tests.support import OWN_STATISTICS, on_ranks
+from tests.support.both_sides import (
     Layout,
     adamw,
     assert_same_gradients,
@@ -21,9 +22,8 @@ from tests.parity.harness import (
     train_beside_reference,
     wrapped,
 )
-from tests.parity.sides import SHARDED, Side, on_both_sides
-from tests.parity.zoo import CASES
-from tests.support import OWN_STATISTICS, on_ranks
+from tests.support.torch_and_ours import SHARDED, Side, on_both_sides
+from tests.support.zoo import CASES
 
 both_kinds = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 

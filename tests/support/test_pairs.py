@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.step.pairs import KINDS, Pair
 from tests.support import on_ranks
 from tests.support.kit import Stack
+from tests.support.pairs import KINDS, Pair
 
 
 @KINDS

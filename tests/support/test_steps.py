@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.kit import Twin, assert_idle, batch
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.steps import Twin, assert_idle, batch
 
 
 @on_ranks(2)

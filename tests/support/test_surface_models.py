@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.surface.models import assert_near
+from tests.support.surface_models import assert_near
 
 
 @pytest.mark.parametrize(

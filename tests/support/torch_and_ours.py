@@ -23,13 +23,13 @@ from torch.distributed import distributed_c10d
 
 import fsdp_flat
 import fsdp_flat.wrap as our_wrap
-from tests.parity.harness import PLAIN, TOLERANCE, Layout, adamw, batch_of, build, options_for
-from tests.parity.zoo import CASES, Block, Case
 from tests.support import assert_close
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, adamw, batch_of, build, options_for
 from tests.support.kit import normal, train_on
 from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
 from tests.support.transport import rank_device
+from tests.support.zoo import CASES, Block, Case
 
 ORIG = (True,)
 # Hybrid sharding over one rank is left out: torch's class does not average the replicas' gradients there.

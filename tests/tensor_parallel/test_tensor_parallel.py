@@ -31,10 +31,10 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import assert_idle
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on, wrapped
 from tests.support.reference import replicated_step
+from tests.support.steps import assert_idle
 
 WIDTH, HIDDEN, POSITIONS = 8, 10, 4
 LAYOUTS = ["tensor", "sequence"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fsdp_flat.composable import fully_shard
-from tests.composable.sides import batch_of, blocks_and_root, one_backward
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import batch_of, blocks_and_root, one_backward
 from tests.support.kit import seeded, square_loss
 
 

@@ -17,8 +17,8 @@ from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.core import PerParamTarget
 from fsdp_flat.errors import UsageError
-from tests.composable.sides import children_and_root
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import children_and_root
 from tests.support.kit import Stack, seeded, square_loss
 
 

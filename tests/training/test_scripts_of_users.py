@@ -25,11 +25,11 @@ from fsdp_flat import (
 )
 from fsdp_flat.checkpoint.safetensors_files import FileWriter
 from fsdp_flat.errors import UsageError
-from tests.runtime.kit import STRATEGIES as ALL_STRATEGIES
-from tests.runtime.kit import WIDTH, Twin, batch, mesh_for
-from tests.runtime.test_memory import live_bytes, settled_bytes
+from tests.memory.test_memory import live_bytes, settled_bytes
 from tests.support import Ranks, assert_close, assert_equal, on_ranks
 from tests.support.kit import BLOCKS, Stack, full_params, seeded, square_loss, train_on, wrapped
+from tests.support.steps import STRATEGIES as ALL_STRATEGIES
+from tests.support.steps import WIDTH, Twin, batch, mesh_for
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import participate
 from fsdp_flat.composable import trace
 from fsdp_flat.core import units_of
-from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root, one_backward
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root, one_backward
 from tests.support.kit import Block, Stack, mesh, square_loss
 from tests.support.peer import peer_fully_shard
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch
-from tests.parity.harness import (
+from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
+from tests.support.both_sides import (
     LAYOUTS,
     TOLERANCE,
     Layout,
@@ -27,9 +28,8 @@ from tests.parity.harness import (
     train_beside_reference,
     wrapped,
 )
-from tests.parity.zoo import CASES, Batch, Unused
-from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params
+from tests.support.zoo import CASES, Batch, Unused
 
 RanksOf = Callable[..., Ranks]
 

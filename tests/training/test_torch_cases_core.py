@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, state_of, train
-from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close
+from tests.support.both_sides import TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.torch_and_ours import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, state_of, train
+from tests.support.zoo import CASES, Layer
 
 PREFETCH = {"pre": ("BACKWARD_PRE", False), "post and forward": ("BACKWARD_POST", True), "none": (None, True)}
 

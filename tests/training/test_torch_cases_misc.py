@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import Layout, adamw, batch_of, build
-from tests.parity.sides import (
+from tests.support import OWN_STATISTICS, assert_equal
+from tests.support.both_sides import Layout, adamw, batch_of, build
+from tests.support.kit import train_on
+from tests.support.torch_and_ours import (
     BLOCKS,
     ORIG,
     SHARDED,
@@ -36,10 +38,8 @@ from tests.parity.sides import (
     train,
     trained,
 )
-from tests.parity.zoo import CASES, Layer
-from tests.support import OWN_STATISTICS, assert_equal
-from tests.support.kit import train_on
 from tests.support.transport import rank_device
+from tests.support.zoo import CASES, Layer
 
 Outputs = namedtuple("Outputs", ["first", "second"])
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from tests.parity.harness import LAYOUTS, OTHER_MESHES, PLAIN, Layout, train_case, train_case_beside_peer
-from tests.parity.zoo import CASES
 from tests.support import OWN_STATISTICS, Ranks
+from tests.support.both_sides import LAYOUTS, OTHER_MESHES, PLAIN, Layout, train_case, train_case_beside_peer
+from tests.support.zoo import CASES
 
 RanksOf = Callable[..., Ranks]
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from fsdp_flat import unwrap
 from fsdp_flat.composable import fully_shard
-from tests.composable.sides import average_gradients
 from tests.support import on_ranks
+from tests.support.fully_shard_sides import average_gradients
 from tests.support.kit import Stack, batch, seeded, square_loss
 from tests.support.peer import peer_fully_shard
 

@@ -20,7 +20,7 @@ from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
-from tests.wrapper.models import (
+from tests.support.wrapper_models import (
     WIDTH,
     Block,
     Model,

@@ -19,7 +19,7 @@ from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.peer import peer_fsdp
-from tests.wrapper.models import Block, Model, batch, message, seeded, shard
+from tests.support.wrapper_models import Block, Model, batch, message, seeded, shard
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 POLICY = ModuleWrapPolicy({Block})

@@ -15,9 +15,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import is_managed
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from tests.support import assert_equal, on_ranks
+from tests.support.lives import KINDS, assert_same, train, train_reference
 from tests.support.peer import peer_fsdp
-from tests.wrapper.lives import KINDS, assert_same, train, train_reference
-from tests.wrapper.models import message, seeded, shard
+from tests.support.wrapper_models import message, seeded, shard
 
 
 @KINDS

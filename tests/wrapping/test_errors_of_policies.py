@@ -24,7 +24,7 @@ from fsdp_flat.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from tests.wrap.zoo import Block, Pair, Transformer, Wrapper, peer_units, root_kwargs
+from tests.wrapping.modules import Block, Pair, Transformer, Wrapper, peer_units, root_kwargs
 
 
 def plan(root: nn.Module, policy: Any, *, ignored: set[nn.Module] | None = None, **changes: Any) -> Any:
@@ -239,7 +239,7 @@ def test_classes_that_match_nothing_are_a_warning_with_the_nearest_names_and_cou
     assert caught[0].filename == __file__
     text = str(caught[0].message)
     assert "matches no module of Transformer" in text
-    assert "TransformerBlok: nearest in the model: tests.wrap.zoo.Transformer (1 module)" in text
+    assert "TransformerBlok: nearest in the model: tests.wrapping.modules.Transformer (1 module)" in text
     assert "torch.nn.modules.conv.Conv2d: nothing like it in the model, which has mostly" in text
     assert "torch.nn.modules.linear.Linear (7 modules)" in text
 

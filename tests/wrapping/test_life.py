@@ -16,9 +16,9 @@ from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on
+from tests.support.lives import KINDS, assert_same, make, train, train_reference
 from tests.support.reference import replicated_step
-from tests.wrapper.lives import KINDS, assert_same, make, train, train_reference
-from tests.wrapper.models import batch, message, seeded, shard
+from tests.support.wrapper_models import batch, message, seeded, shard
 
 # ------------------------------------------------------------------------------------------------------- unwrap
 

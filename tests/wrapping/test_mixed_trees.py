@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard, trace
-from tests.composable.sides import assert_no_step_runs, average_gradients, batch_of
 from tests.support import assert_close, on_ranks
+from tests.support.fully_shard_sides import assert_no_step_runs, average_gradients, batch_of
 from tests.support.kit import Stack, square_loss
 
 

@@ -18,8 +18,8 @@ from fsdp_flat import CPUOffload
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import DataParallelMeshDims, FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
-from tests.composable.sides import average_gradients
 from tests.support import OWN_PARAMETERS, on_ranks
+from tests.support.fully_shard_sides import average_gradients
 from tests.support.kit import batch, seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 

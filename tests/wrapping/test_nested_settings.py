@@ -19,9 +19,9 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, mesh, square_loss
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 
 WHEN = pytest.mark.parametrize("steps_before", [0, 2], ids=["before the first step", "after two steps"])
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])

@@ -15,7 +15,7 @@ from fsdp_flat.errors import OptionError, TiedParameterError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Stack, full_grads, seeded, square_loss
 from tests.support.peer import PeerFSDP, peer_fsdp
-from tests.wrapper.models import batch
+from tests.support.wrapper_models import batch
 
 FRONTS: dict[str, Callable[..., Any]] = {
     "flat": FSDP,

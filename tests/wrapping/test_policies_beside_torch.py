@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_flat.wrap as ours
 from fsdp_flat.api import MixedPrecision
-from tests.wrap.zoo import SHARED, TREES, Block, Mixin, our_units, peer_units
+from tests.wrapping.modules import SHARED, TREES, Block, Mixin, our_units, peer_units
 
 CLASSES = {nn.Linear, Block, nn.ModuleList, nn.Embedding}
 

@@ -19,10 +19,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, register_forward_method
-from tests.runtime.test_compile import fresh_compiler
-from tests.step.pairs import KINDS, TWO_RANKS, Pair, batch, by_hand, by_policy, placed
+from tests.compile.test_compile import fresh_compiler
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import Block, Stack, square_loss, wrapped
+from tests.support.pairs import KINDS, TWO_RANKS, Pair, batch, by_hand, by_policy, placed
 
 IMPLS = pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])

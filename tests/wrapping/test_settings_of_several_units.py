@@ -14,9 +14,9 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError
-from tests.composable.experts import Meshes, Moe, needs_mesh_infos
-from tests.composable.sides import blocks_and_root
 from tests.support import on_ranks
+from tests.support.experts import Meshes, Moe, needs_mesh_infos
+from tests.support.fully_shard_sides import blocks_and_root
 from tests.support.kit import Stack, seeded
 
 CALLS: dict[str, Callable[[Any], None]] = {

@@ -15,7 +15,7 @@ from fsdp_flat.errors import OptionError, TiedParameterError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support import assert_close, on_ranks
 from tests.support.kit import full_grads, square_loss, train_on
-from tests.wrapper.models import batch, message, seeded, shard
+from tests.support.wrapper_models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

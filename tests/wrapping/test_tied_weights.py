@@ -15,9 +15,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import Twin
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Block, wrapped
+from tests.support.steps import Twin
 
 
 class Language(nn.Module):

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import Layout, build
-from tests.parity.sides import SHARDED, Side, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES, Layer
 from tests.support import OWN_PARAMETERS, OWN_STATISTICS
+from tests.support.both_sides import Layout, build
 from tests.support.kit import seeded
+from tests.support.torch_and_ours import SHARDED, Side, on_both_sides, sgd, state_of, train
+from tests.support.zoo import CASES, Layer
 
 # Ignored layers are trained on each rank's own batches here, as by FSDP1.
 pytestmark = OWN_PARAMETERS

@@ -23,7 +23,7 @@ from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss, train_on
-from tests.wrapper.models import batch, message, seeded, shard
+from tests.support.wrapper_models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

@@ -13,7 +13,8 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import enable_wrap, wrap
-from tests.parity.harness import (
+from tests.support import Ranks, assert_close, on_ranks
+from tests.support.both_sides import (
     LAYOUTS,
     NUM_STEPS,
     TOLERANCE,
@@ -26,10 +27,9 @@ from tests.parity.harness import (
     train_beside_reference,
     wrapped,
 )
-from tests.parity.zoo import CASES, Layer
-from tests.support import Ranks, assert_close, on_ranks
 from tests.support.kit import no_shard_allowed, train_on
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
+from tests.support.zoo import CASES, Layer
 
 RanksOf = Callable[..., Ranks]
 Wrap = Callable[[nn.Module], nn.Module]

@@ -29,7 +29,7 @@ from fsdp_flat.wrap import (
     wrap,
 )
 from tests.support import on_ranks
-from tests.wrap.zoo import (
+from tests.wrapping.modules import (
     Block,
     Convolutions,
     Pair,

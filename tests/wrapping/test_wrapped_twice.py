@@ -15,7 +15,7 @@ from fsdp_flat.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_fsdp
-from tests.wrapper.models import Block, Model, batch, seeded, whole_state
+from tests.support.wrapper_models import Block, Model, batch, seeded, whole_state
 
 POLICY = ModuleWrapPolicy({Block})
 
