@@ -26,8 +26,8 @@ from fsdp_flat.checkpoint.format import (
     check_number,
     check_step,
     check_sums,
-    list_steps,
     next_step,
+    orders_in,
     path_of,
     path_of_user,
     sized_commit,
@@ -511,7 +511,7 @@ def list_checkpoints(directory: str | Path) -> list[CheckpointInfo]:
     """
     directory = path_of_user(directory, "directory")
     listed = []
-    for step in list_steps(directory):
+    for step in orders_in(directory):
         path, nbytes, problem = path_of(directory, step), 0, ""
         try:
             nbytes = sized_commit(path).nbytes

@@ -19,9 +19,8 @@ from fsdp_flat.checkpoint.format import (
     REMOVING,
     REPLACED,
     Records,
-    list_steps,
     listed,
-    order_of,
+    orders_in,
     path_of,
     step_number_of,
     unfinished,
@@ -99,7 +98,7 @@ def commit(directory: Path, step: int, records: Records) -> None:
     """Complete the checkpoint that was written for ``step``, replacing an earlier one of this number."""
     final, writing = path_of(directory, step), writing_path(directory, step)
     # The newest checkpoint has the highest sequence number, whatever its step.
-    order = 1 + max((order_of(directory, other) for other in list_steps(directory)), default=0)
+    order = 1 + max(orders_in(directory).values(), default=0)
     write_commit(writing, step, order, records)
     _flush_directory(writing)
     # The old checkpoint is missing only between these two renames; recover() restores it after a kill there.
@@ -131,7 +130,7 @@ def candidates(directory: Path, step: int | None) -> tuple[list[str], list[str]]
     if step is not None:
         return [path_of(directory, step).name], []
     recover(directory)
-    steps, cut_off = list_steps(directory), unfinished(directory)
+    steps, cut_off = orders_in(directory), unfinished(directory)
     number = step_number_of(directory.name)
     is_named_so = number is not None and directory == path_of(directory.parent, number)
     if (directory / COMMIT_NAME).exists() or (is_named_so and not steps and not cut_off):
@@ -142,7 +141,7 @@ def candidates(directory: Path, step: int | None) -> tuple[list[str], list[str]]
         raise LoadError(f"{directory} is a link to {os.readlink(directory)}, which does not exist.")
     if not steps and not cut_off:
         if others := _visible(directory):
-            inside = [name for name in others if list_steps(directory / name)]
+            inside = [name for name in others if orders_in(directory / name)]
             raise LoadError(
                 f"{directory} holds no checkpoint, but {some_of(others, 10)}. Pass the directory that was given to "
                 f"save_checkpoint{f' ({some_of(inside, 3)} has checkpoints)' if inside else ''}, or that of one "
@@ -168,7 +167,7 @@ def _visible(directory: Path) -> list[str]:
 
 def prune(directory: Path, keep_last: int) -> None:
     """Remove all but the last ``keep_last`` checkpoints; those without a valid record remain and do not count."""
-    valid = [step for step in list_steps(directory) if order_of(directory, step)]
+    valid = [step for step, order in orders_in(directory).items() if order]
     for step in valid[keep_last:]:
         # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
         path = path_of(directory, step)

@@ -126,28 +126,29 @@ def numbers(directory: Path) -> list[int]:
     return sorted(step for name in listed(directory) if (step := step_number_of(name)) is not None)
 
 
-def list_steps(directory: Path) -> list[int]:
-    """Return the numbers of all checkpoints with their final names: those without a valid record, then newest first."""
-    return sorted(numbers(directory), key=lambda step: (order_of(directory, step) or math.inf, step), reverse=True)
+def orders_in(directory: Path) -> dict[int, int]:
+    """Return by number of each checkpoint its place in the sequence of saves, 0 without a valid record.
+
+    Those without a valid record are first, then the newest.
+    """
+    found: dict[int, int] = {}
+    for step in numbers(directory):
+        try:
+            found[step] = read_commit(path_of(directory, step)).order
+        except (LoadError, OSError):
+            found[step] = 0
+    return dict(sorted(found.items(), key=lambda each: (each[1] or math.inf, each[0]), reverse=True))
 
 
 def next_step(directory: Path) -> int:
     """Return one more than the highest number; the last of all numbers, which a folder may have, does not count."""
-    return 1 + max((step for step in list_steps(directory) if step < _MOST), default=-1)
+    return 1 + max((step for step in numbers(directory) if step < _MOST), default=-1)
 
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
     names = [name for name in listed(directory) if name.endswith((WRITING, REMOVING))]
     return sorted(name for name in names if _NAME.match(Path(name).stem))
-
-
-def order_of(directory: Path, step: int) -> int:
-    """Return the sequence number of a save in its directory; 0 without a valid record."""
-    try:
-        return read_commit(path_of(directory, step)).order
-    except (LoadError, OSError):
-        return 0
 
 
 def records_of(path: Path, pattern: str) -> Records:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
-from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, list_steps, path_of_user
+from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, orders_in, path_of_user
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import (
     INDEX_NAME,
@@ -648,7 +648,7 @@ def _files_of(path: Path) -> list[Path]:
 
 def _held_instead(path: Path) -> str:
     """Return what a directory holds instead of a full model, and what loads that; empty if it is nothing known."""
-    if (path / COMMIT_NAME).exists() or list_steps(path):
+    if (path / COMMIT_NAME).exists() or orders_in(path):
         return (
             ", but a checkpoint of save_checkpoint. Load it by fsdp_flat.load_checkpoint(directory, model, optimizer), "
             "or write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"

@@ -91,7 +91,7 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 def has_steps(path: Path) -> bool:
     """Return whether a path is a folder of this library's checkpoints."""
-    return bool(disk.list_steps(path))
+    return bool(disk.orders_in(path))
 
 
 def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
