@@ -51,48 +51,42 @@ def dtype_of(value: Any) -> torch.dtype:
 class IndexedParam:
     """Locates one parameter that a unit manages: the parameter ``index`` of a group.
 
-    Its names ``fqns`` are relative to a model and without wrapper components; a tied parameter has several.
+    Attributes:
+        fqns: its names, relative to a model and without wrapper components; a tied parameter has several.
+        fqn: the first of them, under which optimizer states are saved.
+        rank_group: the shard group.
+        adapter: that of the tensor that its modules hold.
+        shape: its unsharded shape; that of this rank's part if tensor parallelism has split it.
+        full_shape: its shape in state dicts of full tensors.
+        local_shard: the elements of this rank.
+        shown: the tensor that its modules hold outside of compute.
+        is_original: optimizers hold it itself, and not a flat parameter.
     """
 
     unit: Unit
     param_group: ParamGroup
     index: int
     fqns: tuple[str, ...]
+    fqn: str = field(init=False)
+    rank_group: RankGroup = field(init=False)
+    adapter: TensorAdapter = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    full_shape: tuple[int, ...] = field(init=False)
+    local_shard: LocalShard = field(init=False)
+    shown: nn.Parameter = field(init=False)
+    is_original: bool = field(init=False)
 
-    @property
-    def fqn(self) -> str:
-        """First name, under which optimizer states are saved."""
-        return self.fqns[0]
-
-    @property
-    def rank_group(self) -> RankGroup:
-        """Shard group of its unit."""
-        shard: RankGroup = self.param_group.comm.options.groups.shard
-        return shard
-
-    @property
-    def adapter(self) -> TensorAdapter:
-        """Adapter of the tensor that its modules hold."""
-        return self.param_group.params[self.index].adapter
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Unsharded shape; that of this rank's part if tensor parallelism has split the parameter."""
-        return self.param_group.layout.param_infos[self.index].shape
+    def __post_init__(self) -> None:
+        group, index = self.param_group, self.index
+        entry, self.shape = group.params[index], group.layout.param_infos[index].shape
+        self.fqn, self.adapter, self.shown = self.fqns[0], entry.adapter, entry.param
+        self.full_shape = self.adapter.full_shape(self.shape)
+        self.rank_group, self.local_shard = group.comm.options.groups.shard, group.local_shards[index]
+        self.is_original = group.spec.use_orig_params
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
         return self.param_group.shown.requires_grad()[self.index]
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Shape in state dicts of full tensors."""
-        return self.adapter.full_shape(self.shape)
-
-    @property
-    def local_shard(self) -> LocalShard:
-        """Elements of this rank."""
-        return self.param_group.local_shards[self.index]
 
     @property
     def local(self) -> torch.Tensor:
@@ -107,16 +101,6 @@ class IndexedParam:
     def partition(self) -> EvenPartition:
         """Partition of the flattened parameter over the shard group."""
         return self.param_group.layout.partition(self.index)
-
-    @property
-    def shown(self) -> nn.Parameter:
-        """The tensor that its modules hold outside of compute."""
-        return self.param_group.params[self.index].param
-
-    @property
-    def is_original(self) -> bool:
-        """Return whether optimizers hold it itself, and not a flat parameter."""
-        return self.param_group.spec.use_orig_params
 
     @property
     def is_on_other_ranks(self) -> bool:
