@@ -22,10 +22,10 @@ _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Reg
 
 def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the parameters below ``root`` that none of its units manages."""
-    param_groups = [param_group for unit in units for param_group in unit.param_groups]
     managed = {
         param
-        for param_group in param_groups
+        for unit in units
+        for param_group in unit.param_groups
         for param in (*param_group.shown.visible_params, *param_group.buffer.params)
     }
     return {
@@ -37,7 +37,8 @@ def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Par
 
 def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the trainable parameters below ``root`` whose gradients nothing reduces; none without a root."""
-    if root is None:
+    unmanaged = {} if root is None else unmanaged_params(root, units)
+    if root is None or not unmanaged:
         return {}
     # DistributedDataParallel, replicate and DTensors reduce their own gradients.
     replicated = [
@@ -46,7 +47,7 @@ def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str,
     reduced = {param for module in replicated for param in module.parameters()}
     return {
         name: param
-        for name, param in unmanaged_params(root, units).items()
+        for name, param in unmanaged.items()
         if param.requires_grad and param not in reduced and not isinstance(param, DTensor)
     }
 

@@ -163,11 +163,13 @@ class ReplicatedTensors:
     def __init__(self, module: nn.Module, *, every: bool = False) -> None:
         units = units_of(module)
         self._averages = units[0].averages_ignored if units else None
-        ignored = {param for unit in units for param in unit.ignored.params}
-        ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
         params = unreduced_params(module, units) if every or (units and self._averages is not False) else {}
-        other = _OUTSIDE if unit_of(module) is None else _ADDED
-        self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
+        self._kinds: dict[str, str] = {}
+        if params:
+            ignored = {param for unit in units for param in unit.ignored.params}
+            ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
+            other = _OUTSIDE if unit_of(module) is None else _ADDED
+            self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
         self._tensors = {**params, **persistent_buffers(module)}
         self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
