@@ -37,8 +37,7 @@ def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Par
 
 def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the trainable parameters below ``root`` whose gradients nothing reduces; none without a root."""
-    unmanaged = {} if root is None else unmanaged_params(root, units)
-    if root is None or not unmanaged:
+    if root is None or not (unmanaged := unmanaged_params(root, units)):
         return {}
     # DistributedDataParallel, replicate and DTensors reduce their own gradients.
     replicated = [
