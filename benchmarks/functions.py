@@ -152,9 +152,10 @@ def summary(entered: Entered, times: int = _STEPS) -> str:
 def trained(library: Any, *, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
     """Return a model that is sharded by fsdp_flat or torch's FSDP1, and its optimizer, after one step."""
     torch.manual_seed(0)
-    wrap = library.FullyShardedDataParallel
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
-    model = wrap(Watched(), use_orig_params=use_orig_params, **options)
+    policy = library.wrap.ModuleWrapPolicy({Block})
+    model = library.FullyShardedDataParallel(
+        Watched(), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, _WIDTH)).sum().backward()
     optimizer.step()
