@@ -225,8 +225,11 @@ def save_checkpoint(
     numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*rows, strict=True)
     if len({*each_settings}) > 1:
         _check_settings(settings, together)
-    if states is not None and (states.needs_all or not are_equal(each_states)):
-        states.complete(together.ranks, together.texts(json.dumps(states.described())))
+    # With handlers and owned parameters every rank has to know all states.
+    shares = states is not None and bool(handled or contents.owners)
+    if states is not None and (shares or not are_equal(each_states)):
+        texts = together.texts(json.dumps([*states.described(), states.numels()]))
+        states.complete(together.ranks, list(map(json.loads, texts)))
 
     # What follows may fail on one rank alone.
     try:
@@ -237,7 +240,7 @@ def save_checkpoint(
                 values.plain["optim"]["has_wrappers"] = True
     except Exception as raised:
         failed = raised
-    if states is not None and states.needs_all:
+    if shares:
         together.fail(failed)
     copies = units_of(model)[0].step.streams.kept_copies
     try:

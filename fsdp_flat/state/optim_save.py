@@ -28,6 +28,7 @@ from fsdp_flat.state.shards import (
     OptimContents,
     ParamIndex,
     StateDictCodec,
+    StateShard,
     TensorTransfer,
     copied_state,
     is_scalar,
@@ -101,15 +102,19 @@ def encoded(
 
     With ``on_owner`` these are the owner's own, so that nothing is communicated; other ranks have none.
     """
+    alike: list[StateShard] = []
+    others: list[StateShard] = []
     # Every rank exchanges states in the same order.
-    shards = [state.tensors[name] for state in states for name in sorted(state.tensors)]
-    alike = [shard for shard in shards if shard.shape == shard.param.shape]
-    others = [shard for shard in shards if shard.shape != shard.param.shape]
+    for state in states:
+        for name in sorted(state.tensors):
+            shard = state.tensors[name]
+            (alike if shard.shape == shard.param.shape else others).append(shard)
     values = codec.encode(alike, config)
     if on_owner:
-        full = [shard.local.view(shard.shape) for shard in others]
-        values += [value.to("cpu", copy=True) if config.offload_to_cpu else value for value in full]
-    else:
+        for shard in others:
+            value = shard.local.view(shard.shape)
+            values.append(value.to("cpu", copy=True) if config.offload_to_cpu else value)
+    elif others:
         values += (codec if isinstance(codec, FullCodec) else FULL).encode(others, config)
     return {(shard.param, shard.state or ""): value for shard, value in zip([*alike, *others], values, strict=True)}
 
@@ -123,13 +128,19 @@ def rows_of(
     """
     rows: Rows = {}
     for state in own.states:
-        if state.names:
-            tensors = {name: values.get((state.param, name)) for name in (*state.tensors, *state.handled)}
-            row = {**state.plain, **{name: value for name, value in tensors.items() if value is not None}}
-            rows[state.param.fqn] = {key: row[key] for key in sorted(row)}
+        if state.tensors or state.handled or state.plain:
+            row = dict(state.plain)
+            for name in (*state.tensors, *state.handled):
+                value = values.get((state.param, name))
+                if value is not None:
+                    row[name] = value
+            rows[state.param.fqn] = dict(sorted(row.items()))
     rows |= _others(own.index, own.contents, codec, config, copies=copies)
-    placed = dict.fromkeys([*(fqn for fqn in own.names[0] if fqn in rows), *sorted(rows)])
-    return {name: rows[name] for name in placed}
+    placed: Rows = {}
+    for name in (*own.names[0], *sorted(rows)):
+        if name in rows:
+            placed[name] = rows[name]
+    return placed
 
 
 def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config, *, copies: bool) -> Rows:
@@ -153,7 +164,7 @@ def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, c
 def _warn_of_gaps(states: Sequence[ParamState]) -> None:
     """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
     found = [
-        str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
+        str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names()
     ]
     if found:
         warn_user(

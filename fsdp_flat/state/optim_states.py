@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fsdp_flat.comm import (
     barrier,
     digest_of,
     dtype_from_name,
-    exchange_if_different,
+    exchange_bytes,
     fingerprint,
     global_ranks,
 )
@@ -45,6 +46,7 @@ from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
 PlainRow = dict[str, list[Any]]
+_NUMEL = attrgetter("numel")
 # The kind of a described container of tensors.
 _WHOLE = "whole"
 _SAVING = ErrorTexts(
@@ -81,27 +83,30 @@ class ParamState:
     """Holds the optimizer states of one parameter, by name: tensors of several elements, those with handlers, others.
 
     ``owner`` is the rank of the shard group that has them all; ``is_held``: this rank's optimizer holds the parameter.
-    A state with a handler is None if only other ranks have it.
+    A state with a handler is None if only other ranks have it. ``numel`` is the number of elements that this rank must
+    have states of; owners have all states of their parameters.
     """
 
     param: IndexedParam
     owner: int | None
-    is_held: bool = False
+    is_held: bool
+    numel: int
     tensors: dict[str, StateShard] = field(default_factory=dict)
     handled: dict[str, torch.Tensor | None] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
 
-    @property
     def names(self) -> set[str]:
+        """Return the names of the states."""
         return {*self.tensors, *self.handled, *self.plain}
 
     def describe(self) -> list[Any]:
         """Describe the states as JSON, equal on every rank that has the same ones: tensors by name and dtype."""
-        tensors = {
-            name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
-            for name, shard in sorted(self.tensors.items())
-        }
-        plain = {name: _plain_to_json(value) for name, value in sorted(self.plain.items())}
+        tensors: dict[str, Any] = {}
+        for name, shard in sorted(self.tensors.items()):
+            tensors[name] = [str(shard.local.dtype), [] if self.owner is None else shard.shape]
+        plain: dict[str, Any] = {}
+        for name, value in sorted(self.plain.items()):
+            plain[name] = _plain_to_json(value)
         return [tensors, sorted(self.handled), plain, self.is_held]
 
     def complete(self, tensors: dict[str, Any], handled: list[str], plain: dict[str, Any], _is_held: bool) -> None:
@@ -202,13 +207,15 @@ class OptimStates:
             in_boxes: tensors made of others are read as a checkpoint has them.
         """
         contents = replace(contents, state=plain_states(contents.state, index, in_boxes=in_boxes))
-        names = _names(index, contents)
+        names, held = _names(index, contents), set(contents.params)
         found: dict[IndexedParam, ParamState] = {}
-        held = set(contents.params)
         for visible, params in index.managed.items():
-            owner = contents.owners.get(visible)
-            states = [ParamState(param, owner, visible in held) for param in params]
-            found.update(zip(params, states, strict=True))
+            owner, states = contents.owners.get(visible), list[ParamState]()
+            for param in params:
+                found[param] = state = ParamState(
+                    param, owner, visible in held, param.local_shard.numel if owner is None else 0
+                )
+                states.append(state)
             # States of empty local shards are never updated (a step count, for one): use those of other ranks.
             if owner is None:
                 is_here = visible in held and not params[0].is_on_other_ranks
@@ -216,38 +223,28 @@ class OptimStates:
                 is_here = owner == params[0].rank_group.rank
             if is_here and visible in contents.state:
                 _read(states, visible, contents.state[visible])
-        whole = {
-            param: _read_whole(param, contents.state.get(visible, {}), keeps_dtensors=keeps_dtensors)
-            for visible, param in (index.dtensors.items() if compares else ())
-        }
-        return cls(index, contents, names, [found[param] for param in index.params], whole)
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether every rank needs to know all states: there are handlers or owned parameters."""
-        return any(unit.optim_state_handlers for unit in self.index.units) or bool(self.contents.owners)
+        whole: dict[IndexedParam, PlainRow] = {}
+        for visible, param in index.dtensors.items() if compares else ():
+            whole[param] = _read_whole(param, contents.state.get(visible, {}), keeps_dtensors=keeps_dtensors)
+        return cls(index, contents, names, list(map(found.__getitem__, index.params)), whole)
 
     def digests(self) -> list[int]:
         """Return integers that a rank compares with others: of what all have, and of the states of each parameter.
 
         Those of a parameter are 0 without elements of it, of which a rank may lack the states.
         """
-        said = json.dumps([self.names, list(self.whole.values())])
-        each = [
-            digest_of(json.dumps(state.describe()).encode()) if numel else 0
-            for state, numel in zip(self.states, self._numels(), strict=True)
-        ]
-        return [digest_of(said.encode()), *each]
-
-    def _numels(self) -> list[int]:
-        """Return how many elements this rank must have states of; owners have all states of their parameters."""
-        return [0 if state.owner is not None else state.param.local_shard.numel for state in self.states]
+        found = [digest_of(json.dumps([self.names, list(self.whole.values())]).encode())]
+        for state in self.states:
+            found.append(digest_of(json.dumps(state.describe()).encode()) if state.numel else 0)
+        return found
 
     def described(self) -> list[Any]:
-        """Describe all of it as JSON."""
-        states = [state.describe() for state in self.states]
-        numels = [*self._numels(), *(param.local_shard.numel for param in self.whole)]
-        return [self.names, states, list(self.whole.values()), numels]
+        """Describe all of it as JSON: names, states, and states that every rank has whole, alike on all ranks."""
+        return [self.names, list(map(ParamState.describe, self.states)), list(self.whole.values())]
+
+    def numels(self) -> list[int]:
+        """Return the number of elements of each parameter that this rank must have states of."""
+        return [*map(_NUMEL, self.states), *(param.local_shard.numel for param in self.whole)]
 
     def over(self, rank_group: RankGroup) -> OptimStates:
         """Return those that the ranks of a group have alike, of the units on the group; names are shared."""
@@ -256,22 +253,22 @@ class OptimStates:
         whole = {param: row for param, row in self.whole.items() if param.unit in units}
         return replace(self, states=states, whole=whole)
 
-    def complete(self, ranks: Sequence[int], payloads: Sequence[str | bytes]) -> None:
-        """Complete states and names from what ``ranks`` have :meth:`described`.
+    def complete(self, ranks: Sequence[int], everyone: Sequence[Sequence[Any]]) -> None:
+        """Complete states and names from what ``ranks`` have :meth:`described`, with their :meth:`numels`.
 
         Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all
         ranks.
         """
-        each_names, everyone, each_whole, numels = zip(*map(json.loads, payloads), strict=True)
+        each_names, each_states, each_whole, each_numels = zip(*everyone, strict=True)
         lacking: dict[tuple[int, str], list[str]] = {}
         for at, state in enumerate(self.states):
-            kept = [
-                {*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())}
-                for tensors, handled, plain, is_held in (described[at] for described in everyone)
-            ]
+            kept: list[set[str]] = []
+            for described in each_states:
+                tensors, handled, plain, is_held = described[at]
+                kept.append({*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())})
             anywhere = set().union(*kept)
-            for rank, here, row in zip(ranks, kept, numels, strict=True):
-                if anywhere - here and row[at]:
+            for rank, here, numels in zip(ranks, kept, each_numels, strict=True):
+                if anywhere - here and numels[at]:
                     lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
         if lacking:
             told = "; ".join(
@@ -284,13 +281,14 @@ class OptimStates:
             )
         rows = [
             [plain for _, _, plain, _ in described] + whole
-            for described, whole in zip(everyone, each_whole, strict=True)
+            for described, whole in zip(each_states, each_whole, strict=True)
         ]
-        _check_equal([*(state.param for state in self.states), *self.whole], rows, numels, ranks)
+        _check_equal([*(state.param for state in self.states), *self.whole], rows, each_numels, ranks)
         for at, state in enumerate(self.states):
-            for described in everyone:
+            for described in each_states:
                 state.complete(*described[at])
-        _merge_names(self.index, self.names, each_names)
+        if each_names.count(self.names) < len(each_names):
+            _merge_names(self.index, self.names, each_names)
 
 
 def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
@@ -369,38 +367,34 @@ def are_equal(digests: Sequence[Sequence[int]]) -> bool:
 def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exception | None) -> None:
     """Complete the states and names of this rank from those of the others, group by group.
 
-    Every rank must call this, even one that could not read its states and has an error: then all raise. Normally all
-    ranks have the same states, and meet once.
+    Every rank must call this, even one that could not read its states and has an error: then all raise. If all ranks
+    have the same states they meet once, and exchange nothing.
     """
-    lines = (
-        []
-        if own is None
-        else [
-            f"state {key!r} of {param.fqn!r}"
-            for visible, param in index.dtensors.items()
-            for key, value in sorted(own.contents.state.get(visible, {}).items())
-            if isinstance(value, DTensor)
-        ]
-    )
-    # Over groups that are the lines of one grid, what ranks of one have found differing reaches all ranks on the way.
-    is_grid = all(rank_groups_of([unit]) == index.rank_groups for unit in index.units)
-    said = json.dumps([repr(error), None if own is None else own.described()[:3], lines])
-    are_alike = is_grid
-    for rank_group in index.rank_groups:
-        are_alike = barrier("optim_state_dict", rank_group, said if are_alike else "another") and are_alike
-    if not are_alike:
-        for rank_group in index.rank_groups:
-            here = None if own is None or error is not None else own.over(rank_group)
-            payload = b"" if here is None else json.dumps(here.described()).encode()
-            compared = b"" if here is None else json.dumps(here.described()[:3]).encode()
-            payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
-            if here is not None and payloads is not None and all(payloads):
-                assert rank_group.group is not None
-                try:
-                    here.complete(global_ranks(rank_group.group), payloads)
-                except FsdpFlatError as found:
-                    error = found
-        agree(lines, error, index.rank_groups, index.device, _SAVING)
+    rank_groups, lines = index.rank_groups, list[str]()
+    for visible, param in index.dtensors.items():
+        for key, value in sorted(own.contents.state.get(visible, {}).items()) if own is not None else ():
+            if isinstance(value, DTensor):
+                lines.append(f"state {key!r} of {param.fqn!r}")
+    # Over groups that are the lines of one grid, what ranks of one find differing is told to all on the way.
+    is_grid = all(rank_groups_of([unit]) == rank_groups for unit in index.units)
+    must_agree = not is_grid
+    for rank_group in rank_groups:
+        here = None if own is None or error is not None else own if is_grid else own.over(rank_group)
+        described = None if here is None else [*here.described(), lines]
+        if barrier("optim_state_dict", rank_group, json.dumps([must_agree, described])):
+            continue
+        assert rank_group.group is not None
+        payload = None if here is None or described is None else [*described, here.numels()]
+        everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group, index.device)))
+        must_agree = must_agree or len(rank_groups) > 1 or None in everyone
+        if here is not None and None not in everyone:
+            must_agree = must_agree or any(each[3] != lines for each in everyone)
+            try:
+                here.complete(global_ranks(rank_group.group), [[*each[:3], each[4]] for each in everyone])
+            except FsdpFlatError as found:
+                error = found
+    if must_agree:
+        agree(lines, error, rank_groups, index.device, _SAVING)
     if error is not None:
         raise error
 

@@ -34,7 +34,11 @@ def is_wrapper(value: Any) -> bool:
 
 def has_wrappers(state: States) -> bool:
     """Return whether any state is a tensor made of other tensors."""
-    return any(is_wrapper(value) for row in state.values() for value in row.values())
+    for row in state.values():
+        for value in row.values():
+            if type(value) is not torch.Tensor and is_wrapper(value):
+                return True
+    return False
 
 
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
@@ -42,16 +46,20 @@ def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
 
     With ``in_boxes`` values of such tensors are CPU tensors, and of DTensors boxes, as checkpoints have them.
     """
-    found = {param: dict(row) for param, row in state.items()}
-    counts = [
-        (row, name, value)
-        for row in found.values()
-        for name, value in row.items()
-        if type(value) is torch.Tensor and not value.dim() and value.device.type != "cpu"
-    ]
-    for (row, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
-        row[name] = value
-    wrapped = {name for row in found.values() for name, value in row.items() if is_wrapper(value)}
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    counts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    wrapped: set[str] = set()
+    for param, row in state.items():
+        found[param] = copied = dict(row)
+        for name, value in row.items():
+            if type(value) is not torch.Tensor:
+                if is_wrapper(value):
+                    wrapped.add(name)
+            elif not value.dim() and value.device.type != "cpu":
+                counts.append((copied, name, value))
+    if counts:
+        for (copied, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
+            copied[name] = value
     for param, row in found.items() if wrapped else ():
         for name in wrapped & row.keys():
             if is_wrapper(row[name]):
