@@ -272,13 +272,13 @@ def barrier(what: str, rank_group: RankGroup, said: str = "") -> bool:
     if not connected([rank_group]):
         return True
     assert rank_group.group is not None
-    calls, looks = calls_of(rank_group.group), Looks(rank_group)
+    calls = calls_of(rank_group.group)
     calls.add(f"the barrier of {what}")
     store_barrier = _StoreBarrier(rank_group, said)
     if store_barrier.is_complete:
         return store_barrier.is_unanimous
     limit = timeout_of(rank_group.group).total_seconds()
-    patience = min(WARN_AFTER_S, limit)
+    patience, looks = min(WARN_AFTER_S, limit), Looks(rank_group)
     begun = time.monotonic()
     warned = False
     waited = 0.0

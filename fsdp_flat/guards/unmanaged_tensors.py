@@ -191,7 +191,8 @@ class ReplicatedTensors:
 
     def warn(self) -> None:
         """Warn on the first rank, once for each tensor. A warning may raise: no rank may wait for this one after it."""
-        _warn({name: self._kinds.get(name, _BUFFER) for name in sorted(self._named)})
+        if self._named:
+            _warn({name: self._kinds.get(name, _BUFFER) for name in sorted(self._named)})
 
 
 def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> list[str]:

@@ -21,6 +21,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat import api
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
+from fsdp_flat.comm import P2PChannels
 from fsdp_flat.core import PLAIN, TensorAdapter, place_of, without_data
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
 from fsdp_flat.layout import Box, boxes
@@ -31,8 +32,6 @@ from fsdp_flat.state.shards import (
     PendingWrites,
     StateDictCodec,
     StateShard,
-    TensorTransfer,
-    redistribute,
     shape_of,
 )
 from fsdp_flat.state.torch_state import without_dtensors
@@ -54,17 +53,15 @@ class FullCodec(StateDictCodec):
         """
         dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
-
-        def transfers() -> Iterator[TensorTransfer]:
+        channels = P2PChannels()
+        with torch.no_grad():
             # Results are allocated one by one, as earlier transfers release their memory.
             for shard in shards:
                 shape = shard.shape if dst in (None, shard.param.rank_group.rank) else (0,)
                 target = torch.empty(shape, dtype=shard.local.dtype, device=shard.param.unit.options.device)
                 found.append(target)
-                yield shard.transfer_to(dst, target)
-
-        with torch.no_grad():
-            redistribute(transfers())
+                shard.transfer_to(dst, target).begin(channels)
+            channels.wait()
         return found
 
     @final

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -77,10 +78,12 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         PhaseError: wrappers below ``module`` have different settings.
     """
-    found = [unit.state_dict_settings for unit in units_of(module)]
-    if any(settings is not found[0] and settings != found[0] for settings in found):
-        raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
-    return found[0] if found else None  # type: ignore[return-value]
+    found: StateDictSettings | None = None
+    for unit in units_of(module):
+        settings, found = unit.state_dict_settings, found or unit.state_dict_settings
+        if settings is not found and settings != found:
+            raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
+    return found  # type: ignore[return-value]
 
 
 @contextmanager
@@ -161,9 +164,10 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     saves, settings = _saves.get(), settings_of(unit)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
-    outermost = unit not in saves
+    outermost, is_full = unit not in saves, isinstance(codec, FullCodec)
     # Units of fully_shard save themselves, as torch's modules do.
-    units = [each for each in units_of(wrapper) if each.options.front.has_wrapper] if outermost else []
+    every_unit = units_of(wrapper) if outermost else []
+    units = [each for each in every_unit if each.options.front.has_wrapper]
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
     unmanaged: ReplicatedTensors | None = None
     rank_groups: list[RankGroup] = []
@@ -171,7 +175,6 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     try:
         if outermost and codec.communicates:
             # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
-            is_full = isinstance(codec, FullCodec)
             gathering = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
             rank_groups = list(dict.fromkeys(each.options.groups.shard for each in gathering))
             # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
@@ -187,18 +190,19 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             if not is_hooked:
                 # A nested wrapper with different settings all-gathers by itself.
                 alike = [each for each in gathering if settings_of(each) == settings]
-                gathered.update(_gather_units(alike, codec, config))
+                _gather_units(alike, codec, config, gathered)
         inner = partial(wrapped.state_dict, **kwargs)
         # A hook may raise on one rank alone, while others wait in an all-gather.
         with reported_failure(rank_groups):
-            state = _save_unit(unit, codec, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
+            save: Any = _save_full if is_full else _save_parts
+            state = save(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
     finally:
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _replace_placeholders(state, list(state), keeps_all=settings is TEMPLATE)
-        if not all(each.options.front.has_wrapper for each in units_of(wrapper)):
+        if len(units) < len(every_unit):
             _encode_dtensors(wrapper, state, prefix=prefix, codec=codec, config=config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
@@ -229,15 +233,17 @@ def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> 
                 versions.setdefault((prefix + name).rstrip("."), saved)
 
 
-def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDictConfig) -> dict[Unit, Sequence[Any]]:
-    """Exchange the values of several units at once; return an empty dict if device memory might not hold them."""
+def _gather_units(
+    units: Sequence[Unit], codec: StateDictCodec, config: StateDictConfig, gathered: dict[Unit, Any]
+) -> None:
+    """Exchange the values of several units at once, unless device memory might not hold them."""
     if config.offload_to_cpu and any(unit.step.streams.is_accelerator for unit in units):
-        return {}
+        return
     values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
-    return {
-        unit: [next(values) for param_group in unit.param_groups for _ in param_group.layout.param_infos]
-        for unit in units
-    }
+    for unit in units:
+        gathered[unit] = []
+        for param_group in unit.param_groups:
+            gathered[unit] += islice(values, len(param_group.params))
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
@@ -276,23 +282,21 @@ def flat_shard(unit: Unit, param_group: ParamGroup, prefix: str) -> StateShard:
     return StateShard(IndexedParam(unit, param_group, 0, (name,)), local, (layout.unpadded_numel,))
 
 
-def _save_unit(
+def _save_parts(
     unit: Unit,
     codec: StateDictCodec,
     *,
+    config: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
-    """Return the state dict of one unit's subtree. Every rank of the shard group must call this.
+    """Save this rank's parts, in whose place wrapped modules and their hooks see placeholders.
 
     ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
-    unit's values if :func:`_gather_units` has them.
+    unit's values if :func:`_gather_units` has them. Every rank of the shard group must call this.
     """
     settings = settings_of(unit)
-    config = settings.state_dict_config
-    if isinstance(codec, FullCodec):
-        return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     if codec.is_flat or unit.full is None:
         unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
@@ -438,8 +442,13 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _names_in(destination: dict[str, Any], params: Sequence[IndexedParam]) -> list[list[str]]:
     """Return for each parameter the names of its entries, also those under which a hook has put the tensor itself."""
-    found = [[name for name in param.fqns if name in destination] for param in params]
-    lacking = [(param, names) for param, names in zip(params, found, strict=True) if len(names) < len(param.fqns)]
+    found: list[list[str]] = []
+    lacking: list[tuple[IndexedParam, list[str]]] = []
+    for param in params:
+        names = [name for name in param.fqns if name in destination]
+        found.append(names)
+        if len(names) < len(param.fqns):
+            lacking.append((param, names))
     places: dict[Any, list[str]] = {}
     for name, value in destination.items() if lacking else ():
         places.setdefault(_place(value), []).append(name)
@@ -462,7 +471,7 @@ def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     remaining = iter(tensors)
     try:
         for param_group in unit.param_groups:
-            param_group.shown.show_full_params([next(remaining) for _ in param_group.layout.param_infos])
+            param_group.shown.show_full_params(list(islice(remaining, len(param_group.params))))
         yield
     finally:
         for param_group in unit.param_groups:

@@ -131,11 +131,12 @@ def refuse_split(param: IndexedParam, name: str) -> None:
 
 def params_of(unit: Unit, *prefixes: str) -> list[IndexedParam]:
     """Return the parameters of one unit in the order of its groups; prefixes (with dots) precede their names."""
-    return [
-        IndexedParam(unit, param_group, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
-        for param_group in unit.param_groups
-        for index, entry in enumerate(param_group.params)
-    ]
+    found: list[IndexedParam] = []
+    for param_group in unit.param_groups:
+        for index, entry in enumerate(param_group.params):
+            fqns = [prefix + site.fqn for prefix in prefixes for site in entry.sites]
+            found.append(IndexedParam(unit, param_group, index, tuple(fqns)))
+    return found
 
 
 class ParamIndex:
@@ -378,6 +379,11 @@ class TensorTransfer:
     device: torch.device
     nbytes: int
 
+    def begin(self, channels: P2PChannels) -> None:
+        """Begin the transfer."""
+        rank_group, plan = self.rank_group, plan_transfer(self.held, self.wanted, self.rank_group.rank)
+        channels.add(plan, self.source, self.target, rank_group=rank_group, device=self.device, nbytes=self.nbytes)
+
     def reversed(self) -> TensorTransfer:
         """Return the transfer from the target to the source."""
         return replace(self, held=self.wanted, wanted=self.held, source=self.target, target=self.source)
@@ -390,8 +396,7 @@ def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     """
     channels = P2PChannels()
     for each in transfers:
-        group, plan = each.rank_group, plan_transfer(each.held, each.wanted, each.rank_group.rank)
-        channels.add(plan, each.source, each.target, rank_group=group, device=each.device, nbytes=each.nbytes)
+        each.begin(channels)
     channels.wait()
 
 
