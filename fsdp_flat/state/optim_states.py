@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -46,7 +47,7 @@ from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
 PlainRow = dict[str, list[Any]]
-_NUMEL = attrgetter("numel")
+_NUMEL, _IS_ORIGINAL = attrgetter("numel"), attrgetter("options.use_orig_params")
 # The kind of a described container of tensors.
 _WHOLE = "whole"
 _SAVING = ErrorTexts(
@@ -296,12 +297,14 @@ def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
 
     FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
     """
-    names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
-    if all(unit.options.use_orig_params for unit in index.units):
-        return [[], *names]
-    # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's wrapper).
-    order = [fqn for each in names for fqn in each]
-    return [order if contents.groups else [fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
+    names: list[list[str]] = [[]]
+    for group in contents.groups or ():
+        names.append(list(chain.from_iterable(map(index.fqns_of, group["params"]))))
+    if not all(map(_IS_ORIGINAL, index.units)):
+        # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's).
+        held = chain.from_iterable(map(index.fqns_of, contents.params)) if not contents.groups else chain(*names)
+        names[0] = list(held)
+    return names
 
 
 def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:

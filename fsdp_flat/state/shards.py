@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from fsdp_flat.layout import EvenPartition, Interval, Partition, ReplicatedParti
 from fsdp_flat.runtime import param_groups_of
 
 Config = StateDictConfig | OptimStateDictConfig
+_UNIT, _FQN = attrgetter("unit"), attrgetter("fqn")
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -156,43 +159,51 @@ class ParamIndex:
         check_module(model)
         self.params: list[IndexedParam] = []
         self.managed: dict[nn.Parameter, tuple[IndexedParam, ...]] = {}
-        rows: dict[nn.Parameter, IndexedParam] = {}
+        in_rows: dict[nn.Parameter, IndexedParam] = {}
         # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
-        paths: dict[Unit, list[str]] = {}
+        prefixes: dict[Unit, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             unit = unit_of(module)
             if unit is not None:
-                paths.setdefault(unit, []).append(clean_fqn(path))
-        for unit, found_paths in paths.items():
+                prefixes.setdefault(unit, []).append(clean_fqn(path + ".").lstrip("."))
+        for unit, found_prefixes in prefixes.items():
             if not unit.options.front.has_wrapper:
-                shown = params_of(unit, "")
-                rows.update((param.shown, param) for param in shown)
-                unsharded.update({param.param_group.buffer.params[param.index]: param.shown for param in shown})
-            else:
-                # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
-                ordered = found_paths if unit.options.use_orig_params else [found_paths[-1], *found_paths[:-1]]
-                found = params_of(unit, *(path + "." if path else "" for path in ordered))
-                self.params += found
-                for param_group in unit.param_groups:
-                    own = tuple(param for param in found if param.param_group is param_group)
-                    unsharded.update(dict.fromkeys(param_group.buffer.params))
-                    if param_group.spec.use_orig_params:
-                        self.managed.update(zip(param_group.shown.visible_params, zip(own), strict=True))
-                    else:
-                        self.managed[param_group.flat_param] = own
+                for each in params_of(unit, ""):
+                    in_rows[each.shown] = each
+                    unsharded[each.param_group.buffer.params[each.index]] = each.shown
+                continue
+            # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
+            is_flat = not unit.options.use_orig_params
+            ordered = [found_prefixes[-1], *found_prefixes[:-1]] if is_flat else found_prefixes
+            found = params_of(unit, *ordered)
+            self.params += found
+            for param_group in unit.param_groups:
+                own, found = tuple(found[: len(param_group.params)]), found[len(param_group.params) :]
+                unsharded.update(dict.fromkeys(param_group.buffer.params))
+                if param_group.spec.use_orig_params:
+                    self.managed.update(zip(param_group.shown.visible_params, zip(own), strict=True))
+                else:
+                    self.managed[param_group.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             kept = unsharded.get(param)
             names.setdefault(param if kept is None else kept, []).append(name)
-        self.shown_names = {param: found[0] for param, found in names.items()}
-        others = [(param, found) for param, found in names.items() if param not in self.managed]
-        self.others = {param: clean_fqn(found[0]) for param, found in others if param not in unsharded}
-        self._further_names = {clean_fqn(name): clean_fqn(found[0]) for _, found in others for name in found[1:]}
-        # A unit of several modules does not know their names.
-        self.dtensors = {
-            param: replace(rows[param], fqns=tuple(map(clean_fqn, found))) for param, found in others if param in rows
-        }
+        self.shown_names: dict[nn.Parameter, str] = {}
+        self.others: dict[nn.Parameter, str] = {}
+        self.dtensors: dict[nn.Parameter, IndexedParam] = {}
+        self._further_names: dict[str, str] = {}
+        for param, each_name in names.items():
+            self.shown_names[param], first = each_name[0], clean_fqn(each_name[0])
+            if param in self.managed:
+                continue
+            if param not in unsharded:
+                self.others[param] = first
+            for name in each_name[1:]:
+                self._further_names[clean_fqn(name)] = first
+            if param in in_rows:
+                # A unit of several modules does not know their names.
+                self.dtensors[param] = replace(in_rows[param], fqns=tuple(map(clean_fqn, each_name)))
 
     @cached_property
     def by_name(self) -> dict[str, IndexedParam]:
@@ -212,7 +223,7 @@ class ParamIndex:
     @cached_property
     def units(self) -> list[Unit]:
         """Units that have parameters, each once, in the model's order."""
-        return list(dict.fromkeys(param.unit for param in (*self.params, *self.dtensors.values())))
+        return list(dict.fromkeys(map(_UNIT, (*self.params, *self.dtensors.values()))))
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +242,7 @@ class ParamIndex:
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the first names of the parameters that a parameter of an optimizer holds."""
         if param in self.managed:
-            return tuple([each.fqn for each in self.managed[param]])
+            return tuple(map(_FQN, self.managed[param]))
         if param in self.others:
             return (self.others[param],)
         raise OptionError(
@@ -244,10 +255,11 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
     found: dict[RankGroup, None] = {}
     for unit in units:
-        found.update(dict.fromkeys(group for options, _ in unit.by_mesh() for group in options.groups.rank_groups))
+        for options, _ in unit.by_mesh():
+            found.update(dict.fromkeys(options.groups.rank_groups))
         for param_group in unit.param_groups:
             for entry in param_group.params:
-                found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
+                found.update(dict.fromkeys(map(RankGroup.of, entry.adapter.groups)))
     return [rank_group for rank_group in found if rank_group.size > 1]
 
 
@@ -269,7 +281,7 @@ class OptimContents:
 def held_by(optim: Any) -> OptimContents:
     """Return the parameters and groups of an optimizer, with its present states if it shows them."""
     groups = param_groups_of(optim)
-    params = tuple(param for group in groups for param in group["params"])
+    params = tuple(chain.from_iterable(map(itemgetter("params"), groups)))
     state = getattr(optim, "state", None)
     state = state if isinstance(state, Mapping) else {}
     inner = getattr(optim, "optimizer", None)
