@@ -8,10 +8,12 @@ import logging
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from fsdp_flat.runtime import Settings, differing_settings, group_settings
 from fsdp_flat.state import (
     BOXES,
     BoxedTensor,
+    IndexedParam,
     OptimStates,
     ParamIndex,
     are_equal,
@@ -68,6 +71,7 @@ _background: list[CheckpointSave] = []
 _threads: dict[tuple[int, ...], ThreadPoolExecutor] = {}
 # Optimizer states in boxes of live memory.
 _LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+_NBYTES = attrgetter("nbytes")
 
 
 class CheckpointSave:
@@ -182,19 +186,19 @@ def save_checkpoint(
     from fsdp_flat.checkpoint.dcp_files import check_optim, packed
 
     together, index, replicated = Consensus.of(model, SAVING), ParamIndex(model), ReplicatedTensors(model)
-    handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
-    values, states, settings, quantized = _Values(), None, dict[str, Any](), False
+    tensors, plain, settings = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    states: OptimStates | None = None
     # In the background, an error of the file system is one of wait(): it may come while files are written too.
     refused = unprepared = failed = None
-    number = -1
+    number, quantized = -1, False
     try:
         path = path_of_user(directory, "directory")
         _wait_for_background(model, path)
         check_step(step)
         number = number if step is None else step
         check_number(keep_last, "keep_last", 1)
-        values.add_model(model)
-        values.tensors["extra"] = {str(together.rank): packed(extra, "extra", "extra")}
+        tensors["model"], plain["model"] = _model_values(model)
+        tensors["extra"] = {str(together.rank): packed(extra, "extra", "extra")}
         if optim is not None:
             settings, contents = group_settings(model, optim), contents_of(optim, index)
             check_optim(contents, index)
@@ -212,17 +216,16 @@ def save_checkpoint(
         refused = raised
 
     # Ranks meet, and know of each other what they have to before they write.
-    same = [f"a handler of {name!r}" for name in sorted(handled)]
-    same += [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
+    handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+    same = [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
+    same += [f"a handler of {name!r}" for name in handled]
     # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
-    unmanaged = [name for name in values.tensors.get("model", ()) if name not in index.by_name]
-    digests = [
-        digest_of(json.dumps(each, sort_keys=True).encode()) for each in (unmanaged, replicated.prints, settings)
-    ]
-    digests += [0] * (1 + len(index.params)) if states is None else states.digests()
-    own = [number, int(unprepared is None), int(quantized), *digests]
-    rows = together.meet("save_checkpoint", own, refused, same)
-    numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*rows, strict=True)
+    unmanaged = [name for name in tensors.get("model", ()) if name not in index.by_name]
+    told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, settings)]
+    of_states = [0] * (1 + len(index.params)) if states is None else states.digests()
+    own = [number, int(unprepared is None), int(quantized), *map(digest_of, told), *of_states]
+    everyone = together.meet("save_checkpoint", own, refused, same)
+    numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*everyone, strict=True)
     if len({*each_settings}) > 1:
         _check_settings(settings, together)
     # With handlers and owned parameters every rank has to know all states.
@@ -232,38 +235,49 @@ def save_checkpoint(
         states.complete(together.ranks, list(map(json.loads, texts)))
 
     # What follows may fail on one rank alone.
+    merged: dict[Any, torch.Tensor] = {}
     try:
         if states is not None:
-            encodings |= merged_states(states.states, _LIVE, in_turn=True)
-            values.add_optim(states, rows_of(states, encodings, BOXES, _LIVE, copies=False), handled)
-            if any(each_quantized):
-                values.plain["optim"]["has_wrappers"] = True
+            merged = merged_states(states.states, _LIVE, in_turn=True)
     except Exception as raised:
         failed = raised
     if shares:
         together.fail(failed)
     copies = units_of(model)[0].step.streams.kept_copies
+    rows, rows_text = dict[str, dict[str, Any]](), ""
     try:
-        if failed is None:
-            values.keep_share(index, together.rank, is_alike=len({*names}) == 1)
-            if background:
-                values.replace_tensors(copies.copied)
+        share = _Share(index, together.rank, is_alike=len({*names}) == 1)
+        for name, value in list(tensors["model"].items()):
+            if not share.has(name, value):
+                del tensors["model"][name]
+        if states is not None and failed is None:
+            tensors["optim"], plain["optim"] = {"state": {}}, {"param_groups": named_groups(states)}
+            if any(each_quantized):
+                plain["optim"]["has_wrappers"] = True
+            for fqn, row in rows_of(states, encodings | merged, BOXES, _LIVE, copies=False).items():
+                if share.has(fqn):
+                    tensors["optim"]["state"][fqn], others = _divided(row, handled)
+                    if others and share.has_row(fqn):
+                        rows[fqn] = others
+        # Serialized, so that training can change the live ones while a thread writes.
+        rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
+        if background:
+            _copy(tensors, copies.copied)
     except Exception as raised:
         failed = raised
     replicated.compare([together.rank_group], together.device, are_equal=len({*prints}) == 1)
     save = CheckpointSave(numbers[0], path_of(path, numbers[0]))
     bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
-    write = partial(
-        _write, save, values, copies.wait, bar, keep_last, failed or unprepared, is_prepared=bool(prepared[0])
-    )
+    values = _Values(tensors, plain, rows_text, copies.wait, bool(prepared[0]), failed or unprepared)
     if not background:
-        write(together)
+        _write(save, values, bar, keep_last, together)
         save._work.set_result(None)
     else:
         # The script may destroy its process groups while its last checkpoint is written.
         # A gloo group communicates CPU tensors.
         group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
-        save._run(partial(write, Consensus(group, SAVING, torch.device("cpu"))), model, together.ranks)
+        in_thread = Consensus(group, SAVING, torch.device("cpu"))
+        save._run(partial(_write, save, values, bar, keep_last, in_thread), model, together.ranks)
     replicated.warn()
     return save
 
@@ -295,131 +309,129 @@ def _check_settings(settings: Settings, together: Consensus) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Values:
-    """Holds what this rank writes.
+def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any]:
+    """Return the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
+    from fsdp_flat.checkpoint.dcp_files import packed
 
-    Attributes:
-        tensors: nested dicts of its tensors, and of ``extra`` as bytes.
-        rows: by parameter, the states that are no tensors.
-        rows_text: those of ``rows`` that this rank sends, as a text.
-        plain: all other values that are no tensors; rank 0's are saved, with the rows of all ranks.
+    for unit in units_of(model):
+        unit.check_idle("save_checkpoint")
+    tensors, plain, quantized = dict[str, Any](), dict[str, Any](), list[str]()
+    for key, value in boxed_state_dict(model).items():
+        # The state dict of a compiled model has torch.compile's prefix in its names.
+        name = clean_fqn(key)
+        (tensors if isinstance(value, torch.Tensor) else plain)[name] = value
+        if is_wrapper(value):
+            quantized.append(name)
+    if quantized:
+        kind = type(local_of(tensors[quantized[0]])).__name__
+        raise UnsupportedError(
+            "The model's state dict has tensors made of other tensors, quantized ones for instance: "
+            f"{some_of(list(map(repr, quantized)), 6)}, the first a {kind}. A checkpoint holds plain tensors, "
+            "so nothing was saved. Keep them out of the state dict by a hook (register_state_dict_post_hook) or as "
+            "buffers that are not persistent, and save them apart."
+        )
+    # A copy: a thread may write them while training changes the live ones.
+    return tensors, unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+
+
+class _Share:
+    """Says what this rank writes: replicas take turns by name, and rank 0 writes what every rank has.
+
+    Values under names that no parameter has are those of every rank if all have the same names (``is_alike``).
     """
 
-    tensors: dict[str, Any] = field(default_factory=dict)
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows_text: str = ""
-    plain: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, index: ParamIndex, rank: int, *, is_alike: bool) -> None:
+        self._index, self._writes_others = index, rank == 0 or not is_alike
 
-    def add_model(self, model: nn.Module) -> None:
-        """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
-        from fsdp_flat.checkpoint.dcp_files import packed
+    def _param(self, name: str) -> IndexedParam | None:
+        return self._index.by_name.get(name) or self._index.dtensors_by_name.get(name)
 
-        for unit in units_of(model):
-            unit.check_idle("save_checkpoint")
-        # The state dict of a compiled model has torch.compile's prefix in its names.
-        found = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
-        self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        if made_of_others := [name for name, value in self.tensors["model"].items() if is_wrapper(value)]:
-            kind = type(local_of(found[made_of_others[0]])).__name__
-            raise UnsupportedError(
-                "The model's state dict has tensors made of other tensors, quantized ones for instance: "
-                f"{some_of(list(map(repr, made_of_others)), 6)}, the first a {kind}. A checkpoint holds plain tensors, "
-                "so nothing was saved. Keep them out of the state dict by a hook (register_state_dict_post_hook) or as "
-                "buffers that are not persistent, and save them apart."
-            )
-        plain = {name: value for name, value in found.items() if name not in self.tensors["model"]}
-        # A copy: a thread may write them while training changes the live ones.
-        self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+    def has(self, name: str, value: Any = None) -> bool:
+        """Return whether this rank writes a value, or the optimizer's states, of a name."""
+        param = self._param(name)
+        if param is None:
+            return self._writes_others or isinstance(value, (BoxedTensor, DTensor))
+        if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
+            return False
+        replicas = param.unit.options.groups.replicate
+        return zlib.crc32(name.encode()) % replicas.size == replicas.rank
 
-    def add_optim(self, states: OptimStates, rows: Mapping[str, dict[str, Any]], handled: Container[str]) -> None:
-        """Add the states of the optimizer."""
-        tensors: dict[str, dict[str, Any]] = {}
-        for fqn, row in rows.items():
-            # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
-            tensors[fqn] = {
-                name: value
-                for name, value in row.items()
-                if isinstance(value, torch.Tensor)
-                and (name in handled or value.dim() > 0 or isinstance(value, BoxedTensor))
-            }
-            self.rows[fqn] = {name: value for name, value in row.items() if name not in tensors[fqn]}
-        self.tensors["optim"] = {"state": tensors}
-        self.plain["optim"] = {"param_groups": named_groups(states)}
+    def has_row(self, name: str) -> bool:
+        """Return whether this rank sends the states of a parameter that are no tensors.
 
-    def keep_share(self, index: ParamIndex, rank: int, *, is_alike: bool) -> None:
-        """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
-
-        Other values are those of every rank if all have the same names (``is_alike``).
+        Ranks with elements of it have the same ones: the rank with the first element sends them.
         """
-        by_name = {**index.by_name, **index.dtensors_by_name}
-
-        def is_mine(name: str, value: Any) -> bool:
-            param = by_name.get(name)
-            if param is None:
-                return rank == 0 or not is_alike or isinstance(value, (BoxedTensor, DTensor))
-            if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
-                return False
-            replicas = param.unit.options.groups.replicate
-            return zlib.crc32(name.encode()) % replicas.size == replicas.rank
-
-        def has_own_row(name: str) -> bool:
-            # Ranks with elements of a parameter have the same row: the one with the first element sends it.
-            param = by_name.get(name)
-            if param is None:
-                return True
-            if name in index.dtensors_by_name or math.prod(param.shape) == 0:
-                return param.rank_group.rank == 0
-            own = param.local_shard.in_param
-            return own.start == 0 and not own.is_empty
-
-        optim = self.tensors.get("optim", {"state": {}})
-        for of, key in ((self.tensors, "model"), (optim, "state")):
-            of[key] = {name: value for name, value in of[key].items() if is_mine(name, value)}
-        rows = {fqn: row for fqn, row in self.rows.items() if row and has_own_row(fqn) and is_mine(fqn, row)}
-        # Serialized, so that training can change the live ones while a thread writes.
-        self.rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
-
-    def _places(self) -> list[tuple[dict[str, Any], str, Sequence[torch.Tensor]]]:
-        """Return the dict and the name of each tensor, and the parts of it that this rank has."""
-        rows = [self.tensors["model"], *self.tensors.get("optim", {"state": {}})["state"].values()]
-        found = [(row, name, boxed(value)) for row in rows for name, value in row.items()]
-        return [(row, name, value.parts if isinstance(value, BoxedTensor) else (value,)) for row, name, value in found]
-
-    def replace_tensors(self, copied_of: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
-        """Replace the tensors by the copies that a function makes of their parts."""
-        places = self._places()
-        copied = iter(copied_of([part.detach() for *_, parts in places for part in parts]))
-        for row, name, _ in places:
-            value = boxed(row[name])
-            row[name] = value.with_parts(copied) if isinstance(value, BoxedTensor) else next(copied)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(part.nbytes for *_, parts in self._places() for part in parts)
+        param = self._param(name)
+        if param is None:
+            return True
+        if name in self._index.dtensors_by_name or math.prod(param.shape) == 0:
+            return param.rank_group.rank == 0
+        own = param.local_shard.in_param
+        return own.start == 0 < own.stop
 
 
-def _write(
-    save: CheckpointSave,
-    values: _Values,
-    wait_for_copies: Callable[[], None],
-    bar: ProgressBar,
-    keep_last: int,
-    error: Exception | None,
-    together: Consensus,
-    *,
-    is_prepared: bool,
-) -> None:
+def _divided(row: Mapping[str, Any], handled: Container[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Divide the states of a parameter into tensors to write and other values."""
+    tensors, others = dict[str, torch.Tensor](), dict[str, Any]()
+    for name, value in row.items():
+        # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
+        is_written = isinstance(value, torch.Tensor) and (
+            name in handled or value.dim() > 0 or isinstance(value, BoxedTensor)
+        )
+        (tensors if is_written else others)[name] = value
+    return tensors, others
+
+
+def _parts(tensors: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Sequence[torch.Tensor]]]:
+    """Yield the dict and the name of each tensor, and the parts of it that this rank has."""
+    for row in (tensors.get("model", {}), *tensors.get("optim", {"state": {}})["state"].values()):
+        for name, value in row.items():
+            value = boxed(value) if isinstance(value, DTensor) else value
+            yield row, name, value.parts if isinstance(value, BoxedTensor) else (value,)
+
+
+def _copy(tensors: dict[str, Any], copied_of: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
+    """Replace tensors by the copies that a function makes of their parts."""
+    places = list(_parts(tensors))
+    copied = iter(copied_of([part.detach() for *_, parts in places for part in parts]))
+    for row, name, _ in places:
+        value = boxed(row[name])
+        row[name] = value.with_parts(copied) if isinstance(value, BoxedTensor) else next(copied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Holds what is written.
+
+    Attributes:
+        tensors: nested dicts of this rank's tensors, and of ``extra`` as bytes.
+        plain: values that are no tensors; rank 0's are saved.
+        rows_text: the optimizer states that are no tensors and that this rank sends.
+        wait: waits until copies of the tensors are complete.
+        is_prepared: rank 0 has removed the files of an earlier attempt.
+        error: why this rank cannot write.
+    """
+
+    tensors: dict[str, Any]
+    plain: dict[str, Any]
+    rows_text: str
+    wait: Callable[[], None]
+    is_prepared: bool
+    error: Exception | None
+
+
+def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: int, together: Consensus) -> None:
     """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
-    directory, text = save.path.parent, ""
-    writing = writing_path(directory, save.step)
-    with discarded_on_error(directory, save.step, together.rank), bar(values.nbytes) as update:
+    directory, text, error = save.path.parent, "", values.error
+    writing, nbytes = writing_path(directory, save.step), 0
+    for *_, parts in _parts(values.tensors):
+        nbytes += sum(map(_NBYTES, parts))
+    with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
         try:
-            wait_for_copies()
-            if error is None and is_prepared:
+            values.wait()
+            if error is None and values.is_prepared:
                 written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])
         except Exception as raised:
@@ -433,7 +445,7 @@ def _write(
                 plain = {"plain": _packed_plain(values.plain, each_rows)}
                 last, own = write_files(plain, writing, together.size, update)
                 own |= write_metadata([*each_written, last], writing)
-                commit(directory, save.step, {k: v for each in (*each_records, own) for k, v in each.items()})
+                commit(directory, save.step, dict(ChainMap(own, *each_records)))
                 _prune(directory, save.step, keep_last)
         except Exception as raised:
             error = raised

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,17 +40,25 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     units = units_of(model)
     if not units:
         raise no_units(model)
-    params = [entry for unit in units for handle in unit.param_groups for entry in handle.params]
-    groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
-    groups += [group for entry in params for group in entry.adapter.mesh_groups if dist.get_world_size(group) > 1]
+    groups = [rank_group.group for rank_group in rank_groups_of(units)]
+    meshes: list[Any] = []
+    for unit in units:
+        if unit.options.strategy.is_hybrid:
+            meshes.append(unit.options.groups.mesh)
+        for param_group in unit.param_groups:
+            for entry in param_group.params:
+                groups += entry.adapter.mesh_groups
+                if isinstance(entry.param, DTensor):
+                    meshes.append(entry.param.device_mesh)
     # There may be several groups of the same ranks; every rank must choose the same one.
     by_ranks: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
-        by_ranks.setdefault(frozenset(global_ranks(group)), group)
-    meshes = [unit.options.groups.mesh for unit in units if unit.options.strategy.is_hybrid]
-    meshes += [entry.param.device_mesh for entry in params if isinstance(entry.param, DTensor)]
-    joined = {frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None and mesh.size() > 1}
-    joined.update(by_ranks)
+        if group is not None and dist.get_world_size(group) > 1:
+            by_ranks.setdefault(frozenset(global_ranks(group)), group)
+    joined = set(by_ranks)
+    for mesh in meshes:
+        if mesh is not None and mesh.size() > 1:
+            joined.add(frozenset(mesh.mesh.flatten().tolist()))
     # Meshes of other parameters, experts among them, divide the same ranks in other ways.
     largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
     joint = units[0].options.groups.process_group
@@ -130,8 +139,9 @@ class Consensus:
             raise error
         own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
         rows = exchange_ints(own, self.group, self.device, self._words.doing)
-        differ = len({digest for _, digest, *_ in rows}) > 1
-        if differ or not all(ok for ok, *_ in rows):
+        flags, digests, *_ = zip(*rows, strict=True)
+        differ = len({*digests}) > 1
+        if differ or not all(flags):
             # A difference may be the cause of an error.
             agree(same, None if differ else error, [self.rank_group], self.device, self._words)
         return [row[2:] for row in rows]

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +148,17 @@ def next_step(directory: Path) -> int:
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
-    names = [name for name in listed(directory) if name.endswith((WRITING, REMOVING))]
-    return sorted(name for name in names if _NAME.match(Path(name).stem))
+    ends = (WRITING, REMOVING)
+    return sorted(name for name in listed(directory) if name.endswith(ends) and _NAME.match(Path(name).stem))
 
 
 def records_of(path: Path, pattern: str) -> Records:
     """Return the records of the files in a directory whose names match a pattern."""
-    return {each.name: _record(each) for each in sorted(path.glob(pattern))}
+    return {each.name: record_of(each) for each in sorted(path.glob(pattern))}
 
 
-def _record(path: Path, update: Callable[[int], object] = int) -> Record:
+def record_of(path: Path, update: Callable[[int], object] = int) -> Record:
+    """Return the record of a file; ``update`` is called with the number of bytes as they are read."""
     crc = 0
     check_file(path)
     with open(path, "rb") as file:
@@ -178,7 +180,7 @@ def check_sums(path: Path, records: Records, show: ProgressBar) -> None:
     """Raise unless files of the directory ``path`` have the checksums in their records."""
     with show(sum(record["size"] for record in records.values())) as update:
         for name, record in records.items():
-            if _record(path / name, update) != record:
+            if record_of(path / name, update) != record:
                 raise LoadError(f"{path / name} was altered: its checksum is not that of what was written.")
 
 
@@ -208,14 +210,16 @@ def read_commit(path: Path) -> Commit:
         steps = ", ".join(map(str, numbers(path.parent))) or "none"
         raise LoadError(f"{path} does not exist; checkpoints there: {steps}")
     check_file(file)
+    records: Records = {}
     try:
         body: dict[str, Any] = json.loads(file.read_text())
         if body["format"] != _FORMAT:
             raise LoadError(f"{path} has format {body['format']}; this version reads format {_FORMAT}")
-        records = {name: {key: entry[key] for key in ("size", "crc32")} for name, entry in body["files"].items()}
-        counts = [body["step"], body["order"], *(number for record in records.values() for number in record.values())]
-        if any(type(number) is not int or number < 0 for number in counts):
-            raise ValueError("a number is no int, or is negative")
+        for name, entry in body["files"].items():
+            records[name] = {"size": entry["size"], "crc32": entry["crc32"]}
+        for count in chain([body["step"], body["order"]], *map(Record.values, records.values())):
+            if type(count) is not int or count < 0:
+                raise ValueError("a number is no int, or is negative")
         if body.get("crc32", _crc_of(body)) != _crc_of(body):
             raise LoadError(f"{file} was altered: its checksum is not that of what was written")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -30,7 +30,9 @@ def group_settings(model: nn.Module, optim: Any) -> Settings:
     found: Settings = {}
     for group in param_groups_of(optim):
         texts = {key: _text(value) for key, value in group.items() if key not in ("params", "param_names")}
-        found.update((names[param], texts) for param in group["params"] if param in names)
+        for param in group["params"]:
+            if param in names:
+                found[names[param]] = texts
     return found
 
 

@@ -132,10 +132,13 @@ def state_dict_settings(model: nn.Module, settings: StateDictSettings) -> Iterat
 TEMPLATE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
 
 
+_LIVE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
+_COPIED = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(True, boxes=True), None)
+
+
 def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
-    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    with state_dict_settings(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None)):
+    with state_dict_settings(model, _COPIED if copy else _LIVE):
         found = model.state_dict()
     for name, value in found.items() if copy else ():
         # Boxes are copies already; buffers are the live ones.

@@ -487,9 +487,9 @@ def test_a_checkpoint_is_written_without_being_read_back(background: bool, tmp_p
         read.append(path.name)
         return computed(path, *args)
 
-    computed = disk._record
+    computed = disk.record_of
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(disk, "_record", record)
+        patched.setattr(disk, "record_of", record)
         path = save_checkpoint(tmp_path, model, background=background).wait()
     assert read == [".metadata"] * (rank == 0)
     commit = disk.read_commit(path)
