@@ -61,10 +61,10 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
             joined.add(frozenset(mesh.mesh.flatten().tolist()))
     # Meshes of other parameters, experts among them, divide the same ranks in other ways.
     largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
-    joint = units[0].options.groups.process_group
-    if len(largest) == 1 and largest[0] in by_ranks:
-        joint = by_ranks[largest[0]]
-    elif largest:
+    joint = by_ranks.get(largest[0]) if len(largest) == 1 else None
+    if not largest:
+        joint = units[0].options.groups.process_group
+    elif joint is None:
         # The sets are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
         joint, num_ranks = dist.group.WORLD, math.prod(map(len, largest))
         overlaps = any(len(a & b) > 1 for a, b in combinations(largest, 2))

@@ -124,7 +124,7 @@ def listed(directory: Path) -> list[str]:
 
 def numbers(directory: Path) -> list[int]:
     """Return the numbers of the checkpoints in a directory, sorted."""
-    return sorted(step for name in listed(directory) if (step := step_number_of(name)) is not None)
+    return sorted(step for step in map(step_number_of, listed(directory)) if step is not None)
 
 
 def orders_in(directory: Path) -> dict[int, int]:
@@ -132,18 +132,19 @@ def orders_in(directory: Path) -> dict[int, int]:
 
     Those without a valid record are first, then the newest.
     """
-    found: dict[int, int] = {}
+    found: list[tuple[float, int, int]] = []
     for step in numbers(directory):
         try:
-            found[step] = read_commit(path_of(directory, step)).order
+            order = read_commit(path_of(directory, step)).order
         except (LoadError, OSError):
-            found[step] = 0
-    return dict(sorted(found.items(), key=lambda each: (each[1] or math.inf, each[0]), reverse=True))
+            order = 0
+        found.append((order or math.inf, step, order))
+    return {step: order for _, step, order in sorted(found, reverse=True)}
 
 
 def next_step(directory: Path) -> int:
     """Return one more than the highest number; the last of all numbers, which a folder may have, does not count."""
-    return 1 + max((step for step in numbers(directory) if step < _MOST), default=-1)
+    return 1 + max(filter(_MOST.__gt__, numbers(directory)), default=-1)
 
 
 def unfinished(directory: Path) -> list[str]:

@@ -253,9 +253,13 @@ class BoxCodec(StateDictCodec):
 def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:
     """Return views of this rank's elements ``local`` as boxes of the full tensor."""
     param, found = shard.param, boxes(shard.param.shape, shard.interval)
-    parts = [local[box.interval.shift(-shard.interval.start).to_slice()].view(box.sizes) for box in found]
-    start = param.adapter.offsets(param.shape)
-    if any(start):
+    parts: list[torch.Tensor] = []
+    at = 0
+    for box in found:
+        # Boxes are in the order of the elements, and adjacent.
+        parts.append(local[at : at + math.prod(box.sizes)].view(box.sizes))
+        at += math.prod(box.sizes)
+    if param.adapter is not PLAIN and any(start := param.adapter.offsets(param.shape)):
         found = tuple(box.within(start) for box in found)
     made = BoxedTensor(param.full_shape, found, parts, local.dtype, local.device)
     made.param = param if shard.state is None else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class ModelLoad:
         found: dict[str, StatePlaceholder] = {}
         own = []
         for param in params_of(unit, clean_fqn(prefix)):
-            placeholder = placeholder_of(param, _refusal_of(param))
+            placeholder = placeholder_of(param, partial(_refusal, param))
             self._placeholders.append((StateShard(param, param.local, param.shape), placeholder, decoder))
             own.append(placeholder)
             for fqn in param.fqns:
@@ -365,7 +366,7 @@ def load_unit(
             state_dict[key] = shown.get(clean_fqn(key), value)
 
 
-def _refusal_of(param: IndexedParam) -> LoadError:
+def _refusal(param: IndexedParam) -> LoadError:
     return LoadError(
         f"A load hook or method of a module used {param}, for which the state dict has no value; while a model is "
         "loaded, parameters have the values that were loaded before. Use it after load_state_dict, inside "

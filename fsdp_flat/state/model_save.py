@@ -316,7 +316,8 @@ def _save_parts(
     shards = _shards_of(unit, codec, prefix)
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
-    placeholders = [placeholder_of(param, _refusal_of(param, settings)) for param in params]
+    refuses = settings is not TEMPLATE
+    placeholders = [placeholder_of(each, partial(_refusal, each, settings) if refuses else None) for each in params]
     with _names_shown(unit, placeholders) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
     values = codec.gather(shards, config) if gathered is None else gathered
@@ -326,7 +327,7 @@ def _save_parts(
         values = [param.local.to("cpu", copy=True) if config.offload_to_cpu else param.local for param in params]
     for each, value in zip(placeholders, values, strict=True):
         if each.value is not None and each.refusal is not None:
-            raise each.refusal  # a hook has copied something into it
+            raise each.refusal()  # a hook has copied something into it
         each.value = value
     names = [name for param in params for name in param.fqns]
     _replace_placeholders(destination, names, keeps_all=settings is TEMPLATE)
@@ -373,15 +374,13 @@ def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, 
                 del destination[name]
 
 
-def placeholder_of(param: IndexedParam, refusal: Exception | None) -> StatePlaceholder:
+def placeholder_of(param: IndexedParam, refusal: Callable[[], Exception] | None) -> StatePlaceholder:
     """Return a tensor to show in the place of a parameter."""
     device, dtype = param.unit.options.device, param.param_group.flat_param.dtype
     return StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
 
 
-def _refusal_of(param: IndexedParam, settings: StateDictSettings) -> UsageError | None:
-    if settings is TEMPLATE:
-        return None
+def _refusal(param: IndexedParam, settings: StateDictSettings) -> UsageError:
     return UsageError(
         f"A state-dict hook or method of a module computes with {param}, of which each rank has a part in a "
         f"{settings.state_dict_type.name}, as in save_checkpoint and save_full. It may rename, copy and delete the "

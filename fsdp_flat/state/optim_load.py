@@ -213,7 +213,7 @@ class _OptimLoad:
                 found[key] = empty(value, shape if owner == first.rank_group.rank else (0,))
                 self._fill(StateShard(first, found[key].view(-1), shape, key, owner), value)
             else:
-                shard = empty(value, (first.local_shard.numel if first.is_original else layout.shard_numel,))
+                shard = empty(value, (first.numel if first.is_original else layout.shard_numel,))
                 found[key] = shard if visible.dim() == 1 else shard.view(visible.shape)
                 if not first.is_original:
                     # The padding is zero; everything else will be written.
@@ -372,11 +372,7 @@ def _keyed_by_names(given: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]
 def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
     """Warn of states that are not loaded: of parameters that the optimizer, or the model, does not have."""
     # Only of parameters that this rank has elements of: its optimizer may be built from these alone.
-    found = [
-        param.fqn
-        for param in index.params
-        if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
-    ]
+    found = [param.fqn for param in index.params if param.fqn in by_name and param.fqn not in positions and param.numel]
     known = {*(param.fqn for param in index.params), *index.others.values()}
     unknown = [name for name in by_name if name not in known]
     for names, told in (
@@ -498,7 +494,7 @@ def template_states(
                 )
             value: torch.Tensor
             if param is not None:
-                local = torch.zeros(param.local_shard.numel, dtype=dtype)
+                local = torch.zeros(param.numel, dtype=dtype)
                 (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
             elif fqn in index.dtensors_by_name and shape:
                 value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))

@@ -163,9 +163,7 @@ def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, c
 
 def _warn_of_gaps(states: Sequence[ParamState]) -> None:
     """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
-    found = [
-        str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names()
-    ]
+    found = [str(state.param) for state in states if state.param.numel and state.is_held and not state.names()]
     if found:
         warn_user(
             f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
@@ -183,7 +181,7 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
     by_rank_group: dict[RankGroup, list[Place]] = {}
     for state in states:
         for name, tensor in sorted(state.handled.items()):
-            part = None if tensor is None or state.param.local_shard.is_empty else tensor.detach()
+            part = None if tensor is None or not state.param.numel else tensor.detach()
             own[state.param, name] = None if part is None else part.to(state.param.unit.options.device).contiguous()
             by_rank_group.setdefault(state.param.rank_group, []).append((state.param, name))
     if not own:

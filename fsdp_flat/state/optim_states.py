@@ -114,7 +114,7 @@ class ParamState:
         """Add the states that another rank has described."""
         for name, (dtype_name, shape) in tensors.items():
             if name not in self.tensors:
-                shape, numel = (self.param.shape, self.param.local_shard.numel) if self.owner is None else (shape, 0)
+                shape, numel = (self.param.shape, self.param.numel) if self.owner is None else (shape, 0)
                 device = self.param.param_group.flat_param.device
                 local = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=device)
                 self.tensors[name] = StateShard(self.param, local, tuple(shape), name, self.owner)
@@ -173,8 +173,9 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
 def _has_plain_state_dict(optim: Any) -> bool:
     """Return whether ``optim.state_dict()`` has what ``optim.state`` has: nothing overrides it, and it has no hooks."""
     method = getattr(optim, "state_dict", None)
-    hooks = [getattr(optim, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
-    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not any(hooks))
+    pre = getattr(optim, "_optimizer_state_dict_pre_hooks", None)
+    hooks = pre or getattr(optim, "_optimizer_state_dict_post_hooks", None)
+    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not hooks)
 
 
 @dataclass(slots=True)
@@ -213,9 +214,7 @@ class OptimStates:
         for visible, params in index.managed.items():
             owner, states = contents.owners.get(visible), list[ParamState]()
             for param in params:
-                found[param] = state = ParamState(
-                    param, owner, visible in held, param.local_shard.numel if owner is None else 0
-                )
+                found[param] = state = ParamState(param, owner, visible in held, param.numel if owner is None else 0)
                 states.append(state)
             # States of empty local shards are never updated (a step count, for one): use those of other ranks.
             if owner is None:
@@ -245,7 +244,7 @@ class OptimStates:
 
     def numels(self) -> list[int]:
         """Return the number of elements of each parameter that this rank must have states of."""
-        return [*map(_NUMEL, self.states), *(param.local_shard.numel for param in self.whole)]
+        return [*map(_NUMEL, self.states), *(param.numel for param in self.whole)]
 
     def over(self, rank_group: RankGroup) -> OptimStates:
         """Return those that the ranks of a group have alike, of the units on the group; names are shared."""
@@ -326,7 +325,8 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
             refuse_split(first, name)
             states[0].handled[name] = value
         elif is_scalar(value):
-            if holds_tensors(value, min_dim=0 if is_owned else 1) and (is_owned or first.is_split):
+            has_tensors = not isinstance(value, torch.Tensor) and holds_tensors(value, min_dim=0 if is_owned else 1)
+            if has_tensors and (is_owned or first.is_split):
                 raise _container_error(name, where, value)
             for state in states:
                 state.plain[name] = copied_state(value, "cpu")
@@ -364,7 +364,10 @@ def _read_whole(param: IndexedParam, values: Mapping[str, Any], *, keeps_dtensor
 
 def are_equal(digests: Sequence[Sequence[int]]) -> bool:
     """Return whether all ranks have said the same in their :meth:`OptimStates.digests`, given by position."""
-    return len({*digests[0]}) == 1 and all(len({*each} - {0}) <= 1 for each in digests[1:])
+    for each in digests[1:]:
+        if len({*each} - {0}) > 1:
+            return False
+    return len({*digests[0]}) == 1
 
 
 def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exception | None) -> None:

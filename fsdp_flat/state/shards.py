@@ -62,6 +62,7 @@ class IndexedParam:
         shape: its unsharded shape; that of this rank's part if tensor parallelism has split it.
         full_shape: its shape in state dicts of full tensors.
         local_shard: the elements of this rank.
+        numel: the number of them.
         shown: the tensor that its modules hold outside of compute.
         is_original: optimizers hold it itself, and not a flat parameter.
     """
@@ -76,6 +77,7 @@ class IndexedParam:
     shape: tuple[int, ...] = field(init=False)
     full_shape: tuple[int, ...] = field(init=False)
     local_shard: LocalShard = field(init=False)
+    numel: int = field(init=False)
     shown: nn.Parameter = field(init=False)
     is_original: bool = field(init=False)
 
@@ -85,6 +87,7 @@ class IndexedParam:
         self.fqn, self.adapter, self.shown = self.fqns[0], entry.adapter, entry.param
         self.full_shape = self.adapter.full_shape(self.shape)
         self.rank_group, self.local_shard = group.comm.options.groups.shard, group.local_shards[index]
+        self.numel = self.local_shard.in_param.stop - self.local_shard.in_param.start
         self.is_original = group.spec.use_orig_params
 
     def trains(self) -> bool:
@@ -108,7 +111,7 @@ class IndexedParam:
     @property
     def is_on_other_ranks(self) -> bool:
         """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
-        return self.is_original and self.local_shard.is_empty and math.prod(self.shape) > 0
+        return self.is_original and not self.numel and math.prod(self.shape) > 0
 
     @property
     def is_split(self) -> bool:
