@@ -29,7 +29,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
     index_of,
     read_safetensors,
 )
-from fsdp_flat.comm import ALONE, RankGroup, digest_of
+from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
 from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -43,7 +43,6 @@ from fsdp_flat.state import (
     boxed_state_dict,
     dtensor_from,
     full_tensor,
-    redistribute,
     settings_for,
     state_dict_settings,
 )
@@ -172,7 +171,9 @@ def _full_tensor_on(entry: _Entry, dst: int | None) -> torch.Tensor | None:
     assert param is not None
     shard = StateShard(param, param.local, param.shape)
     part = shard.local.new_empty(shard.shape) if is_here else None
-    redistribute([shard.transfer_to(dst, part)])
+    channels = P2PChannels()
+    shard.send(dst, part, channels)
+    channels.wait()
     return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
 
 

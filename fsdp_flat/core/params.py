@@ -413,4 +413,6 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
         if module not in seen:
             seen.add(module)
             yield module
-            ahead.extend(child for child in reversed(module._modules.values()) if child is not None)
+            for child in reversed(module._modules.values()):
+                if child is not None:
+                    ahead.append(child)

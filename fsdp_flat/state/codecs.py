@@ -60,7 +60,7 @@ class FullCodec(StateDictCodec):
                 shape = shard.shape if dst in (None, shard.param.rank_group.rank) else (0,)
                 target = torch.empty(shape, dtype=shard.local.dtype, device=shard.param.unit.options.device)
                 found.append(target)
-                shard.transfer_to(dst, target).begin(channels)
+                shard.send(dst, target, channels)
             channels.wait()
         return found
 
@@ -78,7 +78,7 @@ class FullCodec(StateDictCodec):
 
         Every rank of the adapter's mesh must call this.
         """
-        full = adapter.full_tensor(tensor)
+        full = tensor if adapter is PLAIN else adapter.full_tensor(tensor)
         return full.cpu() if config.offload_to_cpu else full
 
     def of_dtensor(self, value: Any, config: Config) -> Any:

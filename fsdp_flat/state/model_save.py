@@ -178,22 +178,32 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     try:
         if outermost and codec.communicates:
             # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
-            gathering = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
-            rank_groups = list(dict.fromkeys(each.options.groups.shard for each in gathering))
+            alike: list[Unit] = []
+            for each in units:
+                if each.param_groups and not (is_full and each.full is not None):
+                    rank_groups.append(each.options.groups.shard)
+                    # A nested wrapper with different settings all-gathers by itself.
+                    if settings_of(each) == settings:
+                        alike.append(each)
+            rank_groups = list(dict.fromkeys(rank_groups))
             # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
             # all-gather.
             is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
             if rank_groups:
                 unmanaged = ReplicatedTensors(wrapper)
                 said, device = json.dumps([is_hooked, unmanaged.prints]), unit.options.device
-                met = [barrier("state_dict", each, said) for each in rank_groups]
+                met = list(map(partial(barrier, "state_dict", said=said), rank_groups))
                 are_equal = met == [True]
                 unmanaged.compare(rank_groups, device, are_equal=are_equal)
                 is_hooked = is_hooked if are_equal else any(true_on_any_rank([is_hooked], rank_groups, device))
-            if not is_hooked:
-                # A nested wrapper with different settings all-gathers by itself.
-                alike = [each for each in gathering if settings_of(each) == settings]
-                _gather_units(alike, codec, config, gathered)
+            # Device memory might not hold the values of several units at once.
+            is_large = config.offload_to_cpu and any(each.step.streams.is_accelerator for each in alike)
+            if not is_hooked and not is_large:
+                values = iter(codec.gather(_shards_of(alike, codec, ""), config))
+                for each in alike:
+                    gathered[each] = []
+                    for param_group in each.param_groups:
+                        gathered[each] += islice(values, len(param_group.params))
         inner = partial(wrapped.state_dict, **kwargs)
         # A hook may raise on one rank alone, while others wait in an all-gather.
         with reported_failure(rank_groups):
@@ -236,34 +246,24 @@ def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> 
                 versions.setdefault((prefix + name).rstrip("."), saved)
 
 
-def _gather_units(
-    units: Sequence[Unit], codec: StateDictCodec, config: StateDictConfig, gathered: dict[Unit, Any]
-) -> None:
-    """Exchange the values of several units at once, unless device memory might not hold them."""
-    if config.offload_to_cpu and any(unit.step.streams.is_accelerator for unit in units):
-        return
-    values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
-    for unit in units:
-        gathered[unit] = []
-        for param_group in unit.param_groups:
-            gathered[unit] += islice(values, len(param_group.params))
+def _shards_of(units: Sequence[Unit], codec: StateDictCodec, prefix: str) -> Iterator[StateShard]:
+    """Yield this rank's part of every parameter of units, or of their flat parameters; views of the current shards.
 
-
-def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
-    """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard.
-
-    While the unit's full parameters are shown these are copies of what the modules have, changes included.
+    While a unit's full parameters are shown these are copies of what the modules have, changes included.
     """
-    if unit.full is not None:
-        return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
-    if isinstance(codec, FullCodec):
-        unit.step.recover()
-    else:
-        unit.check_idle("state_dict")
-    unit.before_gather()
-    if codec.is_flat:
-        return [flat_shard(unit, param_group, prefix) for param_group in unit.param_groups]
-    return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
+    for unit in units:
+        if unit.full is None:
+            if isinstance(codec, FullCodec):
+                unit.step.recover()
+            else:
+                unit.check_idle("state_dict")
+            unit.before_gather()
+            if codec.is_flat:
+                for param_group in unit.param_groups:
+                    yield flat_shard(unit, param_group, prefix)
+                continue
+        for param in params_of(unit, prefix):
+            yield StateShard(param, param.local if unit.full is None else _part_inside_summon(param), param.shape)
 
 
 def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
@@ -297,7 +297,7 @@ def _save_parts(
     """Save this rank's parts, in whose place wrapped modules and their hooks see placeholders.
 
     ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
-    unit's values if :func:`_gather_units` has them. Every rank of the shard group must call this.
+    unit's values if :func:`save_model` has them. Every rank of the shard group must call this.
     """
     settings = settings_of(unit)
     if codec.is_flat or unit.full is None:
@@ -313,7 +313,7 @@ def _save_parts(
             return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
     if unit.full is not None:
         return _save_summoned(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
-    shards = _shards_of(unit, codec, prefix)
+    shards = list(_shards_of([unit], codec, prefix))
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
     refuses = settings is not TEMPLATE
@@ -351,7 +351,7 @@ def _save_summoned(
     params = params_of(unit, prefix)
     with full_params(unit):
         destination = inner()
-        values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
+        values = codec.gather(_shards_of([unit], codec, prefix), config) if gathered is None else gathered
         for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
             shown = param.param_group.shown.full_local(param.index)
             for name in present:
@@ -409,7 +409,7 @@ def _save_full(
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
     if gathered is None and not is_summoned:
-        gathered = codec.gather(_shards_of(unit, codec, ""), config)
+        gathered = codec.gather(_shards_of([unit], codec, ""), config)
     params = params_of(unit, prefix)
     with ExitStack() as shown:
         if is_summoned:

@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.core import LocalShard, ParamGroup, TensorAdapter, Unit, check_module, unit_of
+from fsdp_flat.core import PLAIN, LocalShard, ParamGroup, TensorAdapter, Unit, check_module, unit_of
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import EvenPartition, Interval, Partition, ReplicatedPartition, clean_fqn, plan_transfer
 from fsdp_flat.runtime import param_groups_of
@@ -85,7 +85,7 @@ class IndexedParam:
         group, index = self.param_group, self.index
         entry, self.shape = group.params[index], group.layout.param_infos[index].shape
         self.fqn, self.adapter, self.shown = self.fqns[0], entry.adapter, entry.param
-        self.full_shape = self.adapter.full_shape(self.shape)
+        self.full_shape = self.shape if self.adapter is PLAIN else self.adapter.full_shape(self.shape)
         self.rank_group, self.local_shard = group.comm.options.groups.shard, group.local_shards[index]
         self.numel = self.local_shard.in_param.stop - self.local_shard.in_param.start
         self.is_original = group.spec.use_orig_params
@@ -97,7 +97,8 @@ class IndexedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's local shard (1-D), a view of the flat shard; see ``ParamGroup.local``."""
-        return self.param_group.local(self.index)
+        own = self.local_shard.in_shard
+        return self.param_group.flat_param.data[own.start : own.stop]
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
@@ -357,7 +358,7 @@ class StateShard:
     def held(self) -> Partition:
         """Partition of the flattened tensor over the shard group."""
         if self.owner is None:
-            return self.param.partition
+            return self.param.param_group.layout.partition(self.param.index)
         return ReplicatedPartition(math.prod(self.shape), self.owner, self.param.rank_group.size)
 
     @property
@@ -370,12 +371,13 @@ class StateShard:
         """Shape of the full tensor in a state dict."""
         return self.param.adapter.full_shape(self.shape)
 
-    def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
-        """Describe the transfer of the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
+    def send(self, dst: int | None, target: torch.Tensor | None, channels: P2PChannels) -> None:
+        """Begin to send the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
         rank_group, device = self.param.rank_group, self.param.unit.options.device
         numel, target = math.prod(self.shape), None if target is None else target.view(-1)
         wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * self.local.itemsize
-        return TensorTransfer(rank_group, self.held, wanted, self.local, target, device, nbytes)
+        plan = plan_transfer(self.held, wanted, rank_group.rank)
+        channels.add(plan, self.local, target, rank_group=rank_group, device=device, nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,11 +396,6 @@ class TensorTransfer:
     device: torch.device
     nbytes: int
 
-    def begin(self, channels: P2PChannels) -> None:
-        """Begin the transfer."""
-        rank_group, plan = self.rank_group, plan_transfer(self.held, self.wanted, self.rank_group.rank)
-        channels.add(plan, self.source, self.target, rank_group=rank_group, device=self.device, nbytes=self.nbytes)
-
     def reversed(self) -> TensorTransfer:
         """Return the transfer from the target to the source."""
         return replace(self, held=self.wanted, wanted=self.held, source=self.target, target=self.source)
@@ -411,7 +408,8 @@ def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     """
     channels = P2PChannels()
     for each in transfers:
-        each.begin(channels)
+        group, plan = each.rank_group, plan_transfer(each.held, each.wanted, each.rank_group.rank)
+        channels.add(plan, each.source, each.target, rank_group=group, device=each.device, nbytes=each.nbytes)
     channels.wait()
 
 
