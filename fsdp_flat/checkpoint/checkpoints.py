@@ -71,7 +71,7 @@ _background: list[CheckpointSave] = []
 _threads: dict[tuple[int, ...], ThreadPoolExecutor] = {}
 # Optimizer states in boxes of live memory.
 _LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
-_NBYTES = attrgetter("nbytes")
+_NBYTES, _HANDLERS = attrgetter("nbytes"), attrgetter("optim_state_handlers")
 
 
 class CheckpointSave:
@@ -216,9 +216,9 @@ def save_checkpoint(
         refused = raised
 
     # Ranks meet, and know of each other what they have to before they write.
-    handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+    handled = sorted(set().union(*map(_HANDLERS, units_of(model))))
     same = [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
-    same += [f"a handler of {name!r}" for name in handled]
+    same += map("a handler of {!r}".format, handled)
     # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
     unmanaged = [name for name in tensors.get("model", ()) if name not in index.by_name]
     told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, settings)]
@@ -295,7 +295,8 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
                 warn_user(text)
         elif directory.resolve() in (save.path.parent.resolve(), save.path.resolve()):
             wait([save._work])
-    _background[:] = [save for save in _background if save._unit() is not None or not save.done]
+    if _background:
+        _background[:] = [save for save in _background if save._unit() is not None or not save.done]
 
 
 def _check_settings(settings: Settings, together: Consensus) -> None:

@@ -82,7 +82,9 @@ def recover(directory: Path) -> None:
 def check_all_here(writing: Path, each_records: Sequence[Records]) -> None:
     """Raise unless this rank finds the files of every rank, with the sizes in their records."""
     # To list a directory makes a network file system ask its server; a lookup may be answered from a cache.
-    found = {entry.name: entry.stat().st_size for entry in os.scandir(writing)}
+    found: dict[str, int] = {}
+    for entry in os.scandir(writing):
+        found[entry.name] = entry.stat().st_size
     for rank, records in enumerate(each_records):
         for name, record in records.items():
             if found.get(name) != record["size"]:

@@ -66,12 +66,11 @@ class FullCodec(StateDictCodec):
 
     @final
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
-        return [
-            None
-            if config.rank0_only and shard.param.rank_group.rank
-            else self.stored(shard.param.adapter.from_local(unsharded), shard.param.adapter, config)
-            for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
-        ]
+        found: list[Any] = []
+        for shard, unsharded in zip(shards, self.gather(shards, config), strict=True):
+            adapter, is_left_out = shard.param.adapter, config.rank0_only and shard.param.rank_group.rank
+            found.append(None if is_left_out else self.stored(adapter.from_local(unsharded), adapter, config))
+        return found
 
     def stored(self, tensor: torch.Tensor, adapter: TensorAdapter, config: Config) -> torch.Tensor:
         """Return the value of an unsharded tensor, a DTensor under tensor parallelism; they may share memory.

@@ -87,7 +87,10 @@ def named_groups(own: OptimStates) -> list[dict[str, Any]] | None:
         return None
     found = []
     for group, params in zip(own.contents.groups, own.names[1:], strict=True):
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        settings: dict[str, Any] = {}
+        for key, value in group.items():
+            if key != "params":
+                settings[key] = copy.deepcopy(value)
         if "param_names" in settings:
             # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             settings["param_names"] = list(params)
@@ -116,7 +119,10 @@ def encoded(
             values.append(value.to("cpu", copy=True) if config.offload_to_cpu else value)
     elif others:
         values += (codec if isinstance(codec, FullCodec) else FULL).encode(others, config)
-    return {(shard.param, shard.state or ""): value for shard, value in zip([*alike, *others], values, strict=True)}
+    found: dict[Place, Any] = {}
+    for shard, value in zip([*alike, *others], values, strict=True):
+        found[shard.param, shard.state or ""] = value
+    return found
 
 
 def rows_of(

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -47,7 +47,9 @@ from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
 PlainRow = dict[str, list[Any]]
-_NUMEL, _IS_ORIGINAL = attrgetter("numel"), attrgetter("options.use_orig_params")
+_NUMEL, _PARAM, _IS_ORIGINAL = attrgetter("numel"), attrgetter("param"), attrgetter("options.use_orig_params")
+# Of what ParamState.describe returns, the states that are one value for all of the parameter.
+_PLAIN = itemgetter(2)
 # The kind of a described container of tensors.
 _WHOLE = "whole"
 _SAVING = ErrorTexts(
@@ -159,7 +161,10 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         groups = given.get("param_groups")
         groups = groups and tuple({**group, "params": [of(key) for key in group["params"]]} for group in groups)
     # A subclass may keep states of the whole optimizer under names of its own.
-    alone = [str(key) for key in rows if not isinstance(key, torch.Tensor)]
+    alone: list[str] = []
+    for key in rows:
+        if not isinstance(key, torch.Tensor):
+            alone.append(str(key))
     if alone:
         warn_user(
             f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
@@ -244,7 +249,7 @@ class OptimStates:
 
     def numels(self) -> list[int]:
         """Return the number of elements of each parameter that this rank must have states of."""
-        return [*map(_NUMEL, self.states), *(param.numel for param in self.whole)]
+        return [*map(_NUMEL, self.states), *map(_NUMEL, self.whole)]
 
     def over(self, rank_group: RankGroup) -> OptimStates:
         """Return those that the ranks of a group have alike, of the units on the group; names are shared."""
@@ -254,12 +259,12 @@ class OptimStates:
         return replace(self, states=states, whole=whole)
 
     def complete(self, ranks: Sequence[int], everyone: Sequence[Sequence[Any]]) -> None:
-        """Complete states and names from what ``ranks`` have :meth:`described`, with their :meth:`numels`.
+        """Complete states and names from what each of ``ranks`` has :meth:`described`, with its :meth:`numels`.
 
         Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all
         ranks.
         """
-        each_names, each_states, each_whole, each_numels = zip(*everyone, strict=True)
+        each_names, each_states, each_whole, each_numels, *_ = zip(*everyone, strict=True)
         lacking: dict[tuple[int, str], list[str]] = {}
         for at, state in enumerate(self.states):
             kept: list[set[str]] = []
@@ -279,11 +284,10 @@ class OptimStates:
                 "the states of parameters that it has no elements of, and no others: build the optimizer from the "
                 "same parameters on every rank, and step it on every rank or on none."
             )
-        rows = [
-            [plain for _, _, plain, _ in described] + whole
-            for described, whole in zip(each_states, each_whole, strict=True)
-        ]
-        _check_equal([*(state.param for state in self.states), *self.whole], rows, each_numels, ranks)
+        rows: list[list[PlainRow]] = []
+        for described, whole in zip(each_states, each_whole, strict=True):
+            rows.append([*map(_PLAIN, described), *whole])
+        _check_equal([*map(_PARAM, self.states), *self.whole], rows, each_numels, ranks)
         for at, state in enumerate(self.states):
             for described in each_states:
                 state.complete(*described[at])
@@ -386,17 +390,17 @@ def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exce
     must_agree = not is_grid
     for rank_group in rank_groups:
         here = None if own is None or error is not None else own if is_grid else own.over(rank_group)
-        described = None if here is None else [*here.described(), lines]
-        if barrier("optim_state_dict", rank_group, json.dumps([must_agree, described])):
+        described = None if here is None else here.described()
+        if barrier("optim_state_dict", rank_group, json.dumps([must_agree, lines, described])):
             continue
         assert rank_group.group is not None
-        payload = None if here is None or described is None else [*described, here.numels()]
+        payload = None if here is None or described is None else [*described, here.numels(), lines]
         everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group, index.device)))
         must_agree = must_agree or len(rank_groups) > 1 or None in everyone
         if here is not None and None not in everyone:
-            must_agree = must_agree or any(each[3] != lines for each in everyone)
+            must_agree = must_agree or list(map(itemgetter(4), everyone)).count(lines) < len(everyone)
             try:
-                here.complete(global_ranks(rank_group.group), [[*each[:3], each[4]] for each in everyone])
+                here.complete(global_ranks(rank_group.group), everyone)
             except FsdpFlatError as found:
                 error = found
     if must_agree:
@@ -425,8 +429,12 @@ def _check_equal(
     """
     told = []
     for at, param in enumerate(params):
-        here = [(rank, row[at]) for rank, row, numel in zip(ranks, rows, numels, strict=True) if numel[at]]
-        if all(row == here[0][1] for _, row in here):
+        here: list[tuple[int, PlainRow]] = []
+        for rank, row, numel in zip(ranks, rows, numels, strict=True):
+            if numel[at]:
+                here.append((rank, row[at]))
+        each_row = list(map(itemgetter(1), here))
+        if not here or each_row.count(each_row[0]) == len(each_row):
             continue
         for name in sorted({name for _, row in here for name in row}):
             found = [(rank, row[name]) for rank, row in here if name in row]
