@@ -312,9 +312,9 @@ def barrier(what: str, rank_group: RankGroup, said: str = "") -> bool:
             calls.withdraw()
             if not is_alone:
                 report_failure(rank_group, f"was in {what}, and {reason}")
-            said = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
+            told = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
             raise difference or kind(
-                f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{said} It is a collective: "
+                f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{told} It is a collective: "
                 "every rank of the group must call it, at the same point, also one that does not use the result "
                 "(rank0_only=True leaves its result empty). If the output of another rank has an error, that came "
                 "first. If ranks are only late, call torch.distributed.barrier() before it."
@@ -336,7 +336,7 @@ class _StoreBarrier:
         self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
         self._index = index = store.add(self._arrived, 1)
         self._counts = f"fsdp_flat/barrier/{index}"
-        self._arrival, digest = 1, _digest(encoded(said)).hex() if said else ""
+        self._arrival, digest = 1, _digest(said.encode()).hex()
         if said and store.compare_set(_SAID % index, "", digest) != digest.encode():
             self._arrival += _DISSENT
         self._count(self._arrival)

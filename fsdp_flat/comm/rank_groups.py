@@ -53,7 +53,7 @@ class RankGroup:
 
     @property
     def others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
+        return [*range(self.rank), *range(self.rank + 1, self.size)]
 
 
 ALONE = RankGroup(None, 0, 1)
