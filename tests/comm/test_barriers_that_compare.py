@@ -45,5 +45,6 @@ def test_a_later_barrier_does_not_know_what_was_said_in_an_earlier_one() -> None
     with mock.patch.object(agreement, "group_store", return_value=store):
         for said in ("one", "two", "three"):
             arrivals = [agreement._StoreBarrier(RankGroup(mock.Mock(), rank, 2), said) for rank in range(2)]
-            assert arrivals[-1].is_complete and arrivals[-1].is_unanimous
+            assert arrivals[-1].is_complete
+            assert arrivals[-1].is_unanimous
     assert store.num_keys() < 8  # two counters of ranks, and at most two barriers with what was said in them
