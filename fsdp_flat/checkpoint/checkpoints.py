@@ -52,7 +52,7 @@ from fsdp_flat.state import (
     are_equal,
     boxed_state_dict,
     contents_of,
-    encoded,
+    encoded_states,
     merged_states,
     named_groups,
     rows_of,
@@ -205,7 +205,7 @@ def save_checkpoint(
             quantized = has_wrappers(contents.state)
             states = OptimStates.read(index, contents, compares=True, keeps_dtensors=False, in_boxes=True)
             # Copies of quantized states may not fit in the memory of one rank, so this is before ranks meet.
-            encodings = encoded(states.states, BOXES, _LIVE, on_owner=True)
+            encodings = encoded_states(states.states, BOXES, _LIVE, on_owner=True)
         if together.rank == 0:
             number = next_step(path) if step is None else step
             try:

@@ -19,7 +19,7 @@ from fsdp_flat.checkpoint.format import (
     REMOVING,
     REPLACED,
     Records,
-    listed,
+    names_in,
     orders_in,
     path_of,
     step_number_of,
@@ -164,7 +164,7 @@ def candidates(directory: Path, step: int | None) -> tuple[list[str], list[str]]
 
 def _visible(directory: Path) -> list[str]:
     """Return the sorted names of what is in a directory, those that begin with a dot aside."""
-    return sorted(name for name in listed(directory) if not name.startswith("."))
+    return sorted(name for name in names_in(directory) if not name.startswith("."))
 
 
 def prune(directory: Path, keep_last: int) -> None:

@@ -117,14 +117,14 @@ def step_number_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def listed(directory: Path) -> list[str]:
+def names_in(directory: Path) -> list[str]:
     """Return the names in a directory; none if there is no directory."""
     return os.listdir(directory) if directory.is_dir() else []
 
 
 def numbers(directory: Path) -> list[int]:
     """Return the numbers of the checkpoints in a directory, sorted."""
-    return sorted(step for step in map(step_number_of, listed(directory)) if step is not None)
+    return sorted(step for step in map(step_number_of, names_in(directory)) if step is not None)
 
 
 def orders_in(directory: Path) -> dict[int, int]:
@@ -150,7 +150,7 @@ def next_step(directory: Path) -> int:
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
     ends = (WRITING, REMOVING)
-    return sorted(name for name in listed(directory) if name.endswith(ends) and _NAME.match(Path(name).stem))
+    return sorted(name for name in names_in(directory) if name.endswith(ends) and _NAME.match(Path(name).stem))
 
 
 def records_of(path: Path, pattern: str) -> Records:

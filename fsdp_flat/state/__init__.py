@@ -37,7 +37,7 @@ from fsdp_flat.state.optim_dicts import (
     warn_of_optim_input,
 )
 from fsdp_flat.state.optim_load import load_optim_state, template_states
-from fsdp_flat.state.optim_save import encoded, merged_states, named_groups, rows_of, save_optim_state
+from fsdp_flat.state.optim_save import encoded_states, merged_states, named_groups, rows_of, save_optim_state
 from fsdp_flat.state.optim_states import OptimStates, are_equal, contents_of
 from fsdp_flat.state.shards import (
     IndexedParam,

@@ -72,7 +72,7 @@ def save_optim_state(
     if not compares and contents.state:
         _warn_of_gaps(own.states)
     with torch.no_grad():
-        values = encoded(own.states, codec, config)
+        values = encoded_states(own.states, codec, config)
         values |= merged_states(own.states, config)
     rows = rows_of(own, values, codec, config)
     if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
@@ -98,7 +98,7 @@ def named_groups(own: OptimStates) -> list[dict[str, Any]] | None:
     return found
 
 
-def encoded(
+def encoded_states(
     states: Sequence[ParamState], codec: StateDictCodec, config: Config, *, on_owner: bool = False
 ) -> dict[Place, Any]:
     """Return the value of each tensor; those of another shape than their parameter's are full tensors.
