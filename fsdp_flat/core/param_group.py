@@ -405,5 +405,5 @@ def summary(options: UnitOptions, param_groups: Sequence[ParamGroup]) -> str:
     of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
     num_params = sum(len(param_group.layout.param_infos) for param_group in param_groups)
     nbytes = sum(param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups)
-    name = options.strategy.member.name
+    name = options.strategy.name
     return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"

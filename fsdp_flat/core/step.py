@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, compress
+from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_e
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.buffers import MemoryPool
-from fsdp_flat.core.checks import check_units, late_gradients, log_units, raise_difference
+from fsdp_flat.core.checks import budget_of, check_units, late_gradients, log_units, raise_difference
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.exchange import BackwardExchange, Outcome
 from fsdp_flat.core.gradients import without
@@ -80,6 +80,7 @@ class Step:
         iteration: the running iteration; None outside of a forward.
         backward: the running backward, or None.
         unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
+        kept_for_backward: the units that the memory budget keeps unsharded from forward to backward.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
         unread: what :meth:`recover` has yet to read of the exchange of ranks in the last backward, or None.
@@ -99,6 +100,8 @@ class Step:
         self._in_flight: list[Reduction] = []
         self._position = 0
         self._last_order: dict[Unit, list[Unit]] = {}
+        self._unspent_nbytes: int | None = None  # the memory budget, until units are chosen
+        self.kept_for_backward: frozenset[Unit] = frozenset()
         self.has_lost_gradients = False
         self._buffers_full: bool | None = None
         self._begin_anew()
@@ -114,6 +117,7 @@ class Step:
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(", ".join(filter(None, names)))
         check_units(units)
+        self._unspent_nbytes = budget_of(units)
         self.root_module, self.units, self.root = weakref.ref(root_module), units, units[0]
         self._take_over_units()
         settings = {unit.averages_ignored for unit in self.units} - {None}
@@ -201,6 +205,8 @@ class Step:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
             self._begin_iteration(compiler)
+            if self._unspent_nbytes is not None and unit is self.root:
+                self._spend_budget(self._unspent_nbytes)
         iteration = self.iteration
         assert iteration is not None
         iteration.order.append(unit)
@@ -224,6 +230,23 @@ class Step:
         for replicated in self._replicated:
             if replicated.phase is Phase.IDLE:
                 replicated.unshard()
+
+    def _spend_budget(self, nbytes: int) -> None:
+        """Choose the units that stay unsharded from forward to backward: the last to run, as far as ``nbytes`` go.
+
+        The order is that of the root's last forward, so nothing is chosen before the second one. Ranks keep what all of
+        them have chosen, since a failed forward may have ended on some.
+        """
+        order, chosen = self._last_order.get(self.root, []), set()
+        for unit in dict.fromkeys(reversed(order)):
+            is_free = unit is not self.root and unit.control.reshard_after_forward is None and unit.needs_all_gather
+            if is_free and unit.buffer_nbytes <= nbytes:
+                nbytes -= unit.buffer_nbytes
+                chosen.add(unit)
+        is_unknown, *freed = self._exchange.any_rank([not order, *[unit not in chosen for unit in self.units]])
+        if not is_unknown:
+            self._unspent_nbytes = None
+            self.kept_for_backward = frozenset(compress(self.units, map(not_, freed)))
 
     def enter(self, record: ForwardRecord) -> None:
         """Unshard a unit for its forward, free the unit before, and begin the all-gather of the next one.
@@ -313,7 +336,7 @@ class Step:
             return AfterForward.STAY_UNSHARDED
         wanted = unit.control.reshard_after_forward
         if wanted is None:  # the backward of the outermost unit comes first, so it would all-gather again at once
-            wanted = unit is not self.root
+            wanted = unit is not self.root and unit not in self.kept_for_backward
         # In a re-entrant checkpoint units run without gradients, but the iteration began with gradients enabled.
         may_follow = expects_backward or (iteration is not None and iteration.trains and unit.is_trainable)
         # Without a hooked output nothing may unshard the unit in backward.
