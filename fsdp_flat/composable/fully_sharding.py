@@ -360,8 +360,8 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
     if strategy.shards and not (divides or is_size or isinstance(value, (bool, NoneType))):
         possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
         raise OptionError(
-            f'reshard_after_forward must be True, False, None, a size like "40GB" or a number of ranks that divides the '
-            f"{num_shards} that shard ({possible}); got {value!r}."
+            'reshard_after_forward must be True, False, None, a size like "40GB" or a number of ranks that divides '
+            f"the {num_shards} that shard ({possible}); got {value!r}."
         )
     return options
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat import MixedPrecision, ShardingStrategy, describe
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import MixedPrecision, ShardingStrategy, describe
 from fsdp_flat.composable import fully_shard, trace
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
-from tests.composable.sides import blocks_and_root
-from tests.runtime.kit import acquaint, assert_idle, recorded, sgd
 from tests.support import assert_equal, on_ranks
+from tests.support.fully_shard_sides import blocks_and_root
 from tests.support.kit import BLOCKS, Block, Stack, Trouble, batch, full_params, mesh, seeded, square_loss, wrapped
+from tests.support.steps import acquaint, assert_idle, recorded, sgd
 
 NUM_BLOCKS = 5
 # Of a Block: 8 x 17 + 17 + 17 x 8 elements of 4 bytes, and padding.
