@@ -146,9 +146,16 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Selects whether shards, their gradients and so the optimizer live on the CPU."""
+    """Selects what lives on the CPU.
+
+    Args:
+        offload_params: shards, their gradients and so the optimizer.
+        offload_optimizer: the optimizer's states, between its steps, as :func:`fsdp_flat.offload_optimizer` does; the
+            accelerator runs the steps. (Not in FSDP1.)
+    """
 
     offload_params: bool = False
+    offload_optimizer: bool = False
 
 
 class StateDictType(_NamedEnum):

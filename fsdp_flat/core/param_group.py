@@ -116,6 +116,11 @@ class ParamGroup:
         return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
 
     @property
+    def buffer_tensors(self) -> list[torch.Tensor]:
+        """The unsharded buffers of all dtypes of compute so far, with or without memory."""
+        return [buffer.tensor for buffer in self._by_dtype.values()]
+
+    @property
     def is_in_a_graph(self) -> bool:
         """Return whether a caller holds an autograd graph that can still produce gradients."""
         return any(param.requires_grad and is_in_a_graph(param) for param in self.buffer.params)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, compress
@@ -70,6 +70,7 @@ class Step:
         root_module: returns the module of the root, or None if it is gone.
         units: every unit, parents before children; the root alone before the tree's first use.
         is_built: the tree has been used: ``units`` are all of its units.
+        at_next_forward: called once, at the begin of the next forward.
         streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
             the allocator can share blocks between units.
         pool: memory of the units' buffers while a step runs; empty between steps.
@@ -80,6 +81,7 @@ class Step:
         iteration: the running iteration; None outside of a forward.
         backward: the running backward, or None.
         unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
+        last_order: by the unit that began a forward, the units that ran in the last such forward, in order.
         kept_for_backward: the units that the memory budget keeps unsharded from forward to backward.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
@@ -94,12 +96,13 @@ class Step:
         self.pool = MemoryPool()
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
+        self.at_next_forward: list[Callable[[], object]] = []
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self._most_in_flight = 2 if self.streams.is_accelerator else 1
         self._in_flight: list[Reduction] = []
         self._position = 0
-        self._last_order: dict[Unit, list[Unit]] = {}
+        self.last_order: dict[Unit, list[Unit]] = {}
         self._unspent_nbytes: int | None = None  # the memory budget, until units are chosen
         self.kept_for_backward: frozenset[Unit] = frozenset()
         self.has_lost_gradients = False
@@ -225,6 +228,8 @@ class Step:
         if iteration.trains:
             self._pending.add(iteration)
         self.streams.optimizer_stepped()
+        while self.at_next_forward:
+            self.at_next_forward.pop()()
         self._cast_buffers()
         # Modules in these units may be called by themselves, and gradients must reach the unsharded parameters.
         for replicated in self._replicated:
@@ -237,7 +242,7 @@ class Step:
         The order is that of the root's last forward, so nothing is chosen before the second one. Ranks keep what all of
         them have chosen, since a failed forward may have ended on some.
         """
-        order, chosen = self._last_order.get(self.root, []), set()
+        order, chosen = self.last_order.get(self.root, []), set()
         for unit in dict.fromkeys(reversed(order)):
             is_free = unit is not self.root and unit.control.reshard_after_forward is None and unit.needs_all_gather
             if is_free and unit.buffer_nbytes <= nbytes:
@@ -363,7 +368,7 @@ class Step:
         """End the outermost forward."""
         iteration = self.iteration
         assert iteration is not None
-        self._last_order[iteration.order[0]] = iteration.order
+        self.last_order[iteration.order[0]] = iteration.order
         retained = self._retained
         # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         if not iteration.expects_backward or (retained is not None and not retained.control.keeps_last):
@@ -442,7 +447,7 @@ class Step:
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
         running = iteration.order
-        order, here = self._last_order.get(running[0]), len(running) - 1
+        order, here = self.last_order.get(running[0]), len(running) - 1
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
                 if following.needs_all_gather:
