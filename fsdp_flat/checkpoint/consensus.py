@@ -22,6 +22,7 @@ from fsdp_flat.comm import (
     decoded,
     digest_of,
     encoded,
+    enter,
     exchange_bytes,
     exchange_ints,
     global_ranks,
@@ -96,8 +97,10 @@ class Consensus:
 
     @classmethod
     def of(cls, model: nn.Module, words: ErrorTexts) -> Consensus:
-        """Return the consensus of all ranks that hold a shard or a replica of the model."""
-        return cls(_group_of(model), words, units_of(model)[0].options.device)
+        """Return the consensus of all ranks that hold a shard or a replica of the model, which :meth:`meet` next."""
+        found = cls(_group_of(model), words, units_of(model)[0].options.device)
+        enter(found.rank_group)
+        return found
 
     @contextmanager
     def propagate_errors(self, what: str = "") -> Iterator[None]:
@@ -122,7 +125,8 @@ class Consensus:
 
         Raises within seconds if a rank does not call this. Errors name ``what``, the caller's operation.
         """
-        if barrier(what, self.rank_group, json.dumps([values, repr(error), same])) and error is None:
+        said = json.dumps([values, repr(error), same])
+        if barrier(what, self.rank_group, said, is_entered=True) and error is None:
             return [list(values)] * self.size
         return self.integers(values, error, same)
 

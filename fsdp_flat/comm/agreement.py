@@ -42,6 +42,8 @@ _LEFT = "fsdp_flat/left/%d"
 # Key, in the store of a group, for a digest of what the first rank has said that has come to a barrier; and what is
 # added to the barrier's count for a rank that says something else.
 _SAID = "fsdp_flat/said/%d"
+# Key, in the store of a group, for the number of operations that a rank has entered.
+_ENTERED = "fsdp_flat/entered/%d"
 _DISSENT = 1 << 32
 
 # -- digests ---------------------------------------------------------------------------------------------------------
@@ -252,7 +254,17 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | Non
 # -- barriers ---------------------------------------------------------------------------------------------------------
 
 
-def barrier(what: str, rank_group: RankGroup, said: str = "") -> bool:
+def enter(rank_group: RankGroup) -> None:
+    """Note that this rank is in the caller's operation, and will come to its barrier, perhaps after long work.
+
+    Every rank of the group must call this, and then :func:`barrier` with ``is_entered``.
+    """
+    if connected([rank_group]):
+        assert rank_group.group is not None
+        group_store(rank_group.group).add(_ENTERED % rank_group.rank, 1)
+
+
+def barrier(what: str, rank_group: RankGroup, said: str = "", *, is_entered: bool = False) -> bool:
     """Wait for all ranks of a group through its store, without a collective; return whether all have ``said`` the same.
 
     Errors name the caller's operation. Every rank of the group must call this. Each rank sends two requests to the
@@ -261,9 +273,10 @@ def barrier(what: str, rank_group: RankGroup, said: str = "") -> bool:
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
-    rank 0 only. A rank that has ended is detected within seconds, and one that sends a different collective within a
-    second by the ranks that share memory with it. The first rank that gives up tells those that wait with it, so that
-    they name the rank that it has named, and not it.
+    rank 0 only. Ranks that have entered (``is_entered``) are waited for without a warning. A rank that has ended is
+    detected within seconds, and one that sends a different collective within a second by the ranks that share memory
+    with it. The first rank that gives up tells those that wait with it, so that they name the rank that it has named,
+    and not it.
 
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
@@ -300,17 +313,20 @@ def barrier(what: str, rank_group: RankGroup, said: str = "") -> bool:
             reason = "another rank is in another collective"
         if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):
             missing = store_barrier.missing()
-            is_alone = len(missing) == rank_group.size - 1
+            strangers = store_barrier.not_entered() if is_entered else missing
+            is_alone = len(strangers) == rank_group.size - 1
             if waited >= limit or (is_alone and rank_group.rank == 0):
                 reason = f"rank(s) {missing} have not called it within {waited:.0f} seconds"
-            elif not warned and missing:
+            elif not warned and strangers:
                 warned = True
                 warn_user(
                     f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) "
-                    f"{missing}; every rank must call it."
+                    f"{strangers}; every rank must call it."
                 )
         if reason and store_barrier.leave():
             calls.withdraw()
+            if is_entered:
+                group_store(rank_group.group).add(_ENTERED % rank_group.rank, -1)
             if not is_alone:
                 report_failure(rank_group, f"was in {what}, and {reason}")
             told = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
@@ -363,6 +379,11 @@ class _StoreBarrier:
         """Return the ranks that have not arrived."""
         ranks = range(self._rank_group.size)
         return [rank for rank in ranks if self._store.add(f"fsdp_flat/arrived/{rank}", 0) < self._index]
+
+    def not_entered(self) -> list[int]:
+        """Return the ranks that have not entered the operation that this rank is in."""
+        own = self._store.add(_ENTERED % self._rank_group.rank, 0)
+        return [rank for rank in self._rank_group.others if self._store.add(_ENTERED % rank, 0) < own]
 
     def was_left(self) -> bool:
         """Return whether a rank has left this barrier since this rank arrived there."""

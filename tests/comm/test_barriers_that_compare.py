@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
-from fsdp_flat.comm import RankGroup, agreement, barrier
+from fsdp_flat.comm import RankGroup, agreement, barrier, enter
+from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
+from tests.support.kit import patience
 
 
 def world() -> RankGroup:
@@ -48,3 +52,23 @@ def test_a_later_barrier_does_not_know_what_was_said_in_an_earlier_one() -> None
             assert arrivals[-1].is_complete
             assert arrivals[-1].is_unanimous
     assert store.num_keys() < 8  # two counters of ranks, and at most two barriers with what was said in them
+
+
+@on_ranks(2, 4)
+def test_a_rank_that_has_entered_may_work_longer_than_a_rank_is_waited_for(rank: int) -> None:
+    with patience(agreement, 0.2):
+        enter(world())
+        time.sleep(1.0 if rank else 0)
+        assert barrier("a test", world(), "the same", is_entered=True)
+
+
+@on_ranks(2)
+def test_a_rank_that_has_not_entered_is_still_found(rank: int) -> None:
+    if rank == 0:
+        enter(world())
+        with patience(agreement, 0.2), pytest.raises(UsageError, match=r"rank\(s\) \[1\] have not called it"):
+            barrier("a test", world(), "the same", is_entered=True)
+    dist.barrier()
+    for _ in range(2):
+        enter(world())
+        barrier("a test", world(), "the same", is_entered=True)
