@@ -61,7 +61,9 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
         if mesh is not None and mesh.size() > 1:
             joined.add(frozenset(mesh.mesh.flatten().tolist()))
     # Meshes of other parameters, experts among them, divide the same ranks in other ways.
-    largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
+    largest = list(joined)
+    if len(joined) > 1:
+        largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
     joint = by_ranks.get(largest[0]) if len(largest) == 1 else None
     if not largest:
         joint = units[0].options.groups.process_group

@@ -501,7 +501,10 @@ def check_optim(contents: OptimContents, index: ParamIndex) -> None:
     for position, (param, row) in enumerate(contents.state.items()):
         # An optimizer may keep states that are of no parameter of the model.
         name = index.fqns_of(param)[0] if index.has(param) else position
-        states[name] = {key: value for key, value in row.items() if not isinstance(value, torch.Tensor)}
+        states[name] = {}
+        for key, value in row.items():
+            if not isinstance(value, torch.Tensor):
+                states[name][key] = value
     packed({"param_groups": groups, "state": states}, "The optimizer")
 
 

@@ -194,15 +194,13 @@ class BoxedTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
-            )
-            for box in self.boxes
-        ]
+        found: list[Any] = []
+        for box in self.boxes:
+            chunk, properties = _chunk(box), TensorProperties(dtype=self.dtype)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
+            index = MetadataIndex(fqn, torch.Size(box.offsets))
+            found.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return found
 
     def __create_chunk_list__(self) -> list[Any]:
         return [_chunk(box) for box in self.boxes]
