@@ -236,11 +236,12 @@ class OptimStates:
     def digests(self) -> list[int]:
         """Return integers that a rank compares with others: of what all have, and of the states of each parameter.
 
-        Those of a parameter are 0 without elements of it, of which a rank may lack the states.
+        Those of a parameter are 0 without its states and elements of it: a rank may lack the states of no elements.
         """
         found = [digest_of(json.dumps([self.names, list(self.whole.values())]).encode())]
         for state in self.states:
-            found.append(digest_of(json.dumps(state.describe()).encode()) if state.numel else 0)
+            has_any = state.numel or state.tensors or state.handled or state.plain
+            found.append(digest_of(json.dumps(state.describe()).encode()) if has_any else 0)
         return found
 
     def described(self) -> list[Any]:
