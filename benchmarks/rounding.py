@@ -113,7 +113,7 @@ def _on_rank(rank: int, ways: Sequence[str], setting: Setting, port: int, out: s
 def rounding_table(results: dict[str, Any]) -> str:
     """Make the table: losses along the training and at its end, with the difference from exact collectives."""
     steps = results["setting"]["steps"]
-    marks = [steps // 10, steps // 4, steps // 2, steps]
+    marks = [max(1, steps // part) for part in (10, 4, 2, 1)]
     header = ["collectives", "bytes an element, all-gather", "reduction", *(f"loss at {mark}" for mark in marks)]
     header += ["held out", "difference from exact"]
     exact = results["ways"]["exact"]["held_out"]

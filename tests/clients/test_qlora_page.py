@@ -41,7 +41,7 @@ def test_the_page_quantizes_trains_resumes_merges_and_exports(tab: str, tmp_path
         os.chdir(here)
     assert any(isinstance(each, Params4bit) for each in merged.parameters())
     ids = tokens()[:2]
-    with torch.no_grad():
-        logits = [each.eval()(input_ids=ids).logits.float() for each in (merged, served, names["whole"])]
+    with torch.no_grad():  # in training mode: in evaluation 4-bit layers compute in bf16 on some CPUs
+        logits = [each.train()(input_ids=ids).logits.float() for each in (merged, served, names["whole"])]
     assert_close(logits[0], logits[1], rtol=1e-2, atol=1e-2)
     assert (logits[0] - logits[2]).abs().mean() < 0.5 * logits[2].abs().mean()
