@@ -50,8 +50,9 @@ _WINDOW = 20
 
 
 def _text() -> torch.Tensor:
+    """Return the source as bytes; it is read once, since it may change during the run."""
     sources = sorted((ROOT / "fsdp_flat").rglob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8).long()
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
 
 
 def _batch(text: torch.Tensor, setting: Setting, seed: int) -> torch.Tensor:
@@ -61,10 +62,10 @@ def _batch(text: torch.Tensor, setting: Setting, seed: int) -> torch.Tensor:
     return torch.stack([text[start : start + setting.seq + 1] for start in starts])
 
 
-def train(way: str, setting: Setting, device: torch.device) -> dict[str, Any]:
+def train(way: str, setting: Setting, text: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """Train on this rank, and return the losses of all steps and the held-out loss, means over ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    text = _text().to(device)
+    text = text.to(device, torch.long)
     held_out = text[-len(text) // 10 :]
     text = text[: -len(held_out)]
     torch.manual_seed("other" in way)
@@ -92,7 +93,7 @@ def train(way: str, setting: Setting, device: torch.device) -> dict[str, Any]:
     return {"losses": curve, "held_out": last}
 
 
-def _on_rank(rank: int, ways: Sequence[str], setting: Setting, port: int, out: str) -> None:
+def _on_rank(rank: int, ways: Sequence[str], setting: Setting, text: torch.Tensor, port: int, out: str) -> None:
     torch.set_num_threads(1)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
@@ -103,7 +104,7 @@ def _on_rank(rank: int, ways: Sequence[str], setting: Setting, port: int, out: s
     store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl" if has_gpu else "gloo", store=store, rank=rank, world_size=setting.ranks)
     for way in ways:
-        found = train(way, setting, device)
+        found = train(way, setting, text, device)
         if rank == 0:
             print(f"{way}: held out {found['held_out']:.4f}", flush=True)
             Path(out, f"{way}.json").write_text(json.dumps(found))
@@ -141,20 +142,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rounding", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     setting = Setting(
-        layers=args.layers, width=args.width, heads=4, vocab=256, seq=64, batch=8, ranks=args.ranks, steps=args.steps
+        layers=args.layers, width=args.width, heads=4, vocab=256, seq=64, batch=4, ranks=args.ranks, steps=args.steps
     )
     args.out.mkdir(parents=True, exist_ok=True)
     parts = args.out / "rounding"
     parts.mkdir(exist_ok=True)
     ways = list(dict.fromkeys(["exact", *args.ways]))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(_on_rank, (ways, setting, store.port, str(parts)), args.ranks)
+    torch.multiprocessing.spawn(_on_rank, (ways, setting, _text(), store.port, str(parts)), args.ranks)
     results = {
         "ways": {way: json.loads((parts / f"{way}.json").read_text()) for way in ways},
         "setting": {"ranks": args.ranks, "steps": args.steps, "width": args.width, "layers": args.layers},

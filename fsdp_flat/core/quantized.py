@@ -46,16 +46,6 @@ def move_constants(params: Iterable[torch.Tensor], device: torch.device) -> None
         state.to(device)
 
 
-def show_constants(param: torch.Tensor) -> None:
-    """Give a parameter that is no ``Params4bit`` the attributes by which torch looks up names of a state dict.
-
-    ``torch.distributed.checkpoint.state_dict`` reads ``weight.absmax`` of a module that saves a tensor of this name.
-    """
-    state = quant_state_of(param)
-    if state is not None:
-        param.__dict__.update((name, each) for name, each in state.as_dict().items() if isinstance(each, torch.Tensor))
-
-
 def load_constants(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
 ) -> None:

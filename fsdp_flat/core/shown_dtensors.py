@@ -21,7 +21,6 @@ from fsdp_flat.core.layout import PerParamLayout
 from fsdp_flat.core.params import ManagedParam, check_extensions
 from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import call_adviser
-from fsdp_flat.core.quantized import show_constants
 from fsdp_flat.core.shown import Shown
 from fsdp_flat.core.torch_core import dtensor_of, dtensor_parameter, is_in_a_graph, local_of
 from fsdp_flat.core.visible_params import VisibleParam, split_storage
@@ -60,13 +59,10 @@ class DTensorShown(Shown):
         ]
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         locals_ = split_storage(self.flat_param.data, self._local_parts)
-        replaced = [
+        return [
             entry.replaced_by(dtensor_parameter(self.per_param_sharding.template(entry, dim, local), like=entry.param))
             for entry, dim, local in zip(params, layout.dims, locals_, strict=True)
         ]
-        for entry in replaced:
-            show_constants(entry.param)
-        return replaced
 
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
         self._show(self.params)

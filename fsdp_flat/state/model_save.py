@@ -125,6 +125,11 @@ def state_dict_settings(model: nn.Module, settings: StateDictSettings) -> Iterat
         _forced.reset(token)
 
 
+def is_own_save() -> bool:
+    """Return whether a state dict is taken for a function of this library, or inside of a wrapper's."""
+    return bool(_forced.get() or _saves.get())
+
+
 # Settings of a state dict that is made for its names, shapes and dtypes: hooks that compute do so with zeros.
 TEMPLATE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
 
