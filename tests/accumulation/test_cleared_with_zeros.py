@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import fully_shard
 from tests.support import assert_close, on_ranks
+from tests.support.beside import WIDTH
 from tests.support.kit import full_params, wrapped
-from tests.support.pairs import WIDTH
 
 
 class Branches(nn.Module):

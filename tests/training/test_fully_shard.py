@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import FSDPModule
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import average_gradients, blocks_and_root
+from tests.support.beside import average_gradients, blocks_and_root
 from tests.support.kit import normal, seeded, train_on
 from tests.support.peer import peer_fully_shard
 

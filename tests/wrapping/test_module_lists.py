@@ -11,8 +11,7 @@ from torch import nn
 
 from fsdp_flat import fully_shard, participate
 from tests.support import on_ranks
-from tests.support.fully_shard_beside import grads_of
-from tests.support.fully_shard_sides import average_gradients
+from tests.support.beside import average_gradients, grads_of
 from tests.support.kit import batch, seeded, square_loss
 from tests.support.peer import peer_fully_shard
 from tests.training.test_fully_shard import steps
