@@ -11,8 +11,7 @@ from torch import nn
 
 from fsdp_flat import fully_shard, participate
 from tests.support import on_ranks
-from tests.support.beside import average_gradients, grads_of
-from tests.support.kit import batch, seeded, square_loss
+from tests.support.beside import Beside
 from tests.support.peer import peer_fully_shard
 from tests.training.test_fully_shard import steps
 
@@ -66,15 +65,11 @@ class Branching(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_rank_may_skip_all_modules_of_a_list(skips: bool, rank: int) -> None:
-    plain = seeded(Branching)
-    model: Any = copy.deepcopy(plain)
-    fully_shard([model.up, model.down])
-    fully_shard(model)
-    model.skips = plain.skips = skips and rank == 1
-    for step in range(2):
-        for each in (plain, model):
-            square_loss(each, batch(rank, step)).backward()
-        average_gradients(plain)
-        torch.testing.assert_close(grads_of(model), grads_of(plain))
-        model.zero_grad()
-        plain.zero_grad()
+    def shard(model: Any, apply: Any) -> Any:
+        apply([model.up, model.down])
+        return apply(model)
+
+    beside = Beside(Branching(), "fully_shard", shard=shard)
+    for model in beside.models:
+        model.skips = skips and rank == 1
+    beside.train(num_steps=2)
