@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_flat import fully_shard, participate
+from fsdp_flat import participate
 from tests.support import on_ranks
-from tests.support.beside import Beside
-from tests.support.peer import peer_fully_shard
-from tests.training.test_fully_shard import steps
+from tests.support.beside import BOTH, Beside, adamw
 
 
 class Tail(nn.Module):
@@ -30,19 +27,12 @@ class Tail(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_two_modules_in_one_unit_train_as_a_replica_and_torch(reshard_after_forward: bool) -> None:
-    torch.manual_seed(0)
-    plain = Tail()
-    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
-    for model, shard in zip(models, (fully_shard, peer_fully_shard), strict=True):
-        shard(model.body)
-        shard([model.norm, model.head], reshard_after_forward=reshard_after_forward)
-        shard(model)
-    expected = steps(plain, averaged=True)
-    assert len(set(expected)) == len(expected)
-    for model in models:
-        torch.testing.assert_close(steps(model), expected)
-        for (name, value), full in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(value.full_tensor(), full, msg=name)
+    def shard(model: Any, apply: Any) -> Any:
+        apply(model.body)
+        apply([model.norm, model.head], reshard_after_forward=reshard_after_forward)
+        return apply(model)
+
+    Beside(Tail(), BOTH, shard=shard, optimizer=adamw).train(num_steps=3)
 
 
 class Branching(nn.Module):
