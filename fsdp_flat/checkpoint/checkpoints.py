@@ -57,7 +57,7 @@ from fsdp_flat.state import (
     named_groups,
     rows_of,
 )
-from fsdp_flat.state.plain_states import boxed, has_wrappers, is_wrapper
+from fsdp_flat.state.plain_states import boxed, has_quantized, is_wrapper
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
 
@@ -202,7 +202,7 @@ def save_checkpoint(
         if optim is not None:
             settings, contents = group_settings(model, optim), contents_of(optim, index)
             check_optim(contents, index)
-            quantized = has_wrappers(contents.state)
+            quantized = has_quantized(contents.state)
             states = OptimStates.read(index, contents, compares=True, keeps_dtensors=False, in_boxes=True)
             # Copies of quantized states may not fit in the memory of one rank, so this is before ranks meet.
             encodings = encoded_states(states.states, BOXES, _LIVE, on_owner=True)

@@ -13,6 +13,7 @@ from fsdp_flat.state.model_save import (
     TEMPLATE,
     boxed_state_dict,
     get_state_dict_type,
+    is_own_save,
     save_model,
     set_state_dict_type,
     state_dict_settings,

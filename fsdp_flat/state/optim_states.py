@@ -29,7 +29,7 @@ from fsdp_flat.comm import (
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.codecs import contained_tensors, holds_tensors
-from fsdp_flat.state.plain_states import plain_states
+from fsdp_flat.state.plain_states import plain_states, without_hidden
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -172,7 +172,8 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         )
         rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
     check_rows(rows)
-    return replace(held, state=rows, groups=groups)
+    shown = dict(zip(rows, map(without_hidden, rows.values()), strict=True))
+    return replace(held, state=shown, groups=groups)
 
 
 def _has_plain_state_dict(optim: Any) -> bool:
