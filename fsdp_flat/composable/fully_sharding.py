@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, overload
 
@@ -203,14 +203,14 @@ def fully_shard(
         )
     offloads = is_a(offload_policy, "CPUOffloadPolicy")
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims), members, offloads=offloads)
-    options = _options(mp_policy, PerParamSharding(mesh, offloads, data_dims), reshard_after_forward)
+    options = _options(mp_policy, PerParamSharding(mesh, offloads, data_dims, policy=mp_policy), reshard_after_forward)
     by_mesh = {mesh: options}
 
     def place(param: nn.Parameter) -> tuple[UnitOptions, int]:
         dim, info = _placement(param, shard_placement_fn)
         other = mesh if info is None else info.mesh
         if other not in by_mesh:
-            rows = _rows_over(info, mesh, offloads=offloads)
+            rows = replace(_rows_over(info, mesh, offloads=offloads), policy=mp_policy)
             by_mesh[other] = _options(mp_policy, rows, reshard_after_forward)
         return by_mesh[other], dim
 

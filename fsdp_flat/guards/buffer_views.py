@@ -17,7 +17,7 @@ class BufferViews(Guard):
         buffers = []
         for param_group in forward.unit.param_groups:
             if param_group.buffer.owns_memory:
-                buffers.append(param_group.buffer.tensor)
+                buffers += param_group.buffer.tensors
         if call is None or not buffers:
             return
 

@@ -69,10 +69,13 @@ def collect_params(
     return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
 
 
-def to_local_param(entry: ManagedParam) -> ManagedParam:
-    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged."""
+def to_local_param(entry: ManagedParam, *, takes_subclasses: bool) -> ManagedParam:
+    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged.
+
+    Raises an UnsupportedError for other classes of tensors, unless it ``takes_subclasses``.
+    """
     shown = entry.param
-    adapter = adapter_of(shown, entry.fqn)
+    adapter = adapter_of(shown, entry.fqn, takes_subclasses=takes_subclasses)
     if adapter is PLAIN:
         return entry
     with torch.no_grad():
