@@ -15,7 +15,7 @@ from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.shown import Shown
 from fsdp_flat.core.shown_dtensors import DTensorShown
-from fsdp_flat.core.torch_core import dtensor_parameter, local_of
+from fsdp_flat.core.torch_core import local_of
 from fsdp_flat.errors import UnsupportedError
 
 

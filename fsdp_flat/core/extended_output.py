@@ -253,7 +253,9 @@ class ExtendedOutput(AllGatherOutput):
         return tuple(buffer.tensor for buffer in self._memory)
 
     def alloc(self, pool: MemoryPool) -> bool:
-        return any([buffer.alloc(pool) for buffer in self._memory])
+        for buffer in self._memory:
+            buffer.alloc(pool)
+        return True
 
     def free(self, pool: MemoryPool) -> None:
         """Free all memory of the unsharded parameters."""

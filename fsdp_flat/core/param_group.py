@@ -183,7 +183,8 @@ class ParamGroup:
 
     def _new_extended(self, params: Sequence[ManagedParam], place_of: Callable[[torch.Tensor], Any]) -> ExtendedOutput:
         spec = self.spec
-        assert spec.per_param is not None and isinstance(self.layout, PerParamLayout)
+        assert spec.per_param is not None
+        assert isinstance(self.layout, PerParamLayout)
         return ExtendedOutput(
             params,
             self.layout,
