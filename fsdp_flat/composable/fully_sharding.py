@@ -35,7 +35,7 @@ from fsdp_flat.core import (
     unit_of,
     units_of,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UnsupportedError, UsageError
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.runtime import (
     build_per_param,
@@ -234,6 +234,37 @@ def fully_shard(
         unit.undo += [member.register_forward_pre_hook(_unshards), FullyShardNote(member), OwnClass(member)]
         unit.undo.append(StateNote(member, FSDPState(member, unit)))
     return module
+
+
+def shard_for_wrapper(module: nn.Module, options: UnitOptions, ignored: Ignored) -> None:
+    """Shard a module in place as a wrapper of these options would: all its parameters are of other classes of tensors.
+
+    Such parameters cannot be parts of a flat one. The wrapper around the module has none then.
+    """
+    groups, precision = options.groups, options.precision
+    if groups.num_ranks > 1 and not options.strategy.shards:
+        raise UnsupportedError(
+            f"All parameters of this {type(module).__name__} are of other classes than torch.Tensor, which need a "
+            f"strategy that shards; got {options.strategy.member.name}. Pass them as ignored_states instead: every "
+            "rank keeps its copy."
+        )
+    mesh = groups.mesh
+    if mesh is None and groups.replicate.size > 1 and options.strategy.shards:
+        raise OptionError(
+            f"All parameters of this {type(module).__name__} are of other classes than torch.Tensor, which become "
+            f"DTensors on a mesh. Pass {options.strategy.member.name} a device_mesh of two dims, in the place of "
+            "process groups."
+        )
+    with outside_fake_mode():
+        mesh = DeviceMesh.from_group(groups.process_group, options.device.type) if mesh is None else mesh
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=options.strategy.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy() if options.offload_params else None,
+        ignored_params=set(ignored.params),
+    )
 
 
 # torch's pipelining calls fully_shard.state(module).

@@ -65,6 +65,7 @@ from fsdp_flat.core.torch_core import (
     node_will_run,
     outside_fake_mode,
     place_of,
+    plain_tensors_in,
     pytree_children,
     unguarded,
     without_data,

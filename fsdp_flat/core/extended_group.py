@@ -15,7 +15,7 @@ from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.shown import Shown
 from fsdp_flat.core.shown_dtensors import DTensorShown
-from fsdp_flat.core.torch_core import local_of
+from fsdp_flat.core.torch_core import local_of, plain_tensors_in
 from fsdp_flat.errors import UnsupportedError
 
 
@@ -55,6 +55,10 @@ class ExtendedShown(DTensorShown):
         self._show(params)
         return True
 
+    def can_distribute(self, index: int, value: torch.Tensor) -> bool:
+        param = self.params[index].param
+        return type(value.data) in (torch.Tensor, type(local_of(param))) and value.shape == param.shape
+
     def distribute(self, index: int, full: torch.Tensor) -> torch.Tensor:
         local = self._part_of(index, self.params[index].adapter.local_slice(full.detach()))
         return self.with_local(index, self._on_shard_device(local))
@@ -85,6 +89,11 @@ class ExtendedGroup(ParamGroup):
             "full plain tensor. Save it by get_model_state_dict of torch.distributed.checkpoint.state_dict, or by "
             "torch.distributed.checkpoint."
         )
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Number of bytes of the tensors that the local tensors keep their values in."""
+        return sum(each.nbytes for entry in self.params for each in plain_tensors_in(local_of(entry.param)))
 
     def local(self, index: int) -> torch.Tensor:
         """Return this rank's part of parameter ``index``, in its class and shape; call :meth:`adopt_changes` first."""

@@ -47,7 +47,7 @@ class _BytesTarget(GatherTarget):
 
     def __init__(self, outputs: Sequence[torch.Tensor], world_size: int) -> None:
         # ``.data`` has a version counter of its own, so writes leave that of tensors made of the outputs as it is.
-        self._places = [output.data.view(torch.uint8).view(world_size, -1) for output in outputs]
+        self._places = [each.data.view(torch.uint8).view(world_size, each.nbytes // world_size) for each in outputs]
         self._sizes = [place.size(1) for place in self._places]
 
     def place(self, first: int, rows: torch.Tensor) -> None:

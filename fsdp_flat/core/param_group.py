@@ -130,6 +130,11 @@ class ParamGroup:
         """Return this rank's shard (1-D, ``layout.shard_numel``, ``orig_dtype``), which all-gathers send."""
         return self.flat_param.data
 
+    @property
+    def shard_nbytes(self) -> int:
+        """Number of bytes of this rank's shard."""
+        return self.layout.shard_numel * self.orig_dtype.itemsize
+
     def local(self, index: int) -> torch.Tensor:
         """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
         return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
@@ -476,6 +481,6 @@ def summary(options: UnitOptions, param_groups: Sequence[ParamGroup]) -> str:
     dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
     of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
     num_params = sum(len(param_group.layout.param_infos) for param_group in param_groups)
-    nbytes = sum(param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups)
+    nbytes = sum(param_group.shard_nbytes for param_group in param_groups)
     name = options.strategy.member.name
     return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"

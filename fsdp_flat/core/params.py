@@ -247,8 +247,9 @@ def adapter_of(tensor: torch.Tensor, name: str, *, takes_subclasses: bool = Fals
     if is_subclass(local) and not takes_subclasses:
         raise UnsupportedError(
             f"Parameter {name!r} is a {type(local).__name__}; plain tensors and DTensors of them can be flattened. "
-            "Sharded by fully_shard, which calls fsdp_pre_all_gather and fsdp_post_all_gather of such classes, it may "
-            "be one; or leave it out with ignored_states."
+            "Wrap the module that holds it, and no plain parameter, as a unit of its own, or call fully_shard on it: "
+            "both call fsdp_pre_all_gather and fsdp_post_all_gather of such classes. Or leave it out with "
+            "ignored_states."
         )
     if local is not data and not all(type(placement) in (Shard, Replicate) for placement in data.placements):
         raise UnsupportedError(

@@ -103,6 +103,10 @@ class DTensorShown(Shown):
         parts = split_storage(shard_grad, self._local_parts)
         return [dtensor_of(part, param._spec) for param, part in zip(self._dtensors, parts, strict=True)]
 
+    def can_distribute(self, index: int, value: torch.Tensor) -> bool:
+        """Return whether ``value`` is a full tensor that :meth:`distribute` takes for parameter ``index``."""
+        return type(value.data) is torch.Tensor and value.shape == self.params[index].param.shape
+
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return ``full`` (the unsharded shape) as a DTensor sharded like parameter ``index``, without communication.
 
