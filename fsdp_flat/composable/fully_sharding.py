@@ -255,8 +255,10 @@ def shard_for_wrapper(module: nn.Module, options: UnitOptions, ignored: Ignored)
             f"DTensors on a mesh. Pass {options.strategy.member.name} a device_mesh of two dims, in the place of "
             "process groups."
         )
-    with outside_fake_mode():
-        mesh = DeviceMesh.from_group(groups.process_group, options.device.type) if mesh is None else mesh
+    if mesh is None:
+        assert groups.process_group is not None
+        with outside_fake_mode():
+            mesh = DeviceMesh.from_group(groups.process_group, options.device.type)
     fully_shard(
         module,
         mesh=mesh,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NoReturn, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.core.buffers import AllGatherOutput
 from fsdp_flat.core.flat_parameter import replace_shard
@@ -59,7 +60,7 @@ class ExtendedShown(DTensorShown):
         param = self.params[index].param
         return type(value.data) in (torch.Tensor, type(local_of(param))) and value.shape == param.shape
 
-    def distribute(self, index: int, full: torch.Tensor) -> torch.Tensor:
+    def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         local = self._part_of(index, self.params[index].adapter.local_slice(full.detach()))
         return self.with_local(index, self._on_shard_device(local))
 

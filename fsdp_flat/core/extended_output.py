@@ -177,10 +177,11 @@ class _ExtendedParam:
         """Make the unsharded parameter of the outputs; return whether it is another object than before."""
         world_size = self._output.world_size
         is_new = self.param is None
+        freed: Sequence[torch.Tensor]
         if not has_extension(local):
-            made, freed = self.outputs[0].tensor.data, ()
             if not is_new:
                 return False
+            made, freed = self.outputs[0].tensor.data, ()
         else:
             outputs = tuple(
                 buffer.tensor.view(world_size * size[0], *size[1:]) if size else buffer.tensor
@@ -243,14 +244,11 @@ class ExtendedOutput(AllGatherOutput):
         self.gather_target = self.versions_before_free = self.versions_when_filled = None
         self._target: _BytesTarget | None = None
         self._memory: list[FlatBuffer] = []
+        self.tensors = ()
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._memory)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(buffer.tensor for buffer in self._memory)
 
     def alloc(self, pool: MemoryPool) -> bool:
         for buffer in self._memory:
@@ -317,5 +315,6 @@ class ExtendedOutput(AllGatherOutput):
             return False
         self.params = tuple(cast(nn.Parameter, each.param) for each in self._extended)
         self._memory += [buffer for each in self._extended for buffer in each.freed]
+        self.tensors = [buffer.tensor for buffer in self._memory]
         self.versions_before_free = None
         return True

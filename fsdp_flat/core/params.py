@@ -251,7 +251,7 @@ def adapter_of(tensor: torch.Tensor, name: str, *, takes_subclasses: bool = Fals
             "both call fsdp_pre_all_gather and fsdp_post_all_gather of such classes. Or leave it out with "
             "ignored_states."
         )
-    if local is not data and not all(type(placement) in (Shard, Replicate) for placement in data.placements):
+    if isinstance(data, DTensor) and not all(type(placement) in (Shard, Replicate) for placement in data.placements):
         raise UnsupportedError(
             f"Parameter {name!r} is a DTensor with placements {data.placements}; expected Shard and Replicate only. "
             "Redistribute it before wrapping, or leave it out with ignored_states."

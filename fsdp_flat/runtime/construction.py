@@ -23,7 +23,16 @@ from fsdp_flat.comm import (
     strategy_from,
     true_on_any_rank,
 )
-from fsdp_flat.core import adapter_of, check_adapter, is_managed, is_subclass, local_of, modules_of, owner_of, plain_tensors_in
+from fsdp_flat.core import (
+    adapter_of,
+    check_adapter,
+    is_managed,
+    is_subclass,
+    local_of,
+    modules_of,
+    owner_of,
+    plain_tensors_in,
+)
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.core.options import Ignored, UnitOptions
 from fsdp_flat.core.unit import Unit, unit_of, units_of

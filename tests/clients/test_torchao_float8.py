@@ -98,7 +98,9 @@ def test_float8_linears_train_as_on_torchs_fully_shard(
     ours, theirs = [trained(model, precomputes=precomputes) for model in models]
     assert ours == theirs
     assert_equal(*map(locals_of, models))
-    scales = [param._local_tensor._precomputed_scale for name, param in models[0].named_parameters() if "weight" in name]
+    scales = [
+        param._local_tensor._precomputed_scale for name, param in models[0].named_parameters() if "weight" in name
+    ]
     assert all((scale is not None) is precomputes for scale in scales)
 
 

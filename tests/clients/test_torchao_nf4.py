@@ -134,4 +134,3 @@ def test_full_state_dicts_of_adapters_and_base_equal_torchs_and_are_loaded() -> 
     again.load_state_dict({name: value for name, value in states[0].items() if "base" in name}, strict=False)
     assert_equal(values_of(again), values_of(ours))
     assert trained(again, 1, first=9) == trained(ours, 1, first=9)
-

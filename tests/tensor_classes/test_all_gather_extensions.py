@@ -22,8 +22,17 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_flat.core import ExtendedGroup, units_of
 from fsdp_flat.errors import PeerFailureError, ShardingError, UnsupportedError
-from tests.support.extended_tensors import Holder, Mute, NewPair, Pair, SentInBfloat16, SentInInt8, SentUnpadded, held_by
-from tests.support import assert_equal, on_ranks
+from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.extended_tensors import (
+    Holder,
+    Mute,
+    NewPair,
+    Pair,
+    SentInBfloat16,
+    SentInInt8,
+    SentUnpadded,
+    held_by,
+)
 from tests.support.kit import batch
 from tests.support.peer import peer_fully_shard
 
@@ -82,12 +91,18 @@ def trained(
 
 
 def assert_trains_as_torch(make: Callable[[], nn.Module], **kwargs: Any) -> None:
-    """Assert that losses and the parameters after training equal those of torch's fully_shard to the bit."""
+    """Assert that losses, and the parameters after training, equal those of torch's fully_shard."""
     width = kwargs.pop("width", 8)
     models = [sharded(make(), shard, **kwargs) for shard in BOTH]
-    ours, theirs = [trained(model, width=width) for model in models]
-    assert ours == theirs
-    assert_equal(*[values_of(model) for model in models])
+    assert_alike(*[(trained(model, width=width), values_of(model)) for model in models])
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """Assert that results are equal: to the bit on two ranks, since the sum of more depends on their order."""
+    if dist.get_world_size() == 2:
+        assert_equal(ours, theirs)
+    else:
+        assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Pair, NewPair])
@@ -135,8 +150,7 @@ def test_a_model_leaves_the_meta_device_and_computes_in_bfloat16(
                 for each in param._local_tensor.inner():
                     each.copy_(torch.randn(each.shape) / 4)
         results.append((trained(model), values_of(model)))
-    assert results[0][0] == results[1][0]
-    assert_equal(results[0][1], results[1][1])
+    assert_alike(*results)
 
 
 def set_functions(model: nn.Module, seen: list[Any]) -> None:
@@ -186,8 +200,7 @@ def test_functions_are_called_that_were_set_on_plain_local_tensors(meta: bool) -
         losses = trained(model, optimizer=optimizer)
         assert (1, dist.get_world_size(), (16, 8)) in seen
         results.append((losses, values_of(model)))
-    assert results[0][0] == results[1][0]
-    assert_equal(results[0][1], results[1][1])
+    assert_alike(*results)
 
 
 @on_ranks(2, 4)
@@ -240,7 +253,7 @@ def test_sharded_parameters_in_host_memory_train_as_on_torch() -> None:
 
     ours = sharded(model_of(NewPair), fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
     theirs = sharded(model_of(NewPair), peer_fully_shard, offload_policy=TorchCPUOffloadPolicy(pin_memory=False))
-    assert trained(ours) == trained(theirs)
+    assert_alike(trained(ours), trained(theirs))
 
 
 @on_ranks(2, 4)
@@ -259,8 +272,7 @@ def test_gradients_of_several_backwards_are_accumulated() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         results.append((losses, values_of(model)))
-    assert results[0][0] == results[1][0]
-    assert_equal(results[0][1], results[1][1])
+    assert_alike(*results)
 
 
 @on_ranks(2, 4)
@@ -338,12 +350,8 @@ def test_a_conversion_changes_the_tensors_inside() -> None:
 @on_ranks(2, 4)
 def test_an_extension_that_forgets_the_padding_is_refused_on_all_ranks() -> None:
     model = sharded(model_of(SentUnpadded, width=3), fully_shard)
-    own_is_padded = any(
-        param._local_tensor.shape[0] * dist.get_world_size() != param.shape[0] for param in model[2].parameters()
-    )  # type: ignore[index]
     with pytest.raises((ShardingError, PeerFailureError), match=r"weight.*padded shape|failed while preparing"):
         model(batch(dist.get_rank(), width=3))
-    del own_is_padded
 
 
 @on_ranks(2)
@@ -373,4 +381,3 @@ def test_the_attributes_of_such_parameters_survive_and_the_full_tensor_does_not(
     model[0].up.register_forward_hook(lambda module, *_: seen.append(module.weight.decay))  # type: ignore[index, union-attr]
     model(batch(dist.get_rank()))
     assert seen == [0.5]
-
