@@ -8,19 +8,18 @@ unsharded parameter of what all ranks have sent. So weights may be sent, and com
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, agree, unrecorded
 from fsdp_flat.core.buffers import AllGatherOutput, FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
+from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import PerParamLayout
 from fsdp_flat.core.params import ManagedParam
-from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.torch_core import VERSION_OF, attributes_of, has_inner_tensors, local_of, set_versions
 from fsdp_flat.errors import ShardingError, UnsupportedError
 
@@ -85,7 +84,7 @@ class _ExtendedParam:
         self._takes_mesh_only = False
 
     def describe(self) -> str:
-        return f"{self._fqn!r} {tuple(self._size)} of unit {self._output.unit_name!r}"
+        return f"{self._fqn!r} {tuple(self._size)} of unit {self._output.spec.unit_name!r}"
 
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
         """Return what this rank sends of ``local``, its part of the parameter, as 1-D tensors of bytes."""
@@ -102,8 +101,8 @@ class _ExtendedParam:
             if self._takes_mesh_only:
                 inputs, self._metadata = pre_all_gather(mesh)
             else:
-                policy = output.per_param.policy
-                inputs, self._metadata = pre_all_gather(mesh, self._size, self._stride, self._module, policy)
+                args = self._size, self._stride, self._module, output.policy
+                inputs, self._metadata = pre_all_gather(mesh, *args)
             self._check_padding(local, inputs)
         sizes = [each.size() for each in inputs]
         if self.outputs and sizes != self._input_sizes:
@@ -155,9 +154,9 @@ class _ExtendedParam:
         if any(each.size() != self._padded_size for each in inputs):
             raise ShardingError(
                 f"fsdp_pre_all_gather of parameter {self.describe()} returned tensors of shapes "
-                f"{[tuple(each.size()) for each in inputs]} on rank {self._output.rank} of the shard group, whose part "
-                f"has shape {tuple(local.size())}. The parameter is sharded unevenly over {self._output.world_size} "
-                f"ranks, so each must have the padded shape {tuple(self._padded_size)}."
+                f"{[tuple(each.size()) for each in inputs]} on rank {self._output.spec.rank} of the shard group, whose "
+                f"part has shape {tuple(local.size())}. The parameter is sharded unevenly over "
+                f"{self._output.world_size} ranks, so each must have the padded shape {tuple(self._padded_size)}."
             )
 
     def lines(self) -> list[str]:
@@ -210,7 +209,9 @@ class ExtendedOutput(AllGatherOutput):
     all-gather, and the outputs that they are made of are freed, and filled again, in place, as one buffer is.
 
     Args:
-        managed: the parameters, whose places in ``layout`` are known.
+        managed: the parameters, in the order of ``layout``.
+        spec: that of the group.
+        dtype: compute dtype.
 
     Attributes:
         params: the unsharded parameters; before the first all-gather tensors on the meta device.
@@ -224,17 +225,15 @@ class ExtendedOutput(AllGatherOutput):
         managed: Sequence[ManagedParam],
         layout: PerParamLayout,
         *,
-        unit_name: str,
-        rank: int,
-        device: torch.device,
+        spec: ParamGroupSpec,
         dtype: torch.dtype,
-        per_param: PerParamSharding,
-        place_of: Any,
+        place_of: Callable[[torch.Tensor], Any],
     ) -> None:
-        FlatBuffer.__init__(self, torch.empty(0, dtype=dtype, device=device))
-        self.layout, self.unit_name, self.rank, self.device, self.dtype = layout, unit_name, rank, device, dtype
-        self.world_size, self.per_param, self.place_of = layout.world_size, per_param, place_of
-        self.shard_mesh: DeviceMesh = per_param.shard_mesh
+        FlatBuffer.__init__(self, torch.empty(0, dtype=dtype, device=spec.device))
+        assert spec.per_param is not None
+        self.layout, self.spec, self.device, self.dtype = layout, spec, spec.device, dtype
+        self.world_size, self.place_of = layout.world_size, place_of
+        self.shard_mesh, self.policy = spec.per_param.shard_mesh, spec.per_param.policy
         self._extended = [_ExtendedParam(entry, index, self) for index, entry in enumerate(managed)]
         self.params = tuple(
             nn.Parameter(entry.adapter.from_local(torch.empty(info.shape, dtype=dtype, device="meta")), False)

@@ -187,19 +187,8 @@ class ParamGroup:
         return AllGatherOutput(params, self.layout, rank=spec.rank, device=spec.device, shard=shard, dtype=dtype)
 
     def _new_extended(self, params: Sequence[ManagedParam], place_of: Callable[[torch.Tensor], Any]) -> ExtendedOutput:
-        spec = self.spec
-        assert spec.per_param is not None
         assert isinstance(self.layout, PerParamLayout)
-        return ExtendedOutput(
-            params,
-            self.layout,
-            unit_name=spec.unit_name,
-            rank=spec.rank,
-            device=spec.device,
-            dtype=self.compute_dtype,
-            per_param=spec.per_param,
-            place_of=place_of,
-        )
+        return ExtendedOutput(params, self.layout, spec=self.spec, dtype=self.compute_dtype, place_of=place_of)
 
     def find_extensions(self) -> None:
         """Have all-gathers call the extensions of local tensors from now on, where a caller has set some on them."""

@@ -105,12 +105,13 @@ class SentInBfloat16(Holder):
         padded[: self.first.size(0)].copy_(self.first)
         return (padded,), None
 
+    @torch.no_grad()
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         (tensor,) = outputs
         assert tensor.dtype == torch.bfloat16
         if out is not None:
             with torch.autograd._unsafe_preserve_version_counter(out):
-                out.copy_(tensor)
+                out.copy_(tensor[: out.size(0)])
             return None
         whole = tensor.to(param_dtype)
         return whole, (tensor, whole)
@@ -134,6 +135,7 @@ class SentInInt8(Holder):
         scale = self.first.abs().amax(1).clamp(min=1e-12) / 127
         return ((self.first / scale[:, None]).round().to(torch.int8), scale), {"rows": outer_size[0]}
 
+    @torch.no_grad()
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         integers, scale = outputs
         assert integers.dtype == torch.int8
