@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torchao.quantization import NF4Tensor
@@ -57,7 +58,9 @@ def sharded(model: nn.Module, shard: Callable[..., Any] = fully_shard, **kwargs:
 
 def inner_of(value: torch.Tensor) -> list[torch.Tensor]:
     local = value._local_tensor if isinstance(value, DTensor) else value
-    return [getattr(local, name) for name in BASE] if isinstance(local, NF4Tensor) else [local.detach()]
+    inner = [getattr(local, name) for name in BASE] if isinstance(local, NF4Tensor) else [local.detach()]
+    # torch leaves those of a full tensor as results of collectives that are still to be waited for.
+    return [each.wait() if isinstance(each, AsyncCollectiveTensor) else each for each in inner]
 
 
 def values_of(model: nn.Module) -> dict[str, list[torch.Tensor]]:

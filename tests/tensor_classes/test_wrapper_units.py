@@ -97,7 +97,7 @@ def test_such_units_compute_in_the_wrappers_param_dtype() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = FSDP(model_of(), auto_wrap_policy=POLICY, mixed_precision=precision, use_orig_params=True)
     dtypes: list[torch.dtype] = []
-    model[0].base.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))
+    model[0].base.module.register_forward_hook(lambda module, *_: dtypes.append(module.weight.dtype))
     losses = trained(model)
     assert dtypes == [torch.bfloat16] * 4
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(trained(in_place(model_of()))), atol=0.02, rtol=0.02)
