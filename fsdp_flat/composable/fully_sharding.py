@@ -265,7 +265,7 @@ def shard_for_wrapper(module: nn.Module, options: UnitOptions, ignored: Ignored)
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=options.strategy.reshard_after_forward,
+        reshard_after_forward=options.strategy.budget or options.strategy.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
         offload_policy=CPUOffloadPolicy() if options.offload_params else None,
         ignored_params=set(ignored.params),
