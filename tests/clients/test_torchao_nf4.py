@@ -17,6 +17,7 @@ from torchao.quantization import NF4Tensor
 from fsdp_flat import fully_shard
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.support import assert_equal, on_ranks
+from tests.support.extended_tensors import assert_alike
 from tests.support.peer import peer_fully_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, of what it does not find on a CPU
@@ -89,8 +90,7 @@ def trained(model: nn.Module, num_steps: int = 4, *, averages: bool = False, fir
 def test_adapters_beside_nf4_weights_train_as_on_torch_and_without_sharding(reshard_after_forward: bool) -> None:
     ours, theirs = [sharded(model_of(), shard, reshard_after_forward=reshard_after_forward) for shard in BOTH]
     losses = trained(ours)
-    assert losses == trained(theirs)
-    assert_equal(values_of(ours), values_of(theirs))
+    assert_alike((losses, values_of(ours)), (trained(theirs), values_of(theirs)))
     plain = trained(model_of(), averages=True)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), atol=1e-6, rtol=1e-5)
     assert losses[0] == plain[0]
@@ -125,7 +125,7 @@ def test_full_state_dicts_of_adapters_and_base_equal_torchs_and_are_loaded() -> 
     for name, value in states[0].items():
         assert not isinstance(value, DTensor)
         assert type(value) is type(states[1][name])
-        assert_equal(inner_of(value), inner_of(states[1][name]))
+        assert_alike(inner_of(value), inner_of(states[1][name]))
         if "base" in name:
             assert type(value) is NF4Tensor
             # The base is what was quantized before sharding.

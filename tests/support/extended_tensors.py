@@ -6,9 +6,12 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from tests.support import assert_close, assert_equal
 
 
 class Holder(torch.Tensor):
@@ -150,6 +153,14 @@ class SentInInt8(Holder):
 
 class Mute(Holder):
     """A tensor of a class of its own, without such functions."""
+
+
+def assert_alike(ours: Any, theirs: Any, *, atol: float = 1e-5, rtol: float = 1e-4) -> None:
+    """Assert that results are equal: to the bit on two ranks, since the sum of more depends on their order."""
+    if dist.get_world_size() == 2:
+        assert_equal(ours, theirs)
+    else:
+        assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 
 def held_by(model: nn.Module, kind: type[Holder]) -> nn.Module:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_flat.core import ExtendedGroup, units_of
 from fsdp_flat.errors import PeerFailureError, ShardingError, UnsupportedError
-from tests.support import assert_close, assert_equal, on_ranks
+from tests.support import assert_equal, on_ranks
 from tests.support.extended_tensors import (
     Holder,
     Mute,
@@ -32,6 +32,7 @@ from tests.support.extended_tensors import (
     SentInBfloat16,
     SentInInt8,
     SentUnpadded,
+    assert_alike,
     held_by,
 )
 from tests.support.kit import batch
@@ -96,14 +97,6 @@ def assert_trains_as_torch(make: Callable[[], nn.Module], **kwargs: Any) -> None
     width = kwargs.pop("width", 8)
     models = [sharded(make(), shard, **kwargs) for shard in BOTH]
     assert_alike(*[(trained(model, width=width), values_of(model)) for model in models])
-
-
-def assert_alike(ours: Any, theirs: Any, *, atol: float = 1e-5, rtol: float = 1e-4) -> None:
-    """Assert that results are equal: to the bit on two ranks, since the sum of more depends on their order."""
-    if dist.get_world_size() == 2:
-        assert_equal(ours, theirs)
-    else:
-        assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("kind", [Pair, NewPair])
