@@ -18,7 +18,7 @@ from fsdp_flat.comm import ErrorTexts, RankGroup, agree, unrecorded
 from fsdp_flat.core.buffers import AllGatherOutput, FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
 from fsdp_flat.core.group_spec import ParamGroupSpec
-from fsdp_flat.core.layout import PerParamLayout
+from fsdp_flat.core.layout import Layout
 from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.torch_core import VERSION_OF, attributes_of, has_inner_tensors, local_of, set_versions
 from fsdp_flat.errors import ShardingError, UnsupportedError
@@ -72,7 +72,7 @@ class _ExtendedParam:
         layout = output.layout
         self._size = torch.Size(layout.param_infos[index].shape)
         self._stride = torch.empty(self._size, device="meta").stride()
-        self._padded_size = torch.Size(layout.chunk_shapes[index])
+        self._padded_size = torch.Size(output.chunk_shapes[index])
         # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
         self._attributes = attributes_of(entry.param)
         self.param: nn.Parameter | None = None
@@ -210,6 +210,7 @@ class ExtendedOutput(AllGatherOutput):
 
     Args:
         managed: the parameters, in the order of ``layout``.
+        chunk_shapes: the shape of a rank's part of each parameter with padding.
         spec: that of the group.
         dtype: compute dtype.
 
@@ -223,15 +224,17 @@ class ExtendedOutput(AllGatherOutput):
     def __init__(
         self,
         managed: Sequence[ManagedParam],
-        layout: PerParamLayout,
+        layout: Layout,
         *,
+        chunk_shapes: Sequence[tuple[int, ...]],
         spec: ParamGroupSpec,
         dtype: torch.dtype,
         place_of: Callable[[torch.Tensor], Any],
     ) -> None:
         FlatBuffer.__init__(self, torch.empty(0, dtype=dtype, device=spec.device))
         assert spec.per_param is not None
-        self.layout, self.spec, self.device, self.dtype = layout, spec, spec.device, dtype
+        self.layout, self.chunk_shapes = layout, chunk_shapes
+        self.spec, self.device, self.dtype = spec, spec.device, dtype
         self.world_size, self.place_of = layout.world_size, place_of
         self.shard_mesh, self.policy = spec.per_param.shard_mesh, spec.per_param.policy
         self._extended = [_ExtendedParam(entry, index, self) for index, entry in enumerate(managed)]

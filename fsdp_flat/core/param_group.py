@@ -192,8 +192,16 @@ class ParamGroup:
         return AllGatherOutput(params, self.layout, rank=spec.rank, device=spec.device, shard=shard, dtype=dtype)
 
     def _new_extended(self, params: Sequence[ManagedParam], place_of: Callable[[torch.Tensor], Any]) -> ExtendedOutput:
-        assert isinstance(self.layout, PerParamLayout)
-        return ExtendedOutput(params, self.layout, spec=self.spec, dtype=self.compute_dtype, place_of=place_of)
+        layout = self.layout
+        assert isinstance(layout, PerParamLayout)
+        return ExtendedOutput(
+            params,
+            layout,
+            chunk_shapes=layout.chunk_shapes,
+            spec=self.spec,
+            dtype=self.compute_dtype,
+            place_of=place_of,
+        )
 
     def find_extensions(self) -> None:
         """Have all-gathers call the extensions of local tensors from now on, where a caller has set some on them."""
