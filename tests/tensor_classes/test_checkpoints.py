@@ -63,15 +63,19 @@ def test_training_goes_on_from_a_checkpoint(sharded: Callable[[type[Holder]], nn
 
 @FRONTS
 @on_ranks(2)
-def test_full_values_are_read_by_a_plain_model(sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path) -> None:
-    model = sharded(SentInBfloat16)
+def test_full_values_are_loaded_into_tensors_of_the_class_and_into_plain_ones(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    model, again, plain = sharded(SentInBfloat16), sharded(SentInBfloat16), model_of(None)
+    fully_shard(plain)
     trained(model, torch.optim.Adam(model.parameters(), lr=1e-2), 0, 1)
     save_full(model, tmp_path / "full")
-    plain = model_of(None)
-    load_full(plain, tmp_path / "full")
     x = batch(0, 5)
-    torch.testing.assert_close(model(x), plain(x), atol=1e-2, rtol=1e-2)  # the sharded one computes with bf16's values
-    assert not torch.equal(plain(x), model_of(None)(x))
+    assert not torch.equal(again(x), model(x))
+    for each in (again, plain):
+        load_full(each, tmp_path / "full")
+    assert torch.equal(again(x), model(x))
+    torch.testing.assert_close(plain(x), model(x), atol=1e-2, rtol=1e-2)  # the others compute with rounded values
 
 
 @FRONTS
