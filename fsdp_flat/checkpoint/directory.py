@@ -43,6 +43,7 @@ from fsdp_flat.comm import (
 from fsdp_flat.core import no_units, units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, some_of
 from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_settings
+from fsdp_flat.state.plain_states import values_of
 
 _logger = logging.getLogger("fsdp_flat")
 
@@ -116,7 +117,7 @@ def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
     config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
     with state_dict_settings(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None)):
-        found = model.state_dict()
+        found = {name: values_of(value) for name, value in model.state_dict().items()}
     for name, value in found.items() if copy else ():
         # Boxes are copies already; buffers are the live ones.
         if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):

@@ -41,7 +41,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
     read_safetensors,
 )
 from fsdp_flat.comm import ALONE, RankGroup
-from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
+from fsdp_flat.core import ParamGroup, local_of, no_units, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import RankZeroTensors
@@ -58,6 +58,7 @@ from fsdp_flat.state import (
     settings_for,
     state_dict_settings,
 )
+from fsdp_flat.state.plain_states import is_wrapper
 
 CHECKSUMS_NAME = "model.checksums.json"
 ADAPTER_CHECKSUMS_NAME = "adapter_model.checksums.json"
@@ -121,10 +122,11 @@ def _entries_of(
             continue
         if keep is not None and not keep(name):
             continue
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or is_wrapper(value):
+            kind = type(local_of(value)).__name__
             raise UnsupportedError(
-                f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
-                "with keep=..., and save it beside the tensors."
+                f"{name!r} of the state dict is a {kind}; only plain tensors can be streamed. Leave it out with "
+                "keep=..., or trainable_only=True, and save it beside the tensors."
             )
         stored = value.dtype if param is None else param.param_group.orig_dtype
         if dtype is not None and stored.is_floating_point:
