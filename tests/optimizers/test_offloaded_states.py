@@ -22,7 +22,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.core.optimizer_states import OffloadedStates
 from fsdp_flat.errors import OptionTypeError, UsageError
 from tests.support import assert_equal, on_ranks
-from tests.support.fully_shard_sides import blocks_and_root
+from tests.support.beside import blocks_and_root
 from tests.support.host_swap import HostSwapOnCpu
 from tests.support.kit import BLOCKS, Stack, batch, full_params, seeded, square_loss, train_on, wrapped
 
