@@ -87,8 +87,7 @@ def test_states_are_on_the_host_from_the_next_forward_to_the_next_step(front: st
             places.append({each.data_ptr() for each in locals_of(optimizer) if each.numel() > 1})
         loss.backward()
         optimizer.step()
-        for tensor in locals_of(optimizer):
-            swap.note(tensor)
+        swap.note(*locals_of(optimizer))
         optimizer.zero_grad()
         assert all(swap.noted_alive())
         with torch.no_grad():
