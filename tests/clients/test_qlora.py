@@ -26,6 +26,7 @@ from fsdp_flat import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    ShardedEMA,
     StateDictType,
     fully_shard,
     installed,
@@ -498,3 +499,20 @@ def test_8_bit_weights_train_and_are_saved_though_each_layer_keeps_its_codes(sid
     layers = [each for each in model.modules() if isinstance(each, Linear8bitLt) and hasattr(each, "state")]
     assert layers
     assert all(each.state.CB.shape == (each.out_features, each.in_features) for each in layers)
+
+
+@SIDES
+@on_ranks(2)
+def test_an_average_copies_codes_some_of_which_are_no_numbers(side: str, tmp_path: Path) -> None:
+    model = sharded(adapted(quantized(tmp_path, "bfloat16")), side)
+    before, average, optimizer = full_state(model, side), ShardedEMA(model, 0.5), optimizer_of(model)
+    trained(model, optimizer, 0, 1, part=dist.get_rank())
+    average.update()
+    with average.swap():
+        inside = full_state(model, side)
+    assert_equal(frozen(inside), frozen(before))
+    assert all(not torch.equal(inside[name], before[name]) for name in before if "lora" in name)
+
+
+def frozen(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if "lora" not in name}
