@@ -186,6 +186,10 @@ def full_state(model: Any, side: str) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def frozen(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if "lora" not in name}
+
+
 @EVERY_STORAGE
 @on_ranks(2, 4)
 def test_adapters_beside_4_bit_weights_train_as_without_sharding(
@@ -512,7 +516,3 @@ def test_an_average_copies_codes_some_of_which_are_no_numbers(side: str, tmp_pat
         inside = full_state(model, side)
     assert_equal(frozen(inside), frozen(before))
     assert all(not torch.equal(inside[name], before[name]) for name in before if "lora" in name)
-
-
-def frozen(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if "lora" not in name}
