@@ -30,6 +30,7 @@ from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import full_params
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
+from fsdp_flat.state.plain_states import values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
@@ -145,7 +146,7 @@ _COPIED = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(
 def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
     with state_dict_settings(model, _COPIED if copy else _LIVE):
-        found = model.state_dict()
+        found = {name: values_of(value) for name, value in model.state_dict().items()}
     for name, value in found.items() if copy else ():
         # Boxes are copies already; buffers are the live ones.
         if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):

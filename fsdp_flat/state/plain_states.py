@@ -87,6 +87,21 @@ def quantized_like(row: dict[str, Any], present: Mapping[str, Any]) -> None:
             row[qmap] = present[qmap]
 
 
+def values_of(value: Any) -> Any:
+    """Return a tensor made of others as the plain one of them that has its values, in its shape and dtype.
+
+    torchao's float8 weights have one. Any other value, and a tensor that has no such one or several, is returned.
+    """
+    if not is_wrapper(value):
+        return value
+    local = local_of(value)
+    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    same = [each for each in inner if (each.shape, each.dtype) == (local.shape, local.dtype) and not is_wrapper(each)]
+    if len(same) != 1:
+        return value
+    return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
+
+
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
     """Return an optimizer's states without tensors made of others, and with counts on the CPU.
 

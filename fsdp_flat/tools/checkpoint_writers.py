@@ -25,6 +25,7 @@ from fsdp_flat.checkpoint.commit import commit
 from fsdp_flat.checkpoint.format import records_of, writing_path
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.layout import owners_of_constants
 from fsdp_flat.tools.stored_checkpoint import (
     OPTIM_NAMES,
     Keys,
@@ -172,6 +173,11 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
             aliases[tensor.name] = same
         else:
             tensors[tensor.name] = tensor
+    if options.dtype is not None and (coded := sorted(set(owners_of_constants(tensors).values()))):
+        raise OptionError(
+            f"--dtype would change the codes of quantized parameters, {some_of(coded, 3)}. Write them as they are "
+            "stored, without it."
+        )
     files = divided(
         {name: _nbytes_as(tensor, options.dtype) for name, tensor in tensors.items()}, options.max_file_bytes
     )
