@@ -249,6 +249,11 @@ class ExtendedOutput(AllGatherOutput):
         self.tensors = ()
 
     @property
+    def full_nbytes(self) -> int:
+        """Number of bytes that a free gives back, once the first all-gather has made the outputs."""
+        return sum(buffer.full_nbytes for buffer in self._memory)
+
+    @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._memory)
 

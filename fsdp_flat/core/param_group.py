@@ -143,7 +143,7 @@ class ParamGroup:
     @property
     def buffer_tensors(self) -> list[torch.Tensor]:
         """The unsharded buffers of all dtypes of compute so far, with or without memory."""
-        return [buffer.tensor for buffer in self._by_dtype.values()]
+        return [tensor for buffer in self._by_dtype.values() for tensor in buffer.tensors]
 
     @property
     def is_in_a_graph(self) -> bool:
