@@ -122,6 +122,8 @@ def _entries_of(
             continue
         if keep is not None and not keep(name):
             continue
+        if loads and is_wrapper(value):
+            continue  # no file has it: quantized weights that are frozen beside adapters, for instance
         if not isinstance(value, torch.Tensor) or is_wrapper(value):
             kind = type(local_of(value)).__name__
             raise UnsupportedError(
