@@ -47,7 +47,7 @@ from fsdp_flat.state import (
     settings_for,
     state_dict_settings,
 )
-from fsdp_flat.state.plain_states import is_wrapper
+from fsdp_flat.state.plain_states import is_wrapper, values_of
 
 CHECKSUMS_NAME = "model.checksums.json"
 ADAPTER_CHECKSUMS_NAME = "adapter_model.checksums.json"
@@ -114,6 +114,8 @@ def _entries_of(
             continue
         if keep is not None and not keep(name):
             continue
+        if loads and is_wrapper(value):
+            continue  # no file has it: quantized weights that are frozen beside adapters, for instance
         if not isinstance(value, torch.Tensor) or is_wrapper(value):
             kind = type(local_of(value)).__name__
             raise UnsupportedError(
@@ -133,7 +135,7 @@ def _entries_of(
 
 def _template_of(model: nn.Module) -> dict[str, Any]:
     with state_dict_settings(model, TEMPLATE):
-        return model.state_dict()
+        return {name: values_of(value) for name, value in model.state_dict().items()}
 
 
 def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:

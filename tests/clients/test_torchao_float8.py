@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from fsdp_flat import fully_shard
+from fsdp_flat import fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.composable import MixedPrecisionPolicy
 from tests.support import on_ranks
 from tests.support.extended_tensors import assert_alike
@@ -167,3 +168,15 @@ def test_state_dicts_of_float8_linears_equal_torchs_and_are_loaded(full: bool) -
     precompute_float8_dynamic_scale_for_fsdp(again)
     expected = trained(models[0], 2, precomputes=True, optimizer=optimizers[0], first=2)
     assert trained(again, 2, precomputes=True, optimizer=loaded, first=2) == expected
+
+
+@on_ranks(2)
+def test_training_of_float8_linears_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    models = [sharded(model_of()) for _ in range(2)]
+    first, second = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    trained(models[0], 2, precomputes=True, optimizer=first)
+    save_checkpoint(tmp_path, models[0], first)
+    load_checkpoint(tmp_path, models[1], second)
+    precompute_float8_dynamic_scale_for_fsdp(models[1])
+    expected = trained(models[0], 2, precomputes=True, optimizer=first, first=2)
+    assert trained(models[1], 2, precomputes=True, optimizer=second, first=2) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torchao.quantization import NF4Tensor
 
-from fsdp_flat import fully_shard
+from fsdp_flat import fully_shard, load_full, save_full
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp_flat.errors import UnsupportedError
 from tests.support import assert_equal, on_ranks
 from tests.support.extended_tensors import assert_alike
 from tests.support.peer import peer_fully_shard
@@ -137,3 +139,14 @@ def test_full_state_dicts_of_adapters_and_base_equal_torchs_and_are_loaded() -> 
     again.load_state_dict({name: value for name, value in states[0].items() if "base" in name}, strict=False)
     assert_equal(values_of(again), values_of(ours))
     assert trained(again, 1, first=9) == trained(ours, 1, first=9)
+
+
+@on_ranks(2)
+def test_adapters_alone_are_saved_beside_nf4_weights(tmp_path: Path) -> None:
+    model, again = sharded(model_of()), sharded(model_of())
+    trained(model, 2)
+    save_full(model, tmp_path / "adapters", trainable_only=True)
+    load_full(again, tmp_path / "adapters", strict=False)
+    assert trained(again, 1, first=9) == trained(model, 1, first=9)
+    with pytest.raises(UnsupportedError, match=r"'0.base.weight'.*NF4Tensor"):
+        save_full(model, tmp_path / "all")
