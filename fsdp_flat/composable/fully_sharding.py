@@ -335,7 +335,9 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
     mesh, data_dims = rows.mesh, rows.data_dims
     kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
-    device = (None if mesh.device_type == "cpu" else current_accelerator()) or torch.device("cpu")
+    accelerator = current_accelerator()
+    follows_mesh = accelerator is not None and (mesh.device_type != "cpu" or accelerator.type == "cpu")
+    device = accelerator if accelerator is not None and follows_mesh else torch.device("cpu")
     options = UnitOptions(
         strategy=strategy,
         groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),

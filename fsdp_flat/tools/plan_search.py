@@ -11,9 +11,8 @@ from torch import nn
 
 from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
-from fsdp_flat.tools.model_run import Checkpointed
-from fsdp_flat.tools.planned_units import UnitArguments, planned_model
-from fsdp_flat.tools.step_plan import PlanChoice, StepPlan, StepSettings, planned_step
+from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
+from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # The share of a model's parameters that modules of one class must have, for them to be tried as units.
@@ -38,14 +37,10 @@ def search(
     offloading = [False, True] if searches_offload and arguments.is_accelerator else [arguments.offloads]
     for wrapping, policy, is_whole in _wrappings(module, arguments.auto_wrap_policy):
         for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
-            entries = None
             for strategy in _strategies(arguments, is_whole=is_whole):
                 for offloads in offloading:
                     tried = replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy, offloads=offloads)
-                    planned = planned_model(module, tried)
-                    # Strategies change neither the units nor what these compute.
-                    entries = step.entries(planned, some) if entries is None else entries
-                    plan = planned_step(planned, tried, step, entries)
+                    plan = planned_step(module, tried, step, some)
                     chosen = {
                         "sharding_strategy": strategy,
                         "auto_wrap_policy": policy,
