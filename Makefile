@@ -65,6 +65,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy fsdp_flat
 	$(BIN)/python -m pytest -q tests/test_layers.py
+	! grep -rnP "$$(paste -sd'|' .ci/banned_words.txt)" fsdp_flat --include='*.py'
 
 fix: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)

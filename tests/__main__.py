@@ -25,13 +25,22 @@ SESSIONS = (
         "tests/gpu",
         "tests/tools",
         "tests/versions",
-        "tests/wrap",
         "tests/layout",
         "tests/compat",
-        "tests/runtime/test_compile.py",
-        "tests/surface/test_finetune_example.py",
+        "tests/compile/test_compile.py",
+        "tests/examples/test_finetune_example.py",
     ),
-    ("tests/composable", "tests/parity", "tests/users", "tests/site"),
+    (
+        "tests/accumulation",
+        "tests/clipping",
+        "tests/mixed_precision",
+        "tests/optim_state",
+        "tests/state_dict",
+        "tests/strategies",
+        "tests/training",
+        "tests/wrapping",
+        "tests/site",
+    ),
 )
 # Run by a command of their own.
 APART = ("tests/hosts",)

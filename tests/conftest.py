@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,37 @@ def pytest_sessionfinish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary() -> None:
     warnings.simplefilter("default")
+
+
+class RunAlone:
+    """Prints how to run a failed test alone, and then its failure.
+
+    Attributes:
+        reprcrash: of the failure, if it has one: pytest takes the text of its summary from there.
+    """
+
+    def __init__(self, nodeid: str, failure: Any) -> None:
+        self.command = f"OMP_NUM_THREADS=1 {sys.executable} -m pytest {shlex.quote(nodeid)}"
+        self.reprcrash = getattr(failure, "reprcrash", None)
+        self._failure = failure
+
+    def toterminal(self, terminal: Any) -> None:
+        terminal.line(f"To run this test alone: {self.command}")
+        if hasattr(self._failure, "toterminal"):
+            self._failure.toterminal(terminal)
+        else:
+            terminal.line(str(self._failure))
+
+    def __str__(self) -> str:
+        return f"To run this test alone: {self.command}\n{self._failure}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.longrepr = RunAlone(report.nodeid, report.longrepr)
+    return report
 
 
 # Last, so that it selects among the tests that -k and -m have left.

@@ -539,6 +539,7 @@ def test_part_7_what_plugins_warn_about_is_no_error_and_what_tests_warn_about_is
     status, output = run_pytest(tmp_path, "-p", "noisy_plugin")
     assert "INTERNALERROR" not in output
     assert "3 failed, 3 passed" in output, output
+    assert output.count("To run this test alone: ") == 3
     assert status == 1
     (tmp_path / "test_that_warns.py").write_text("import warnings\nwarnings.warn('told by a module', stacklevel=1)\n")
     _, output = run_pytest(tmp_path, "-p", "noisy_plugin")

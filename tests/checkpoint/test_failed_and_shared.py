@@ -24,7 +24,7 @@ from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.held_saves import held
 from tests.support import assert_equal, on_ranks
 from tests.support.pool import spawn
-from tests.wrapper.models import seeded, shard, whole_state
+from tests.support.wrapper_models import seeded, shard, whole_state
 
 WRITE = "fsdp_flat.checkpoint.dcp_files.write_files"
 

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_flat import check_replicas, fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import OptionTypeError, RankMismatchError
 from tests.support import on_ranks
-from tests.wrapper.models import seeded, shard, train
+from tests.support.wrapper_models import seeded, shard, train
 
 FRONTS = pytest.mark.parametrize("front", ["flat", "originals", "fully_shard"])
 

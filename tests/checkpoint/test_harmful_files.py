@@ -26,7 +26,7 @@ from fsdp_flat.checkpoint.safetensors_files import PartialFile, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.test_checkpoints import write_with_record
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import seeded, shard, whole_state
+from tests.support.wrapper_models import seeded, shard, whole_state
 
 FAILED = (LoadError, PeerFailureError)
 

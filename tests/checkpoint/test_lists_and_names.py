@@ -26,7 +26,7 @@ from fsdp_flat import (
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError
 from fsdp_flat.layout import misfits
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import seeded, shard, whole_state
+from tests.support.wrapper_models import seeded, shard, whole_state
 
 
 @on_ranks(2)

@@ -25,8 +25,17 @@ from fsdp_flat import (
     save_full,
 )
 from fsdp_flat.errors import UnsupportedError
-from tests.runtime.test_tensor_parallel import LAYERS, LAYOUTS, adamw, grid, net, of_uneven_parts, on_grid, step_of_both
 from tests.support import Ranks, assert_equal, on_ranks
+from tests.tensor_parallel.test_tensor_parallel import (
+    LAYERS,
+    LAYOUTS,
+    adamw,
+    grid,
+    net,
+    of_uneven_parts,
+    on_grid,
+    step_of_both,
+)
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])

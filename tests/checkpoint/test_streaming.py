@@ -25,10 +25,10 @@ from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.core import units_of
 from fsdp_flat.core.shown import Shown
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
-from tests.runtime.test_memory import live_bytes
+from tests.memory.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import Tied, batch, mesh_options, seeded, shard, whole_state
+from tests.support.wrapper_models import Tied, batch, mesh_options, seeded, shard, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])

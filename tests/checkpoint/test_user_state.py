@@ -18,9 +18,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, iter_full_state_dict, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.held_saves import held
-from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import train_on
+from tests.support.steps import recorded
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 

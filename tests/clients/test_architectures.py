@@ -17,8 +17,8 @@ import transformers
 from torch import nn
 
 from fsdp_flat.wrap import CustomPolicy
-from tests.runtime.kit import Twin
 from tests.support import on_ranks
+from tests.support.steps import Twin
 
 TEXT = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {

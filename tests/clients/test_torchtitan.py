@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tests.clients.kit import on_both
-from tests.composable.experts import WIDTH, Experts, clip
 from tests.support import assert_close, on_ranks
+from tests.support.experts import WIDTH, Experts, clip
 from tests.support.transport import rank_device
 
 VOCABULARY = 32

@@ -12,9 +12,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
 from fsdp_flat.comm.torch_comm import all_gather_single, reduce_scatter_single
 from fsdp_flat.errors import OptionError, PhaseError
-from tests.runtime.kit import Twin, batch, recorded
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Stack, full_params, square_loss
+from tests.support.steps import Twin, batch, recorded
 
 
 class Plain:

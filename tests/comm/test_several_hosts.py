@@ -20,10 +20,10 @@ from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.comm.shm.connect import hosts_of
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.comm.test_collectives import DTYPES, contribution
-from tests.runtime.kit import MESSAGES, Twin, recorded, sgd
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, Stack, batch, full_grads, full_params, mesh, square_loss, wrapped
+from tests.support.steps import MESSAGES, Twin, recorded, sgd
 
 # The host of each rank: pairs in order, and interleaved.
 PLACES = ["aabb", "abab", "abba"]

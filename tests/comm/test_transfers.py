@@ -12,8 +12,8 @@ import torch.distributed as dist
 from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, transfers
 from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
-from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
+from tests.support.steps import recorded, shared_memory
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from fsdp_flat.errors import UnsupportedError, UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
 from tests.support.kit import train_on
-from tests.wrapper.models import batch, seeded
+from tests.support.wrapper_models import batch, seeded
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
@@ -265,7 +265,7 @@ def test_a_member_of_torchs_enum_equals_ours_of_that_name_and_no_other(name: str
 def test_torchs_enums_records_and_policies_are_taken_wherever_ours_are(rank: int) -> None:
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    from tests.wrapper.models import Block
+    from tests.support.wrapper_models import Block
 
     model = fsdp_flat.FullyShardedDataParallel(
         seeded(),

@@ -21,7 +21,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.fully_sharded_data_parallel import HandleTrainingState, TrainingState
 from tests.support import on_ranks
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import Block, batch, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import Block, batch, seeded, shard, shard_by_peer
 
 needs_torch_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the table is of torch 2.13, and this is {torch.__version__}"

@@ -25,7 +25,7 @@ import fsdp_flat
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import train_on
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 OPTIONS = {

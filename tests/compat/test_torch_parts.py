@@ -29,7 +29,7 @@ from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_poli
 from tests.compat.clients import imported
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import Block, batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import Block, batch, seeded, shard, shard_by_peer, whole_state
 
 POLICIES = {
     "ours_by_class": ModuleWrapPolicy({Block}),

@@ -1,13 +1,14 @@
 """``make gpu``: runs all that needs an accelerator, or without one what stands in for it on the CPU.
 
-Parts run beside each other where there are cores for it, and each says how long it took. On a CUDA device the tests of
-``tests/parity`` and ``tests/clients`` run over NCCL on ranks that share it (``tests/support/transport.py``).
+Parts run beside each other where there are cores for it, and each says how long it took. On a CUDA device tests beside
+torch's FSDP1 (:func:`parity_files`) and clients run over NCCL on ranks that share it (``tests/support/transport.py``).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ LIMIT_S = 580.0
 # Processes that a part keeps busy: a session and its ranks.
 _CORES_OF_A_PART = 3
 _NUM_PARITY_PARTS = 4
+# Tests beside torch's FSDP1 that train by means of their own.
+_MORE_PARITY_FILES = ("test_local_calls.py", "test_torchs_test_helpers.py")
 _CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchtitan", "torchtnt")
 # Of tests/clients, those that take the ranks' device; the others name the CPU, or one device for each rank.
 _CLIENT_TESTS = ("test_hugging_face.py", "test_peft.py", "test_torchtitan.py", "test_transformers.py")
@@ -100,9 +103,20 @@ def commands(has_accelerator: bool, *, has_cuda: bool, has_clients: bool = False
     return found
 
 
+def parity_files() -> list[Path]:
+    """Return the files of tests that train beside torch's FSDP1, those of its own suites' cases among them."""
+    return [
+        path
+        for path in (ROOT / "tests").glob("*/test_*.py")
+        if "torch_cases" in path.name
+        or path.name in _MORE_PARITY_FILES
+        or re.search(r"^from tests\.support\.(both_sides|torch_and_ours) import", path.read_text(), re.MULTILINE)
+    ]
+
+
 def _parity_parts() -> list[tuple[str, ...]]:
-    """Return the files of tests/parity in parts of about the same size."""
-    files = sorted((ROOT / "tests" / "parity").glob("test_*.py"), key=lambda path: -path.stat().st_size)
+    """Return the files of :func:`parity_files` in parts of about the same size."""
+    files = sorted(parity_files(), key=lambda path: -path.stat().st_size)
     parts: list[list[Path]] = [[] for _ in range(_NUM_PARITY_PARTS)]
     for path in files:
         min(parts, key=lambda part: sum(each.stat().st_size for each in part)).append(path)

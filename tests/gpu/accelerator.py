@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.runtime.kit import WIDTH, Twin
 from tests.support.kit import Block, Stack
+from tests.support.steps import WIDTH, Twin
 
 NO_ACCELERATOR = "no accelerator"
 # What a test needs to run on an accelerator; also those of other folders may use it.

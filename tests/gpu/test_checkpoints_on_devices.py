@@ -13,9 +13,9 @@ import torch.distributed as dist
 from fsdp_flat import CPUOffload, ShardingStrategy, StateDictType, load_checkpoint, save_checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.gpu.accelerator import Trainer, on_devices
-from tests.runtime.kit import batches
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params
+from tests.support.steps import batches
 
 BOTH_KINDS = [False, True]
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT

@@ -20,6 +20,7 @@ from tests.gpu.__main__ import (
     Done,
     commands,
     counts_in,
+    parity_files,
     run_all,
     run_command,
     verdict,
@@ -61,8 +62,9 @@ def test_part_7_with_a_gpu_parity_sanitizer_faults_examples_and_clients_run() ->
     over_nccl = [part for part in words if part[:2] == ("--transport", "nccl")]
     files = sorted(path for part in over_nccl for path in part[2:])
     clients = [path for path in files if path.startswith("tests/clients/")]
-    parity = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/parity").glob("test_*.py"))
+    parity = sorted(path.relative_to(ROOT).as_posix() for path in parity_files())
     assert [path for path in files if path not in clients] == parity, "each file once"
+    assert {"tests/training/test_training.py", "tests/accumulation/test_torch_cases.py"} <= set(parity)
     assert len(clients) == 4
     assert all((ROOT / path).exists() for path in files)
     assert ("-m", "gpu", "tests/gpu") in words

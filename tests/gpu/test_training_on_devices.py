@@ -17,10 +17,10 @@ from fsdp_flat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStra
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.gpu.accelerator import Recomputed, Trainer, compute_device, kind_id, on_devices
-from tests.runtime.kit import STRATEGIES, assert_idle, batches
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params
 from tests.support.reference import replicated_gradients
+from tests.support.steps import STRATEGIES, assert_idle, batches
 
 FULL = ShardingStrategy.FULL_SHARD
 GRAD_OP = ShardingStrategy.SHARD_GRAD_OP

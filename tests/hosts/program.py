@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, load_checkpoint, save_checkpoint
-from tests.runtime.kit import STRATEGIES, Twin, mesh_for
 from tests.support.hosts import train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, Stack, batch, full_params, square_loss, wrapped
+from tests.support.steps import STRATEGIES, Twin, mesh_for
 
 # Of the group whose ranks wait for a host in vain.
 TIMEOUT_S = 10

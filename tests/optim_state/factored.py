@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.support.kit import train_on
-from tests.wrapper.models import batch
+from tests.support.wrapper_models import batch
 
 
 class Factored(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, TASKS, save
 from tests.state_dict.kit import train as train_task
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.wrapper.models import seeded, shard
+from tests.support.wrapper_models import seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")

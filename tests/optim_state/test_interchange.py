@@ -25,7 +25,7 @@ from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import PeerFSDP, peer_fully_shard
 from tests.support.reference import replicated_step
-from tests.wrapper.models import Block, Model, batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import Block, Model, batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 PEER = peer_library.StateDictType

@@ -25,7 +25,7 @@ from fsdp_flat.errors import UnsupportedError
 from tests.state_dict.kit import FULL, SHARDED, group_of, groups_of, load, peer_quiet, save, single_rank_allowed
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_grads, square_loss
-from tests.wrapper.models import batch, seeded, shard, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
 Muon = getattr(torch.optim, "Muon", None)
 

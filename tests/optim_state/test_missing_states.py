@@ -24,7 +24,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, save, train
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import seeded, shard
+from tests.support.wrapper_models import seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [

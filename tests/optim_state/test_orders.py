@@ -18,7 +18,7 @@ from fsdp_flat.api import FullOptimStateDictConfig
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, peer_quiet
 from tests.support import OWN_PARAMETERS, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

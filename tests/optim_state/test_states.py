@@ -21,13 +21,13 @@ from fsdp_flat.errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from tests.memory.test_memory import settled_bytes
 from tests.optim_state.factored import factored, merge_rows, split_rows
-from tests.runtime.kit import recorded
-from tests.runtime.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, load, save, train, wrapped
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import batch, seeded, shard
+from tests.support.steps import recorded
+from tests.support.wrapper_models import batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())

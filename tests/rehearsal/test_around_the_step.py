@@ -21,7 +21,7 @@ from tests.rehearsal.models import (
     EVERY_STRATEGY,
     PAIRS,
 )
-from tests.runtime.kit import WIDTH, mesh_for
+from tests.support.steps import WIDTH, mesh_for
 
 
 @BOTH_KINDS

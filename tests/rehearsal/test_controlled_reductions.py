@@ -14,7 +14,7 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.core import units_of
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal, train
 from tests.rehearsal.models import BOTH_KINDS
-from tests.runtime.kit import mesh_for
+from tests.support.steps import mesh_for
 
 
 def backward(model: nn.Module) -> None:

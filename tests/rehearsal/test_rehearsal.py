@@ -26,8 +26,8 @@ from tests.rehearsal.models import (
     Twice,
     on_device,
 )
-from tests.runtime.kit import mesh_for
 from tests.support.kit import Stack
+from tests.support.steps import mesh_for
 
 
 @BOTH_KINDS

@@ -19,7 +19,7 @@ from tests.support import on_ranks
 
 # Pages whose results a test of their own looks at; it runs all their blocks.
 OTHER_TESTS = {
-    "checkpoints.md": "tests/users/test_4_1_first_page.py",
+    "checkpoints.md": "tests/site/test_first_page.py",
     "migrating.md": "tests/tools/test_migrating_guide.py",
     "planning.md": "tests/benchmarks/test_planning_page.py",
 }

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
+from tests.support import wrapper_models as models
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper import models
-from tests.wrapper.models import WIDTH, Block, Model, Tied, batch, shard
+from tests.support.wrapper_models import WIDTH, Block, Model, Tied, batch, shard
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 ON_DEVICE: dict[StateDictType, OptimStateDictConfig] = {

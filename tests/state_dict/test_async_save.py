@@ -17,7 +17,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from tests.support import assert_equal
 from tests.support.pool import spawn
-from tests.wrapper.models import seeded, shard, train, whole_state
+from tests.support.wrapper_models import seeded, shard, train, whole_state
 
 BOXES = (ShardedStateDictConfig(boxes=True), ShardedOptimStateDictConfig(boxes=True))
 

@@ -19,10 +19,10 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.state import BoxedTensor
-from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import Tied, seeded, shard, shard_by_peer, train, whole_state
+from tests.support.steps import recorded
+from tests.support.wrapper_models import Tied, seeded, shard, shard_by_peer, train, whole_state
 
 RanksOf = Callable[..., Ranks]
 

@@ -22,7 +22,7 @@ from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full, un
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import train_on
-from tests.wrapper.models import Block, batch, seeded, shard
+from tests.support.wrapper_models import Block, batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [

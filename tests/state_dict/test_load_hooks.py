@@ -16,7 +16,7 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED
 from tests.state_dict.test_module_hooks import KINDS, Plain, model_of
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import whole_state
+from tests.support.wrapper_models import whole_state
 
 
 class Converting(nn.Module):

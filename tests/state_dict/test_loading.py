@@ -14,11 +14,11 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionTypeError
-from tests.runtime.kit import recorded
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, Normed, groups_of, seeded_task
+from tests.state_dict.test_full_state_dict import Versioned
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import Block, Model, batch, seeded, shard, whole_state
-from tests.wrapper.test_full_state_dict import Versioned
+from tests.support.steps import recorded
+from tests.support.wrapper_models import Block, Model, batch, seeded, shard, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())

@@ -15,7 +15,7 @@ from fsdp_flat import MixedPrecision, load_checkpoint, load_full, save_checkpoin
 from tests.state_dict.kit import FULL, LOCAL, SHARDED
 from tests.support import assert_equal, on_ranks
 from tests.support.peer import peer_fsdp
-from tests.wrapper.models import Block, Model, batch, seeded, shard
+from tests.support.wrapper_models import Block, Model, batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 LOW = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)

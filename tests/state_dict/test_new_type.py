@@ -25,7 +25,7 @@ from fsdp_flat.state import CodecRow, LoadPlan, StateDictCodec, StateShard, code
 from fsdp_flat.state.codecs import FullCodec
 from tests.state_dict.kit import FULL, OPTIMIZERS, TASKS, save, train
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import seeded, shard, whole_state
+from tests.support.wrapper_models import seeded, shard, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

@@ -34,10 +34,10 @@ from tests.state_dict.kit import (
     wrapped,
 )
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
+from tests.support import wrapper_models as models
 from tests.support.kit import no_shard_allowed
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper import models
-from tests.wrapper.models import Block, batch, whole_state
+from tests.support.wrapper_models import Block, batch, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

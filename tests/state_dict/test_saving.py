@@ -31,13 +31,13 @@ from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError, PhaseError, UsageError
 from fsdp_flat.layout import clean_fqn
-from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
-from tests.runtime.test_memory import settled_bytes
+from tests.memory.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import patience, square_loss
 from tests.support.peer import PeerFSDP
-from tests.wrapper.models import Block, Tied, batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.steps import OBJECT_COLLECTIVES, recorded
+from tests.support.wrapper_models import Block, Tied, batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 ITEMSIZE = 4

@@ -19,10 +19,10 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.runtime.kit import batch
 from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Block, full_params, mesh, train_on, wrapped
+from tests.support.steps import batch
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")

@@ -29,9 +29,9 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import nbytes_of, size_text
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import exchange_nbytes, recorded
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Block, Stack, mesh, normal, square_loss, wrapped
+from tests.support.steps import exchange_nbytes, recorded
 
 TOLERANCE = 0.03
 WRAPPERS = {"flat parameters": False, "original parameters": True}

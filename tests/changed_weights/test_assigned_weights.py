@@ -1,0 +1,137 @@
+"""Weights that change between a forward and its backward: an assignment raises, an optimizer's step is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat.errors import PhaseError
+from tests.support import assert_close, on_ranks
+from tests.support.kit import Stack, square_loss, wrapped
+from tests.support.pairs import CLOSE, MEMORY, WIDTH, Pair, batch, placed
+
+
+def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:
+    module.weight = nn.Parameter(value)
+
+
+def assign_data(module: nn.Module, value: torch.Tensor) -> None:
+    module.weight.data = value
+
+
+HOWS = pytest.mark.parametrize("assign", [assign_parameter, assign_data])
+# The strategy; where the parameter is; the unit that owns it. These are still whole after a forward.
+CASES = [
+    ("SHARD_GRAD_OP", "blocks.0.up", "blocks.0"),
+    ("SHARD_GRAD_OP", "blocks.2.down", "blocks.2"),
+    ("SHARD_GRAD_OP", "head", "Stack"),
+    ("NO_SHARD", "blocks.0.up", "blocks.0"),
+    ("NO_SHARD", "blocks.2.down", "blocks.2"),
+    ("NO_SHARD", "first", "Stack"),
+    ("FULL_SHARD", "first", "Stack"),
+    ("FULL_SHARD", "head", "Stack"),
+    ("HYBRID_SHARD 2x1", "blocks.1.up", "blocks.1"),
+    ("_HYBRID_SHARD_ZERO2 1x2", "blocks.1.up", "blocks.1"),
+]
+
+
+def assign_twice(pair: Pair, path: str, assign: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    """The same new value in both models."""
+    layer = pair.plain.get_submodule(path)
+    value = layer.weight.detach() * 0.5 + 0.1
+    assign(layer, value.clone())
+    target = pair.model.module
+    for name in path.split("."):
+        target = getattr(target, name)
+    assign(target, value.clone())
+
+
+@HOWS
+@pytest.mark.parametrize("layout, path, unit", CASES)
+@on_ranks(2)
+def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_parameter(
+    layout: str,
+    path: str,
+    unit: str,
+    assign: Callable[[nn.Module, torch.Tensor], None],
+    rank: int,
+) -> None:
+    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
+    loss = square_loss(pair.model, batch(rank, 7))
+    assign_twice(pair, path, assign)
+    with pytest.raises(PhaseError) as caught:
+        loss.backward()
+    text = str(caught.value)
+    assert f"'{unit}'" in text, text
+    assert f"{path.removeprefix(unit + '.')}.weight'" in text, text
+
+
+@HOWS
+@pytest.mark.parametrize("layout, path, unit", CASES)
+@on_ranks(2)
+def test_a_weight_assigned_after_a_forward_without_a_backward_raises_at_the_next_forward(
+    layout: str, path: str, unit: str, assign: Callable[[nn.Module, torch.Tensor], None], rank: int
+) -> None:
+    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
+    pair.train()
+    square_loss(pair.model, batch(rank, 7))
+    assign_twice(pair, path, assign)
+    with torch.no_grad(), pytest.raises(PhaseError, match=f"unit '{unit}' was assigned after a forward"):
+        pair.model(batch(rank, 8))
+
+
+class HalfUsed(nn.Module):
+    """A unit in which the elements of the last rank are those of a layer that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@MEMORY
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2, timeout=20)
+def test_a_step_after_a_forward_without_backward_is_seen_where_this_rank_has_no_gradients(
+    layout: str, shared_memory: bool
+) -> None:
+    options = placed(layout, shared_memory=shared_memory)
+    pair = Pair.of(HalfUsed(), wrap=wrapped, use_orig_params=True, **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (pair.model, pair.plain)]
+    x = batch(0)
+    for step in range(3):
+        pair.backward(step=step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        pair.model(x)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_close(pair.model(x).detach(), pair.plain(x).detach(), **CLOSE)
+        pair.zero_grad()
+    pair.check_parameters()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 1x2"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_data_that_a_caller_takes_out_and_puts_back_is_unchanged(layout: str, use_orig_params: bool) -> None:
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
+    pair.train()
+    x = batch(0, 5)
+    params = list(pair.model.parameters())
+    averages = [torch.zeros_like(param.data) for param in params]
+    with torch.no_grad():
+        for param, average in zip(params, averages, strict=True):
+            param.data, average.data = average.data, param.data
+        assert not pair.model(x).any()
+        for param, average in zip(params, averages, strict=True):
+            param.data, average.data = average.data, param.data
+        assert_close(pair.model(x), pair.plain(x), **CLOSE)
+    pair.train()
+    pair.check_parameters()

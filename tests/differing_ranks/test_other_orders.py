@@ -1,0 +1,115 @@
+"""Ranks that run units of one size in another order: an error on every rank, with both units, before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import RankMismatchError
+from tests.support import on_ranks
+from tests.support.kit import Block, square_loss
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
+
+
+class Ordered(nn.Module):
+    """Two units of one size, which run as ``order`` says, and a third one before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleDict({name: Block() for name in ("third", "alpha", "beta")})
+        self.head = nn.Linear(WIDTH, 2)
+        self.order = ["third", "alpha", "beta"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for name in self.order:
+            x = self.layers[name](x)
+        return self.head(x)
+
+
+WHEN = {"in the first step": None, "after two steps": ["third", "alpha", "beta"], "when first used": ["third"]}
+NOTHING_GATHERED, GATHERED_BY_ALL = ["NO_SHARD", "HYBRID_SHARD 2x1"], ["FULL_SHARD", "SHARD_GRAD_OP"]
+WHENS = pytest.mark.parametrize("when", list(WHEN))
+WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
+
+
+def check(layout: str, wrap: Callable[..., FSDP], when: str, kind: bool, shared_memory: bool, odd: list[int]) -> None:
+    """The ranks of ``odd`` run the two units the other way round."""
+    options = placed(layout, shared_memory=shared_memory)
+    pair = Pair.of(Ordered(), wrap=wrap, use_orig_params=kind, **options)
+    before = WHEN[when]
+    if before is not None:
+        pair.model.module.order = pair.plain.order = before
+        pair.train(num_steps=2)
+    rank = dist.get_rank()
+    pair.model.module.order = ["third", "beta", "alpha"] if rank in odd else ["third", "alpha", "beta"]
+    # In later steps ranks do not wait for each other in backward, and find it before the next forward, except that
+    # all-gathers of all ranks through shared memory show it.
+    is_late = when == "after two steps" and not (shared_memory and layout in GATHERED_BY_ALL)
+
+    def two_forwards() -> None:
+        square_loss(pair.model, batch(rank, 5)).backward()
+        pair.model(batch(rank, 6))
+
+    with pytest.raises(RankMismatchError) as caught:
+        two_forwards()
+    text = str(caught.value)
+    assert "'layers.alpha'" in text, text
+    assert "'layers.beta'" in text, text
+    if is_late:
+        assert "if an optimizer has stepped since, weights are wrong" in text, text
+    else:
+        assert all(param.grad is None for param in pair.model.parameters()), "nothing for an optimizer"
+
+
+@KINDS
+@WHENS
+@WRAPS
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2, timeout=20)
+def test_units_in_another_order_raise_on_every_rank_without_shared_memory(
+    layout: str, wrap: Callable[..., FSDP], when: str, use_orig_params: bool
+) -> None:
+    check(layout, wrap, when, use_orig_params, False, [1])
+
+
+@WHENS
+@WRAPS
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2, timeout=20)
+def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
+    layout: str, wrap: Callable[..., FSDP], when: str
+) -> None:
+    check(layout, wrap, when, True, True, [1])
+
+
+@KINDS
+@WHENS
+@pytest.mark.parametrize("layout", NOTHING_GATHERED)
+@on_ranks(2, timeout=20)
+def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
+    layout: str, when: str, use_orig_params: bool
+) -> None:
+    check(layout, by_policy, when, use_orig_params, True, [1])
+
+
+@KINDS
+@WHENS
+@WRAPS
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@on_ranks(4, timeout=20)
+def test_a_replica_that_runs_units_in_another_order_makes_every_rank_raise(
+    shared_memory: bool, wrap: Callable[..., FSDP], when: str, use_orig_params: bool
+) -> None:
+    check("HYBRID_SHARD 2x2", wrap, when, use_orig_params, shared_memory, [2, 3])
+
+
+@on_ranks(4, timeout=20)
+def test_one_of_four_ranks_that_runs_units_in_another_order_makes_every_rank_raise() -> None:
+    check("FULL_SHARD", by_policy, "after two steps", True, False, [2])

@@ -1,0 +1,419 @@
+"""Texts that say what is wrong and what to do, where a raw error, or several, came before (part 3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as peer
+from torch import nn
+
+import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import StateDictType
+from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError, counted
+from tests.support import assert_close, on_ranks
+from tests.support.kit import square_loss
+from tests.support.peer import peer_warnings_silenced
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
+
+KINDS = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+
+
+def fully(model: Any = None) -> Any:
+    """The model with ``fully_shard`` on each block and the whole."""
+    model = seeded() if model is None else model
+    for block in model.blocks:
+        fsdp_flat.fully_shard(block)
+    return fsdp_flat.fully_shard(model)
+
+
+def text_of(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text of the error that a call raises; warnings of torch's are not of interest."""
+    with peer_warnings_silenced(), pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ torch's FSDPs
+
+ONE_OF_TWO = "One of the two libraries can shard a parameter."
+
+
+@KINDS
+@on_ranks(2)
+def test_torchs_fully_shard_around_or_inside_ours_is_refused_where_it_is_called(orig: bool) -> None:
+    """Part 3: torch's error was "Invariant encountered: value was None", or ours came with the first forward."""
+    choices: list[Callable[[Any], Any]] = [lambda model: model, nn.Sequential, lambda model: model.blocks[0]]
+    cases = [choice(shard(seeded(), use_orig_params=orig)) for choice in choices]
+    cases += [nn.Sequential(fully()), fully().blocks[0].up]
+    for model in cases:
+        text = text_of(UsageError, lambda model=model: peer.fully_shard(model))
+        assert text.startswith("torch's fully_shard was called on ")
+        assert ONE_OF_TWO in text
+        assert "ignored_params" in text
+    # What is left out may be sharded by torch.
+    rest: Any = nn.Sequential(fully(), nn.Linear(3, 3))
+    peer.fully_shard(rest, ignored_params=set(rest[0].parameters()))
+    assert rest[1].weight.to_local().shape != (3, 3)
+
+
+@KINDS
+@on_ranks(2)
+def test_torchs_wrapper_inside_ours_is_refused(orig: bool) -> None:
+    """Part 3: whether it is there before, or put there later; and with ``fully_shard`` of ours around it."""
+    wrapped, sharded = shard(seeded(), use_orig_params=orig), fully()
+    for module in (wrapped.blocks[0].module.up, sharded.blocks[0].up, sharded.blocks[1].down):
+        text = text_of(UsageError, lambda module=module: shard_by_peer(module, by_blocks=False))
+        assert text.startswith("torch's FullyShardedDataParallel was called on a Linear inside unit ")
+        assert ONE_OF_TWO in text
+    for around in (FSDP, fsdp_flat.fully_shard):
+        model = seeded()
+        model.blocks[0] = shard_by_peer(model.blocks[0], by_blocks=False, use_orig_params=orig)
+        text = text_of(OptionError, lambda around=around, model=model: around(model))
+        assert text.startswith("'blocks.0' of Model is sharded by torch's FullyShardedDataParallel already.")
+        assert "python -m fsdp_flat.run" in text
+    left = seeded()
+    left.blocks[0] = shard_by_peer(left.blocks[0], by_blocks=False, use_orig_params=orig)
+    outer = FSDP(left, ignored_modules=[left.blocks[0]], use_orig_params=orig)
+    with peer_warnings_silenced():
+        square_loss(outer, batch(dist.get_rank())).backward()
+
+
+@on_ranks(2)
+def test_ours_around_or_inside_torchs_fully_shard_is_refused_with_its_name() -> None:
+    """Part 3: before, the text was about a mesh for tensor parallelism."""
+    for around in (FSDP, fsdp_flat.fully_shard):
+        inner = seeded()
+        peer.fully_shard(inner.blocks[0])
+        text = text_of(OptionError, lambda around=around, inner=inner: around(inner))
+        assert text.startswith("'blocks.0' of Model is sharded by torch's fully_shard already.")
+        whole = seeded()
+        peer.fully_shard(whole)
+        text = text_of(OptionError, lambda around=around, whole=whole: around(whole.blocks[0]))
+        assert text.startswith("'up' of Block is sharded by torch's FSDP already.")
+
+
+@on_ranks(2)
+def test_torchs_constructors_are_its_own_again_after_they_are_restored() -> None:
+    """Part 3: the guard can be undone, and is in the list of what is replaced."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    fully()
+    guarded = FSDPParamGroup.__init__, peer.FullyShardedDataParallel.__init__, torch.optim.Muon.__init__
+    try:
+        restore_torch_functions()
+        restored = FSDPParamGroup.__init__, peer.FullyShardedDataParallel.__init__, torch.optim.Muon.__init__
+        assert not any(first is second for first, second in zip(guarded, restored, strict=True))
+        assert "fsdp_flat" not in restored[0].__globals__["__name__"]
+    finally:
+        replace_torch_functions()
+    assert FSDPParamGroup.__init__ is not restored[0]
+
+
+# ------------------------------------------------------------------------------------------------------ after unwrap
+
+
+@KINDS
+@on_ranks(2)
+def test_a_wrapper_that_unwrap_has_emptied_says_so_in_every_method(orig: bool) -> None:
+    """Part 3: ``state_dict()`` raised an empty AssertionError; ``reshard()``, of an inner wrapper too, is a sibling."""
+    model = shard(seeded(), use_orig_params=orig)
+    inner = model.blocks[0]
+    plain = fsdp_flat.unwrap(model)
+    calls = [
+        *(method for each in (model, inner) for method in (each.state_dict, each.reshard, each.unshard)),
+        *(lambda: list(model.parameters()), lambda: model.load_state_dict({}), model.zero_grad, model.check_is_root),
+        *(lambda: model(batch(0)), lambda: model.clip_grad_norm_(1.0), lambda: model.set_requires_gradient_sync(False)),
+        lambda: fsdp_flat.save_checkpoint("unused", model),
+        lambda: fsdp_flat.save_full(model, "unused"),
+    ]
+    for call in calls[:-5]:
+        assert "Use the module that unwrap returned." in text_of(UsageError, call)
+    for call in calls[-2:]:
+        assert "Use the module that unwrap returned." in text_of(UsageError, call)
+    assert "Shard the model first." in text_of(OptionError, lambda: fsdp_flat.save_full(nn.Linear(2, 2), "unused"))
+    assert plain.state_dict().keys() == seeded().state_dict().keys()
+
+
+# ------------------------------------------------------------------------------------------ calls while it is sharded
+
+
+@on_ranks(2)
+def test_a_child_or_method_called_under_fully_shard_is_told_how_to_call_it() -> None:
+    """Part 3: torch's error is about a mixture of tensors; advice is added, and a right operation is not refused."""
+    model, x = fully(), batch(dist.get_rank())
+    for call in (
+        lambda: model.first(x),
+        lambda: model.blocks[0].up(torch.ones(2, 5)),
+        lambda: model.last(model.first(x)),
+    ):
+        text = text_of(RuntimeError, call)
+        assert "mixed torch.Tensor and DTensor" in text  # torch's own
+        assert "Linear was called while its parameter" in text
+        assert "is sharded, and so a DTensor. Call the wrapped model" in text
+        assert "register_forward_method(model, name)" in text
+        assert text.count("register_forward_method") == 1
+    replicated = [torch.distributed.tensor.Replicate()]
+    same = batch(0)
+    as_dtensor = torch.distributed.tensor.DTensor.from_local(same, model.first.weight.device_mesh, replicated)
+    assert_close(model.first(as_dtensor).full_tensor(), seeded().first(same), rtol=1e-5, atol=1e-6)
+    assert_close(model(x), seeded()(x), rtol=1e-5, atol=1e-6)
+    # Nothing is left on the modules that were called.
+    assert not any(module._forward_hooks for module in model.modules())
+    fsdp_flat.unwrap(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@on_ranks(2)
+def test_another_error_of_a_child_stays_as_it_is() -> None:
+    """Part 3: the advice belongs to one error."""
+
+    class Picky(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    model = fsdp_flat.fully_shard(nn.Sequential(Picky(2, 2)))
+    assert text_of(RuntimeError, lambda: model[0](torch.ones(1, 2))) == "no"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func itself
+@KINDS
+@on_ranks(2)
+def test_forward_mode_transforms_run_and_those_that_run_backward_are_named(orig: bool) -> None:
+    """Part 3: ``torch.func.jvp`` on the wrapper, ``jacfwd`` and ``vmap``; ``grad`` and ``vjp`` cannot work."""
+    x, plain = batch(dist.get_rank()), seeded()
+    for model in (shard(seeded(), use_orig_params=orig), fully()):
+        for transform in (
+            lambda module: torch.func.jvp(module, (x,), (x,)),
+            lambda module: torch.func.jacfwd(module)(x),
+            lambda module: torch.func.vmap(module)(x),
+        ):
+            expected = torch.utils._pytree.tree_leaves(transform(plain))
+            found = torch.utils._pytree.tree_leaves(transform(model))
+            assert_close([each.detach() for each in found], [each.detach() for each in expected], rtol=1e-5, atol=1e-6)
+        for transform in (
+            lambda module: torch.func.grad(lambda given: module(given).sum())(x),
+            lambda module: torch.func.vjp(module, x),
+            lambda module: torch.func.jacrev(module)(x),
+        ):
+            text = text_of(UnsupportedError, lambda transform=transform, model=model: transform(model))
+            assert "inside a transform of torch.func that runs backward" in text
+            assert "torch.func.jvp and jacfwd" in text
+        square_loss(model, x).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ state dicts
+
+
+def odd_states() -> dict[str, tuple[Any, str]]:
+    """State dicts that are not the model's, with what is told about each."""
+    state = seeded().state_dict()
+    return {
+        "of DistributedDataParallel": (
+            {f"module.{name}": value for name, value in state.items()},
+            "Its names begin with 'module.' (by DistributedDataParallel), the model's do not. Load "
+            "{name.removeprefix('module.'): value for name, value in state_dict.items()}.",
+        ),
+        "of a task around it": (
+            {f"net.model.{name}": value for name, value in state.items()},
+            "Its names begin with 'net.model.', the model's do not.",
+        ),
+        "in a checkpoint": (
+            {"model": state, "epoch": 3},
+            "The model's state dict is its entry 'model'. Load state_dict['model'].",
+        ),
+        "in Lightning's checkpoint": (
+            {"state_dict": state, "optimizer_states": []},
+            "The model's state dict is its entry 'state_dict'. Load state_dict['state_dict'].",
+        ),
+        "of an optimizer": (
+            {"state": {"first.weight": {"step": torch.ones(())}}, "param_groups": [{"params": ["first.weight"]}]},
+            "This is an optimizer's state dict. Load it by optim.load_state_dict; one that FSDP.optim_state_dict has "
+            "made is converted for that by FSDP.optim_state_dict_to_load(model, optim, state_dict).",
+        ),
+    }
+
+
+@pytest.mark.parametrize("which", odd_states())
+@pytest.mark.parametrize("kind", ["flat", "orig", "fully_shard"])
+@on_ranks(2)
+def test_loading_another_state_dict_tells_what_to_load(which: str, kind: str) -> None:
+    """Part 3: names of DDP, a whole checkpoint, an optimizer's state; with torch's list of names before it."""
+    state, advice = odd_states()[which]
+    model = fully() if kind == "fully_shard" else shard(seeded(), use_orig_params=kind == "orig")
+    before = whole_state(model) if isinstance(model, FSDP) else None
+    text = text_of(RuntimeError, lambda: model.load_state_dict(state))
+    assert "Missing key(s) in state_dict" in text
+    assert advice in text
+    assert before is None or all(torch.equal(value, before[name]) for name, value in whole_state(model).items())
+    # Names that fit are no reason for advice, nor is a load that does not ask for all.
+    some = dict(list(seeded().state_dict().items())[1:])
+    assert text_of(RuntimeError, lambda: model.load_state_dict(some)).rstrip().endswith('"first.weight".')
+    model.load_state_dict(some, strict=False)
+
+
+@pytest.mark.parametrize("which", odd_states())
+@on_ranks(2)
+def test_a_file_with_another_state_dict_tells_the_same(which: str, tmp_path: Path) -> None:
+    """Part 3: ``load_full`` has the same hints, by the same code."""
+    state, advice = odd_states()[which]
+    path = tmp_path / "model.pt"
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+    text = text_of(LoadError, lambda: fsdp_flat.load_full(shard(seeded()), path))
+    assert ("prefix=" in text) if all(isinstance(value, torch.Tensor) for value in state.values()) else (advice in text)
+
+
+@on_ranks(2)
+def test_a_directory_that_is_a_checkpoint_is_named_as_such_by_load_full(tmp_path: Path) -> None:
+    """Part 3: of ``save_checkpoint``, all of them or one; and of torch.distributed.checkpoint."""
+    model = shard(seeded(), use_orig_params=True)
+    fsdp_flat.save_checkpoint(tmp_path / "runs", model, step=3)
+    one = next(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    for path in (tmp_path / "runs", one):
+        text = text_of(LoadError, lambda path=path: fsdp_flat.load_full(model, path))
+        assert "but a checkpoint of save_checkpoint. Load it by fsdp_flat.load_checkpoint" in text
+    with peer_warnings_silenced():
+        dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"))
+    text = text_of(LoadError, lambda: fsdp_flat.load_full(model, tmp_path / "dcp"))
+    assert "but a checkpoint of torch.distributed.checkpoint. Load it by torch.distributed.checkpoint.load" in text
+    if dist.get_rank() == 0:
+        (tmp_path / "other").mkdir()
+    dist.barrier()
+    text = text_of(LoadError, lambda: fsdp_flat.load_full(model, tmp_path / "other"))
+    assert "holds neither model.safetensors nor model.safetensors.index.json. " in f"{text} "
+
+
+@KINDS
+@on_ranks(2)
+def test_a_sharded_state_dict_in_a_full_load_is_one_sentence(orig: bool) -> None:
+    """Part 3: it was a sentence for each of 17 parameters; a LOCAL one had a sentence for each unit."""
+    model = shard(seeded(), use_orig_params=orig)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = model.state_dict()
+    text = text_of(RuntimeError, lambda: model.load_state_dict(sharded))
+    assert text.count("SHARDED_STATE_DICT") == 2
+    assert "but 10 entries of the state dict are sharded tensors, 'first.weight' the first" in text
+    assert len(text.splitlines()) == 2
+    one = {**whole_state(model), "last.bias": sharded["last.bias"]}
+    text = text_of(RuntimeError, lambda: model.load_state_dict(one))
+    assert "but 1 entry of the state dict is a sharded tensor, 'last.bias' the first" in text
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = model.state_dict()
+    assert len(text_of(RuntimeError, lambda: model.load_state_dict(local)).splitlines()) == 2
+
+
+# ------------------------------------------------------------------------------------------------ optimizers, options
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there since torch 2.9")
+@KINDS
+@on_ranks(2)
+def test_muon_on_local_shards_raises_our_error_when_it_is_built(orig: bool) -> None:
+    """Part 3: torch's own error, about a number of dimensions, came first; groups and names are siblings."""
+    model = shard(seeded(), use_orig_params=orig)
+    matrices = [(name, param) for name, param in model.named_parameters() if "bias" not in name]
+    for given in (
+        [param for _, param in matrices],
+        matrices,
+        [{"params": [param for _, param in matrices]}],
+        [{"params": (param for _, param in matrices), "lr": 0.1}],
+        (param for _, param in matrices),
+    ):
+        text = text_of(UsageError, lambda given=given: torch.optim.Muon(given))
+        assert text.startswith("Muon computes with full parameters, and it was given ")
+        assert "fsdp_flat.MatrixOptimizer(model, Muon, ...)" in text
+    plain = seeded()
+    for given in ([plain.first.weight], [{"params": iter([plain.first.weight])}], [("w", plain.first.weight)]):
+        assert len(torch.optim.Muon(given).param_groups[0]["params"]) == 1
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        torch.optim.Muon([plain.first.bias])
+    torch.optim.Muon([param for name, param in fully().named_parameters() if "bias" not in name])
+
+
+WRONG_OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    "precision by name": (
+        lambda: FSDP(seeded(), mixed_precision="bf16"),  # type: ignore[arg-type]
+        "mixed_precision must be a MixedPrecision; got 'bf16'. For example "
+        "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).",
+    ),
+    "precision as a dtype": (
+        lambda: FSDP(seeded(), mixed_precision=torch.bfloat16),  # type: ignore[arg-type]
+        "mixed_precision must be a MixedPrecision; got torch.bfloat16. For example ",
+    ),
+    "a dtype by name": (
+        lambda: FSDP(seeded(), mixed_precision=fsdp_flat.MixedPrecision("bf16")),  # type: ignore[arg-type]
+        "MixedPrecision.param_dtype must be a torch.dtype or None; got 'bf16'. For example param_dtype=torch.bfloat16.",
+    ),
+    "offload as a flag": (
+        lambda: FSDP(seeded(), cpu_offload=True),  # type: ignore[arg-type]
+        "cpu_offload must be a CPUOffload; got True. For example cpu_offload=CPUOffload(offload_params=True).",
+    ),
+    "a policy of precision by name": (
+        lambda: fsdp_flat.fully_shard(seeded(), mp_policy="bf16"),  # type: ignore[arg-type]
+        "mp_policy must be a MixedPrecisionPolicy; got 'bf16'. For example mp_policy=MixedPrecisionPolicy(",
+    ),
+    "a policy of offload as a flag": (
+        lambda: fsdp_flat.fully_shard(seeded(), offload_policy=True),  # type: ignore[arg-type]
+        "offload_policy must be an OffloadPolicy; got True. For example offload_policy=CPUOffloadPolicy().",
+    ),
+    "a mesh by shape": (
+        lambda: fsdp_flat.fully_shard(seeded(), mesh=(2,)),  # type: ignore[arg-type]
+        "mesh must be a DeviceMesh; got (2,). For example mesh=torch.distributed.device_mesh.init_device_mesh(",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", WRONG_OPTIONS)
+@on_ranks(2)
+def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> None:
+    """Part 3: ``mixed_precision="bf16"`` and ``cpu_offload=True`` name the class; now its use too."""
+    call, wanted = WRONG_OPTIONS[which]
+    assert text_of(OptionTypeError, call).startswith(wanted)
+
+
+# ------------------------------------------------------------------------------------------ the first start, numbers
+
+
+@on_ranks(2)
+def test_a_first_start_without_a_checkpoint_does_not_read_as_an_error(tmp_path: Path) -> None:
+    """Part 3: "Nothing to load" is what a first run always said."""
+    records: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        assert fsdp_flat.load_checkpoint(tmp_path / "runs", shard(seeded())) is None
+    finally:
+        logger.removeHandler(handler)
+    if dist.get_rank() == 0:
+        text = next(record.getMessage() for record in records if record.levelno >= logging.WARNING)
+        assert text.startswith("Starting without a checkpoint: ")
+        assert "does not exist, so load_checkpoint loads nothing and returns None, as in the first run" in text
+        assert "If it should have found one: beside that directory there is nothing." in text
+
+
+def test_a_number_and_its_noun_agree() -> None:
+    """Part 3: "1 ranks" was one of about thirty."""
+    assert [counted(num, "ranks") for num in (0, 1, 2, 1000)] == ["0 ranks", "1 rank", "2 ranks", "1,000 ranks"]
+    assert [counted(num, "entries") for num in (1, 2)] == ["1 entry", "2 entries"]
+    assert [counted(num, "replicas") for num in (1, 3)] == ["1 replica", "3 replicas"]
+
+
+@on_ranks(1)
+def test_a_model_of_one_rank_and_one_parameter_says_one_of_each() -> None:
+    """Part 3: the line of a unit in ``repr``, and the sum of ``describe``."""
+    with peer_warnings_silenced():
+        model = FSDP(nn.Linear(2, 2, bias=False), sharding_strategy=fsdp_flat.ShardingStrategy.NO_SHARD)
+    assert "NO_SHARD over 1 rank, 1 parameter of float32, 16 bytes a rank" in repr(model)
+    assert "1 shard x 1 replica" in str(fsdp_flat.describe(model))

@@ -1,0 +1,75 @@
+"""Profiler traces and logs of a step: ranges with FSDP's labels, one line a unit, one line a transition."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_flat import ShardingStrategy
+from tests.support import on_ranks
+from tests.support.kit import Stack, square_loss
+from tests.support.pairs import KINDS, Pair, batch
+
+
+class Lines(logging.Handler):
+    """Keeps the lines of the library's logger."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+        self.logger = logging.getLogger("fsdp_flat")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        self.logger.addHandler(self)
+        self.logger.setLevel(self.level)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self)
+        self.logger.setLevel(logging.NOTSET)
+
+
+@KINDS
+@on_ranks(2)
+def test_a_profiled_step_has_ranges_of_every_unit_with_the_labels_of_fsdp(use_orig_params: bool, rank: int) -> None:
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
+    pair.train()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        square_loss(pair.model, batch(rank)).backward()
+    labels = {event.key for event in profiled.key_averages()}
+    for operation in ("pre_forward", "all_gather", "post_forward", "pre_backward", "post_backward", "reduce_scatter"):
+        assert f"FSDP::{operation} (blocks.0)" in labels, sorted(label for label in labels if "FSDP" in label)
+    assert "FSDP::root_post_backward (Stack)" in labels
+    assert "FSDP::all_gather_wait (Stack)" in labels
+
+
+@on_ranks(2)
+def test_the_first_use_logs_units_and_the_way_tensors_move_and_later_steps_nothing(rank: int) -> None:
+    group = dist.new_group()
+    with Lines(logging.INFO) as lines:
+        pair = Pair.of(Stack(), process_group=group, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        pair.train(num_steps=1)
+        num_lines = len(lines)
+        pair.train(num_steps=2, first=1)
+    units = [line for line in lines if line.startswith("unit ")]
+    assert len(units) == 1 + len(pair.plain.blocks)
+    assert "SHARD_GRAD_OP over 2 ranks" in units[0], units
+    assert "bytes a rank" in units[0]
+    assert [line for line in lines if "tensors on the CPU move by" in line]
+    assert len(lines) == num_lines
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("event", ["unshard", "wait_for_unshard", "reshard", "pre_backward", "reduce_scatter"])
+def test_each_transition_is_logged_for_debugging(event: str, rank: int) -> None:
+    pair = Pair.of(Stack())
+    pair.train()
+    with Lines(logging.DEBUG) as lines:
+        square_loss(pair.model, batch(rank)).backward()
+    assert f"{event} of unit 'blocks.1'" in lines

@@ -1,0 +1,414 @@
+"""The wrapper's methods between steps: what is forwarded, named, applied, converted and accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import full_grads, square_loss, train_on
+from tests.support.wrapper_models import (
+    WIDTH,
+    Block,
+    Model,
+    assert_same_grads,
+    batch,
+    message,
+    seeded,
+    shard,
+    shard_by_peer,
+    whole_state,
+)
+
+BOTH = pytest.mark.parametrize("use_orig_params", [False, True])
+PREFIX = "_fsdp_wrapped_module."
+
+
+def mean_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, num_ranks: int) -> None:
+    """One step of the plain model on all ranks' batches."""
+    optimizer.zero_grad()
+    sum(square_loss(model, batch(rank, step)) for rank in range(num_ranks)).div(num_ranks).backward()
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------- what is forwarded
+
+
+@on_ranks(2)
+def test_attributes_methods_and_items_come_from_the_wrapped_module() -> None:
+    plain = seeded()
+    model = shard(plain)
+    assert model.config is plain.config
+    assert model.greet() == "model of width 5"
+    assert model.module is plain
+    assert model.blocks is plain.blocks
+    stack = FSDP(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert stack[1] is stack.module[1]
+    assert [type(layer) for layer in stack[0:1]] == [nn.Linear]
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'missing'"):
+        _ = model.missing
+    assert not hasattr(model, "missing")
+
+
+@on_ranks(2)
+def test_module_looks_through_a_checkpoint_wrapper() -> None:
+    block = Block()
+    inside = FSDP(checkpoint_wrapper(block))
+    assert inside.module is block
+    assert inside.up is block.up
+    assert sorted(whole_state(inside)) == ["down.weight", "shift", "up.bias", "up.weight"]
+    model = shard(seeded())
+    wrapped = model.blocks[0].module
+    model.blocks[0]._fsdp_wrapped_module = checkpoint_wrapper(wrapped)
+    assert model.blocks[0].module is wrapped
+    assert sorted(whole_state(model)) == sorted(seeded().state_dict())
+
+
+@on_ranks(2)
+def test_fsdp_modules_are_found_below_any_module() -> None:
+    model = shard(seeded())
+    parent = nn.Sequential(nn.Linear(2, 2), model, FSDP(nn.Linear(2, 2)))
+    assert FSDP.fsdp_modules(model) == [model, model.blocks[0], model.blocks[1]]
+    assert FSDP.fsdp_modules(parent) == [model, model.blocks[0], model.blocks[1], parent[2]]
+    assert FSDP.fsdp_modules(parent, root_only=True) == [model, parent[2]]
+    assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
+
+
+@on_ranks(2)
+def test_only_the_outermost_wrapper_is_the_root() -> None:
+    model = shard(seeded())
+    assert model._is_root is None
+    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(model)] == [True, False, False]
+    assert [wrapper._is_root for wrapper in FSDP.fsdp_modules(model)] == [True, False, False]
+
+
+# ------------------------------------------------------------------------------------------- names, shapes, dtypes
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_names_shapes_and_dtypes_of_parameters_are_the_peers(strategy: str, use_orig_params: bool, rank: int) -> None:
+    ours = shard(seeded(), strategy, use_orig_params=use_orig_params)
+    theirs = shard_by_peer(seeded(), strategy, use_orig_params=use_orig_params)
+
+    def described(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+        return [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+
+    assert described(ours) == described(theirs)
+    assert [name for name, _ in ours.named_buffers()] == [name for name, _ in theirs.named_buffers()]
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+    for model in (ours, theirs):
+        square_loss(model, batch(rank)).backward()
+    assert described(ours) == described(theirs)
+    assert_same_grads(ours, theirs)
+
+
+@BOTH
+@pytest.mark.parametrize("recurse", [True, False])
+@on_ranks(2)
+def test_names_inside_summon_full_params_are_the_peers(recurse: bool, use_orig_params: bool) -> None:
+    ours = shard(seeded(), use_orig_params=use_orig_params)
+    theirs = shard_by_peer(seeded(), use_orig_params=use_orig_params)
+    found = []
+    for model in (ours, theirs):
+        parent = nn.Sequential(model)
+        with type(model).summon_full_params(model, recurse=recurse):
+            found.append(
+                {
+                    "on the wrapper": [(name, tuple(p.shape)) for name, p in model.named_parameters()],
+                    "on a child": [name for name, _ in model.blocks[0].named_parameters()],
+                    "on a plain parent": [name for name, _ in parent.named_parameters()],
+                    "on the wrapped module": [name for name, _ in model.module.named_parameters()],
+                    "buffers": [name for name, _ in model.named_buffers()],
+                }
+            )
+    mine, others = found
+    # Around and below a unit that shows its parameters the peer keeps the wrapper's words; ours has the plain names.
+    for place in ("on a plain parent", "on the wrapped module"):
+        names, others_names = mine.pop(place), others.pop(place)
+        assert [name.replace(PREFIX, "") for name in names] == [name.replace(PREFIX, "") for name in others_names]
+        assert any(PREFIX in name for name in names) is (place == "on the wrapped module" and not recurse)
+    assert mine == others
+    if recurse:
+        assert [name for name, _ in mine["on the wrapper"]] == [name for name, _ in seeded().named_parameters()]
+
+
+@on_ranks(2)
+def test_named_parameters_takes_the_arguments_of_nn_module() -> None:
+    model = shard(seeded())
+    with FSDP.summon_full_params(model):
+        names = [name for name, _ in model.named_parameters(prefix="net", recurse=True, remove_duplicate=False)]
+    assert names == [f"net.{name}" for name, _ in seeded().named_parameters()]
+    assert [name for name, _ in model.named_parameters(recurse=False)] == []
+
+
+# ------------------------------------------------------------------------------------------- apply
+
+
+@BOTH
+@on_ranks(2)
+def test_apply_sees_whole_parameters_and_keeps_what_it_does_to_them(use_orig_params: bool, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            shapes.setdefault("linear", []).append(tuple(module.weight.shape))
+            with torch.no_grad():
+                module.weight.copy_(torch.arange(module.weight.numel()).view_as(module.weight) / 10)
+
+    assert model.apply(init) is model
+    plain = seeded()
+    plain.apply(init)
+    assert shapes["linear"][: len(shapes["linear"]) // 2] == shapes["linear"][len(shapes["linear"]) // 2 :]
+    assert_equal(whole_state(model), dict(plain.state_dict()))
+    assert_equal(model(batch(rank)), plain(batch(rank)))
+
+
+@on_ranks(2)
+def test_apply_inside_summon_full_params_is_an_error_and_the_context_goes_on() -> None:
+    model = shard(seeded())
+    with FSDP.summon_full_params(model):
+        text = message(OptionError, ValueError, lambda: model.apply(lambda module: None))
+        assert model.first.weight.shape == (WIDTH, 3)
+    assert "'Model'" in text
+    assert "inside summon_full_params" in text
+
+
+# ------------------------------------------------------------------------------------------- no_sync
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_no_sync_accumulates_to_the_reference_and_to_the_peer(
+    strategy: str, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    groups = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    ours = shard(seeded(), strategy, use_orig_params=use_orig_params, **groups)
+    theirs = shard_by_peer(seeded(), strategy, use_orig_params=use_orig_params, **groups)
+    for model in (ours, theirs):
+        with model.no_sync():
+            for step in range(2):
+                square_loss(model, batch(rank, step)).backward()
+        square_loss(model, batch(rank, 2)).backward()
+    assert_same_grads(ours, theirs)
+    plain = seeded()
+    for step in range(3):
+        sum(square_loss(plain, batch(other, step)) for other in range(num_ranks)).div(num_ranks).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    assert_close(full_grads(ours), expected, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_no_sync_twice_or_on_a_nested_wrapper_is_an_error(rank: int) -> None:
+    model = shard(seeded())
+
+    def enter(wrapper: Any) -> Callable[[], None]:
+        def call() -> None:
+            with wrapper.no_sync():
+                pytest.fail("entered")
+
+        return call
+
+    assert model.check_is_root()
+    text = message(UsageError, RuntimeError, enter(model.blocks[0]))
+    assert "no_sync" in text
+    assert "'blocks.0'" in text
+    with model.no_sync():
+        assert "inside no_sync" in message(PhaseError, AssertionError, enter(model))
+        square_loss(model, batch(rank)).backward()
+    # After the errors, and after an exception inside, gradients are reduced again.
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    assert all(wrapper._unit.control.sync_gradients for wrapper in FSDP.fsdp_modules(model))
+
+
+# ------------------------------------------------------------------------------------------- conversions
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "to(float64)": (lambda model: model.to(torch.float64), torch.float64),
+    "double()": (lambda model: model.double(), torch.float64),
+    "to(bfloat16)": (lambda model: model.to(torch.bfloat16), torch.bfloat16),
+    "double().float()": (lambda model: model.double().float(), torch.float32),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("moment", ["before the first step", "after a step", "with gradients"])
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:.* is sharded in torch.bfloat16")
+def test_a_conversion_gives_what_it_gives_a_plain_model(
+    conversion: str, moment: str, strategy: str, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    convert, dtype = CONVERSIONS[conversion]
+    model, plain = shard(seeded(), strategy, use_orig_params=use_orig_params), seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    if moment != "before the first step":
+        optimizer.zero_grad()
+        square_loss(model, batch(rank)).backward()
+        if moment == "after a step":
+            optimizer.step()
+            mean_step(plain, reference, 0, num_ranks)
+    assert convert(model) is model
+    convert(plain)
+    if moment == "with gradients":
+        optimizer.step()
+        seeded_plain = seeded()
+        sum(square_loss(seeded_plain, batch(other)) for other in range(num_ranks)).div(num_ranks).backward()
+        for param, other in zip(plain.parameters(), seeded_plain.parameters()):
+            param.grad = other.grad.to(dtype)
+        reference.step()
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    assert {buffer.dtype for buffer in model.buffers()} == {dtype}
+    train_on(model, optimizer, [batch(rank, 1).to(dtype)])
+    reference.zero_grad()
+    sum(square_loss(plain, batch(other, 1).to(dtype)) for other in range(num_ranks)).div(num_ranks).backward()
+    reference.step()
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    assert_close(whole_state(model), dict(plain.state_dict()), rtol=tolerance, atol=tolerance)
+
+
+@BOTH
+@on_ranks(2)
+def test_train_and_eval_reach_every_module_and_eval_gives_the_plain_output(use_orig_params: bool, rank: int) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Model(), nn.Dropout(0.5))
+
+    model, plain = shard(seeded(make), use_orig_params=use_orig_params), seeded(make)
+    assert model.eval() is model
+    assert not any(module.training for module in model.modules())
+    with torch.no_grad():
+        assert_equal(model(batch(rank)), plain.eval()(batch(rank)))
+    assert model.train() is model
+    assert all(module.training for module in model.modules())
+
+
+# ------------------------------------------------------------------------------------------- zero_grad, requires_grad
+
+
+@BOTH
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("moment", ["before any step", "between forward and backward", "in no_sync", "after backward"])
+@on_ranks(2)
+def test_zero_grad_drops_what_came_before_it_and_nothing_else(
+    moment: str, set_to_none: bool, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+
+    def clear() -> None:
+        model.zero_grad(set_to_none=set_to_none)
+
+    if moment == "before any step":
+        clear()
+        loss = square_loss(model, batch(rank))
+    elif moment == "between forward and backward":
+        square_loss(model, batch(rank, 5)).backward()
+        loss = square_loss(model, batch(rank))
+        clear()
+    elif moment == "in no_sync":
+        with model.no_sync():
+            square_loss(model, batch(rank, 5)).backward()
+            clear()
+        loss = square_loss(model, batch(rank))
+    else:
+        square_loss(model, batch(rank, 5)).backward()
+        clear()
+        if set_to_none:
+            assert all(param.grad is None for param in model.parameters())
+        else:
+            assert all(not param.grad.any() for param in model.parameters() if param.numel() > 0)
+        loss = square_loss(model, batch(rank))
+    loss.backward()
+    plain = seeded()
+    sum(square_loss(plain, batch(other)) for other in range(num_ranks)).div(num_ranks).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    assert_close(full_grads(model), expected, rtol=1e-4, atol=1e-6)
+
+
+@BOTH
+@on_ranks(2)
+def test_requires_grad_can_be_switched_between_steps(use_orig_params: bool, rank: int, num_ranks: int) -> None:
+    model, plain = shard(seeded(), use_orig_params=use_orig_params), seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    # Frozen: nothing, a block, everything but the other block, nothing.
+    schedule: list[list[int]] = [[], [0], [1], []]
+    for step, frozen in enumerate(schedule):
+        for index in range(2):
+            for which in (model, plain):
+                which.blocks[index].requires_grad_(index not in frozen)
+        optimizer.zero_grad()
+        square_loss(model, batch(rank, step)).backward()
+        for index in frozen:
+            assert all(param.grad is None for param in model.blocks[index].parameters())
+        optimizer.step()
+        mean_step(plain, reference, step, num_ranks)
+        assert_close(whole_state(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6, what=f"step {step}")
+
+
+@on_ranks(2)
+def test_single_original_parameters_can_be_frozen_between_steps(rank: int, num_ranks: int) -> None:
+    model, plain = shard(seeded(), use_orig_params=True), seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    schedule = [{"up.bias"}, set(), {"up.weight", "first.weight"}, {"up", "down", "first", "last.bias"}, set()]
+    for step, frozen in enumerate(schedule):
+        for which in (model, plain):
+            for name, param in which.named_parameters():
+                param.requires_grad_(not any(word in name for word in frozen))
+        train_on(model, optimizer, [batch(rank, step)])
+        mean_step(plain, reference, step, num_ranks)
+        assert_close(whole_state(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6, what=f"step {step}")
+
+
+@on_ranks(2)
+def test_freezing_everything_makes_a_forward_without_graph(rank: int) -> None:
+    model = shard(seeded())
+    model.requires_grad_(False)
+    assert not model(batch(rank)).requires_grad
+    model.requires_grad_(True)
+    square_loss(model, batch(rank)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@BOTH
+@on_ranks(2)
+def test_parameters_changed_in_place_between_steps_are_used_by_the_next_forward(
+    use_orig_params: bool, rank: int
+) -> None:
+    model = shard(seeded(), "SHARD_GRAD_OP", use_orig_params=use_orig_params)
+    plain = seeded()
+    model(batch(rank))
+    with torch.no_grad():
+        for which in (model, plain):
+            for param in which.parameters():
+                param.mul_(0.5)
+    with torch.no_grad():
+        assert_close(model(batch(rank)), plain(batch(rank)), rtol=1e-6, atol=1e-6)
+    assert_equal(whole_state(model), dict(plain.state_dict()))
+
+
+@on_ranks(2)
+def test_a_model_below_a_policy_wrapped_parent_module_can_be_used_on_its_own_first(rank: int) -> None:
+    model = seeded()
+    model.blocks[0] = FSDP(model.blocks[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    expected = seeded()
+    assert_equal(model.blocks[0](torch.ones(2, WIDTH)), expected.blocks[0](torch.ones(2, WIDTH)))
+    root = FSDP(model)
+    assert_equal(root(batch(rank)), expected(batch(rank)))
+    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(root)] == [True, False, False, False]

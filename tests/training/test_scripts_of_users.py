@@ -1,0 +1,362 @@
+"""Rows of docs/pains.md that no other test shows in full: scripts as users write them, on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import (
+    MixedPrecision,
+    clean_named_parameters,
+    load_full,
+    register_optim_state_handler,
+    save_full,
+    unwrap,
+)
+from fsdp_flat.checkpoint.safetensors_files import FileWriter
+from fsdp_flat.errors import UsageError
+from tests.memory.test_memory import live_bytes, settled_bytes
+from tests.support import Ranks, assert_close, assert_equal, on_ranks
+from tests.support.kit import BLOCKS, Stack, full_params, seeded, square_loss, train_on, wrapped
+from tests.support.steps import STRATEGIES as ALL_STRATEGIES
+from tests.support.steps import WIDTH, Twin, batch, mesh_for
+
+RanksOf = Callable[..., Ranks]
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def no_decay_on_biases(named: Any) -> torch.optim.Optimizer:
+    """Weights decay, biases do not; groups by name, as training scripts make them."""
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for name, param in named:
+        groups[name.endswith("weight")].append((name, param))
+    return torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": 0.5}, {"params": groups[False], "weight_decay": 0.0}], lr=0.01
+    )
+
+
+@on_ranks(2)
+def test_groups_by_name_decay_weights_and_leave_biases() -> None:
+    for strategy in ALL_STRATEGIES:
+        plain, module = Stack(), Stack()
+        module.load_state_dict(plain.state_dict())
+        model = wrapped(
+            module, auto_wrap_policy=BLOCKS, sharding_strategy=strategy, use_orig_params=True, **mesh_for(strategy)
+        )
+        optimizer = no_decay_on_biases(clean_named_parameters(model))
+        twin = Twin(model, plain, optimizer, no_decay_on_biases(plain.named_parameters()))
+        for _ in range(3):
+            twin.step(atol=1e-5)
+        names = [group["param_names"] for group in optimizer.param_groups]
+        assert [len(group) for group in names] == [8, 5], "both groups hold what they should"
+        assert all(name.endswith("bias") for name in names[1])
+
+
+class Blocks8Bit(torch.optim.Optimizer):
+    """Keeps the signs of gradients in int8, in blocks of four that begin where the rank's slice does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None or param.numel() == 0:
+                continue
+            signs = to_blocks(param.grad.sign().to(torch.int8))
+            state = self.state[param]
+            state["blocks"] = state["blocks"] + signs if "blocks" in state else signs
+            param.sub_(state["blocks"].flatten()[: param.numel()].view_as(param), alpha=0.01)
+
+
+def to_blocks(flat: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(flat.flatten(), (0, -flat.numel() % 4)).view(-1, 4)
+
+
+def merge_blocks(parts: Any, shape: torch.Size) -> torch.Tensor:
+    return torch.cat([part.tensor.flatten()[: part.stop - part.start] for part in parts]).view(shape)
+
+
+def split_blocks(saved: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor:
+    return to_blocks(saved.flatten()[start:stop])
+
+
+def run_8_bit(path: str, *, resumes: bool) -> dict[str, Any]:
+    """Two steps on one batch for all ranks; a run that resumes takes the second one only."""
+    model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+    register_optim_state_handler(model, "blocks", merge=merge_blocks, split=split_blocks)
+    optimizer = Blocks8Bit(model.parameters())
+    if resumes:
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"])
+        params = optimizer.param_groups[0]["params"]
+        # Optimizer.load_state_dict would make int8 the parameter's dtype.
+        optimizer.state.update({params[index]: row for index, row in loaded["state"].items()})
+    for step in (1,) if resumes else (0, 1):
+        train_on(model, optimizer, [batch(0, step)])
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        if step == 0 and dist.get_rank() == 0:
+            torch.save(state, path)
+    return {"model": dict(state["model"]), "blocks": {k: v["blocks"] for k, v in state["optim"]["state"].items()}}
+
+
+def test_states_in_blocks_of_8_bits_resume_at_another_number_of_ranks(ranks: RanksOf, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    expected = ranks(2).run(partial(run_8_bit, resumes=False), path)[0]
+    assert {value.dtype for value in expected["blocks"].values()} == {torch.int8}
+    found = ranks(1).run(partial(run_8_bit, resumes=True), path)[0]
+    assert_equal(found["blocks"], expected["blocks"])
+    assert_close(found["model"], expected["model"], **CLOSE)
+
+
+class Rotary(nn.Module):
+    """Buffers whose precision positions depend on: real, complex, and one that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(WIDTH) / WIDTH), persistent=False)
+        self.register_buffer("phases", torch.polar(torch.ones(WIDTH), torch.arange(WIDTH) / 7.0))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = {"layer": self.layer.weight.dtype, "inv_freq": self.inv_freq.dtype, "phases": self.phases.dtype}
+        return self.layer(x) * (self.inv_freq + self.phases.real).to(x.dtype)
+
+
+@KINDS
+@on_ranks(2)
+def test_buffers_keep_their_dtype_and_bits_where_parameters_compute_in_bf16(use_orig_params: bool, rank: int) -> None:
+    before = Rotary()
+    model = FSDP(Rotary(), use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    square_loss(model, batch(rank)).float().backward()
+    assert model.module.seen == {"layer": torch.bfloat16, "inv_freq": torch.float32, "phases": torch.complex64}
+    assert_equal(dict(model.module.named_buffers()), dict(before.named_buffers()))
+    assert_equal(model.state_dict()["phases"], before.phases)
+
+
+class RefusesEmpty(torch.optim.AdamW):
+    """As fused kernels do, it cannot take tensors without elements."""
+
+    def step(self, closure: Any = None) -> None:
+        assert all(param.numel() > 0 for group in self.param_groups for param in group["params"])
+        super().step()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_takes_no_empty_tensors_trains_and_its_state_has_every_name(rank: int) -> None:
+    plain, module = Stack(), Stack()
+    module.load_state_dict(plain.state_dict())
+    model = wrapped(module, auto_wrap_policy=BLOCKS, use_orig_params=True)
+    empty = [name for name, param in clean_named_parameters(model) if param.numel() == 0]
+    given = [name for name, _ in clean_named_parameters(model, remove_empty=True)]
+    assert empty, "this rank owns nothing of some parameter"
+    assert sorted(empty + given) == sorted(name for name, _ in plain.named_parameters())
+    optimizer = RefusesEmpty(clean_named_parameters(model, remove_empty=True), lr=0.01)
+    twin = Twin(model, plain, optimizer, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    for _ in range(2):
+        twin.step(atol=1e-5)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    assert sorted(saved["state"]) == sorted(name for name, _ in plain.named_parameters())
+    for index, (name, param) in enumerate(plain.named_parameters()):
+        expected = twin.plain_optimizer.state_dict()["state"][index]["exp_avg"]
+        assert saved["state"][name]["exp_avg"].shape == param.shape
+        assert_close(saved["state"][name]["exp_avg"], expected, rtol=1e-5, atol=1e-5)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
+    twin.step(atol=1e-5)
+
+
+@KINDS
+@on_ranks(2)
+def test_saving_a_whole_model_holds_no_more_than_two_parameters(use_orig_params: bool, tmp_path: Path) -> None:
+    layers = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(8)])
+    model = FSDP(layers, use_orig_params=use_orig_params)
+    biggest = 300 * 300 * 4
+    save_full(model, tmp_path / "first")  # makes what is made once
+    samples: list[int] = []
+    written = FileWriter.write
+
+    def sample(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
+        samples.append(live_bytes())
+        written(writer, name, tensor)
+        samples.append(live_bytes())
+
+    before = settled_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileWriter, "write", sample)
+        save_full(model, tmp_path / "second")
+    assert not samples or max(samples) - before <= 2 * biggest + 64_000 < 8 * biggest / 3
+    assert dist.get_rank() or samples
+
+
+class WithAdapters(nn.Module):
+    """Frozen layers with small trainable ones beside them, of sizes that shards cut through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Stack(2).requires_grad_(False)
+        self.adapter_down = nn.Linear(WIDTH, 3, bias=False)
+        self.adapter_up = nn.Linear(3, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter_up(self.adapter_down(x))
+
+
+def with_adapters(seed: int) -> tuple[nn.Module, FSDP]:
+    torch.manual_seed(seed)
+    plain = WithAdapters()
+    return plain, wrapped(copy.deepcopy(plain), auto_wrap_policy=BLOCKS, use_orig_params=True)
+
+
+def save_adapters(path: str) -> dict[str, torch.Tensor]:
+    _, model = with_adapters(0)
+    save_full(model, path, trainable_only=True)
+    return dict(model.state_dict())
+
+
+def load_adapters(path: str) -> tuple[list[str], list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    plain, model = with_adapters(1)
+    missing, unexpected = load_full(model, path, strict=False)
+    return missing, unexpected, dict(model.state_dict()), dict(plain.state_dict())
+
+
+def test_adapters_saved_alone_at_two_ranks_load_at_one(ranks: RanksOf, tmp_path: Path) -> None:
+    saved = ranks(2).run(save_adapters, str(tmp_path))[0]
+    missing, unexpected, found, before = ranks(1).run(load_adapters, str(tmp_path))[0]
+    assert unexpected == []
+    assert missing == [name for name in before if name.startswith("base.")]
+    for name, value in found.items():
+        assert_equal(value, (saved if name.startswith("adapter") else before)[name], what=name)
+
+
+@KINDS
+@on_ranks(2)
+def test_a_model_taken_apart_changed_and_wrapped_again_goes_on_with_its_optimizer_state(
+    use_orig_params: bool, rank: int
+) -> None:
+    """An embedding grows, and a layer is replaced: what stayed keeps weights and optimizer state."""
+
+    def change(module: nn.Sequential) -> nn.Sequential:
+        torch.manual_seed(7)
+        grown = nn.Embedding(13, WIDTH)
+        with torch.no_grad():
+            grown.weight[:11] = module[0].weight
+        module[0], module[2] = grown, nn.Linear(WIDTH, 3)
+        return module
+
+    def tokens_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model((x.abs() * 4).long() % 11).pow(2).mean()
+
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(11, WIDTH), Stack(), nn.Linear(5, 3))
+    module[1].head = nn.Linear(WIDTH, WIDTH)
+    module[2] = nn.Linear(WIDTH, 2)
+    twin = Twin.of(module, use_orig_params=use_orig_params, optimizer=adam)
+    for _ in range(2):
+        twin.step(tokens_loss, atol=1e-5)
+    states = FSDP.optim_state_dict(twin.model, twin.optimizer)
+
+    changed, plain = change(unwrap(twin.model)), change(twin.plain)
+    assert_close(dict(changed.state_dict()), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    model = wrapped(changed, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
+    out = model(torch.tensor([12, 1])).detach()
+    assert_close(out, plain(torch.tensor([12, 1])).detach(), rtol=1e-4, atol=1e-5)
+    by_name = dict(plain.named_parameters())
+    for name, row in states["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            kept, row[key] = row[key], torch.zeros_like(by_name[name])
+            if not name.startswith("2."):
+                row[key][: len(kept)] = kept
+    optimizer, plain_optimizer = adam(model.parameters()), adam(plain.parameters())
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+    for name, row in states["state"].items():
+        plain_optimizer.state[by_name[name]] = {key: value.clone() for key, value in row.items()}
+    again = Twin(model, plain, optimizer, plain_optimizer, num_steps=2)
+    for _ in range(2):
+        again.step(tokens_loss, atol=1e-4)
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_wrapping_trains_original_parameters_and_is_an_error_for_flat_ones(rank: int) -> None:
+    plain, module = Stack(), Stack()
+    module.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = wrapped(module, auto_wrap_policy=BLOCKS, use_orig_params=True)
+    twin = Twin(model, plain, optimizer, torch.optim.Adam(plain.parameters(), lr=0.01))
+    for _ in range(2):
+        twin.step(atol=1e-5)
+
+    module = Stack()
+    stale = torch.optim.Adam(module.parameters(), lr=0.01)
+    flat = wrapped(module, auto_wrap_policy=BLOCKS)
+    square_loss(flat, batch(rank)).backward()
+    with pytest.raises(UsageError, match=r"Adam holds '.*weight' .* of unit .*Build the optimizer after wrapping"):
+        stale.step()
+    assert stale.state == {}
+
+
+def digest_of_run(strategy: Any, use_orig_params: bool) -> list[Any]:
+    """Losses, norms and weights of a few steps."""
+    torch.manual_seed(0)
+    model = wrapped(
+        Stack(),
+        auto_wrap_policy=BLOCKS,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        **mesh_for(strategy),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen: list[Any] = []
+    for step in range(4):
+        loss = square_loss(model, batch(dist.get_rank(), step))
+        loss.backward()
+        seen += [loss.detach(), model.clip_grad_norm_(0.5)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, full_params(model)]
+
+
+@on_ranks(4)
+def test_two_runs_are_equal_to_the_bit(rank: int) -> None:
+    for strategy in ALL_STRATEGIES:
+        for use_orig_params in (False, True):
+            first = digest_of_run(strategy, use_orig_params)
+            assert_equal(digest_of_run(strategy, use_orig_params), first, what=f"{strategy}, {use_orig_params}")
+            assert len({float(value) for value in first[:-1]}) == 8
+
+
+def run_on_batches(num_batches: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
+    """Steps on ``num_batches`` batches: one on each rank, or one after another where there is one rank."""
+    model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine = range(dist.get_rank(), num_batches, dist.get_world_size())
+    for step in range(3):
+        for number in mine:
+            with model.no_sync() if number != mine[-1] else contextlib.nullcontext():
+                (square_loss(model, batch(number, step)) / len(mine)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_params(model)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_give_the_bits_of_one_rank_that_takes_their_batches_one_after_another(
+    ranks: RanksOf, num_ranks: int
+) -> None:
+    for use_orig_params in (False, True):
+        expected = ranks(1).run(run_on_batches, num_ranks, use_orig_params)[0]
+        for found in ranks(num_ranks).run(run_on_batches, num_ranks, use_orig_params):
+            assert_equal(found, expected)

@@ -1,0 +1,370 @@
+"""What the constructor accepts, and the unit that comes out of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as peer_library
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_flat import BackwardPrefetch, ShardingStrategy
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
+from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import no_shard_allowed, square_loss
+from tests.support.wrapper_models import (
+    WIDTH,
+    Block,
+    Model,
+    assert_same_grads,
+    batch,
+    seeded,
+    shard,
+    shard_by_peer,
+    whole_state,
+)
+
+STRATEGIES = [member.name for member in peer_library.ShardingStrategy]
+
+
+# ------------------------------------------------------------------------------------------- groups and meshes
+
+
+def form_of(name: str) -> dict[str, Any]:
+    """The constructor's arguments for one way to give groups to a strategy on four ranks. Every rank must call this."""
+    if name == "2-D mesh":
+        return {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    if name == "1-D mesh":
+        return {"device_mesh": init_device_mesh("cpu", (4,))}
+    if name == "group":
+        return {"process_group": dist.new_group([0, 1, 2, 3])}
+    if name == "tuple":
+        rank = dist.get_rank()
+        rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        return {"process_group": (rows[rank // 2], columns[rank % 2])}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "form", "size"),
+    [
+        ("FULL_SHARD", "nothing", 4),
+        ("FULL_SHARD", "group", 4),
+        ("FULL_SHARD", "1-D mesh", 4),
+        ("FULL_SHARD", "2-D mesh", 2),
+        ("SHARD_GRAD_OP", "1-D mesh", 4),
+        ("NO_SHARD", "nothing", 4),
+        ("NO_SHARD", "1-D mesh", 4),
+        ("HYBRID_SHARD", "2-D mesh", 2),
+        ("HYBRID_SHARD", "tuple", 2),
+        ("_HYBRID_SHARD_ZERO2", "2-D mesh", 2),
+        ("_HYBRID_SHARD_ZERO2", "tuple", 2),
+    ],
+)
+@on_ranks(4)
+def test_groups_and_meshes_give_the_peers_axes_and_shards(strategy: str, form: str, size: int, rank: int) -> None:
+    groups = form_of(form)
+    ours = shard(seeded(), strategy, **groups)
+    theirs = shard_by_peer(seeded(), strategy, **groups)
+    for mine, other in zip(FSDP.fsdp_modules(ours), peer_library.FullyShardedDataParallel.fsdp_modules(theirs)):
+        assert mine.sharding_strategy.name == other.sharding_strategy.name == strategy
+        assert (mine.rank, mine.world_size) == (other.rank, other.world_size)
+        assert mine.world_size == size
+        assert dist.get_process_group_ranks(mine.process_group) == dist.get_process_group_ranks(other.process_group)
+        assert_equal(mine._flat_param.data, other._flat_param.data)
+    for model in (ours, theirs):
+        square_loss(model, batch(rank)).backward()
+    assert_same_grads(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "size"),
+    [("2", 2), ("4", 4), (None, 4)],
+)
+@on_ranks(4)
+def test_a_hybrid_strategy_with_only_a_policy_shards_within_the_launchers_node(
+    per_node: str | None, size: int, rank: int
+) -> None:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # the worker restores the environment after each test
+    if per_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = per_node
+    model = shard(seeded(), "HYBRID_SHARD")
+    node = rank // size * size
+    for wrapper in FSDP.fsdp_modules(model):
+        assert dist.get_process_group_ranks(wrapper.process_group) == list(range(node, node + size))
+        assert wrapper.process_group is model.process_group
+    square_loss(model, batch(rank)).backward()
+    plain = seeded()
+    sum(square_loss(plain, batch(other)) for other in range(4)).div(4).backward()
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters()):
+            assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6, what=name)
+
+
+@on_ranks(4)
+def test_a_model_on_a_sub_group_trains_on_that_groups_mean(rank: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = shard(seeded(), process_group=groups[rank % 2])
+    square_loss(model, batch(rank)).backward()
+    plain = seeded()
+    pair = (0, 2) if rank % 2 == 0 else (1, 3)
+    sum(square_loss(plain, batch(other)) for other in pair).div(2).backward()
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters()):
+            assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6, what=name)
+
+
+@on_ranks(2)
+def test_a_single_rank_becomes_no_shard_with_a_warning(rank: int) -> None:
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    with pytest.warns(UserWarning, match="FULL_SHARD over a single rank .* NO_SHARD"):
+        model = FSDP(seeded(), process_group=alone)
+    assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+    assert (model.rank, model.world_size) == (0, 1)
+    square_loss(model, batch(rank)).backward()
+    plain = seeded()
+    square_loss(plain, batch(rank)).backward()
+    flat = torch.cat([param.grad.reshape(-1) for param in plain.parameters()])
+    assert_close(model._flat_param.grad, flat, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_no_shard_over_several_ranks_warns_as_fsdp1_does() -> None:
+    with pytest.warns(FutureWarning, match="NO_SHARD"):
+        FSDP(seeded(), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+# ------------------------------------------------------------------------------------------- enums and devices
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@on_ranks(2)
+def test_torchs_own_strategy_is_taken_by_its_name(name: str) -> None:
+    groups: dict[str, Any] = {}
+    if "HYBRID" in name:
+        groups["device_mesh"] = init_device_mesh("cpu", (1, 2))
+    with no_shard_allowed():
+        model = FSDP(nn.Linear(3, 3), sharding_strategy=peer_library.ShardingStrategy[name], **groups)
+    assert model.sharding_strategy is ShardingStrategy[name]
+
+
+@pytest.mark.parametrize("name", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@on_ranks(2)
+def test_torchs_own_prefetch_is_taken_by_its_name(name: str | None) -> None:
+    theirs = None if name is None else peer_library.BackwardPrefetch[name]
+    model = FSDP(nn.Linear(3, 3), backward_prefetch=theirs)
+    assert model._unit.options.backward_prefetch == (None if name is None else BackwardPrefetch[name])
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+@on_ranks(2)
+def test_every_form_of_the_cpu_is_a_device_id(device: Any) -> None:
+    model = FSDP(nn.Linear(3, 3), device_id=device)
+    assert model.compute_device == torch.device("cpu")
+    assert model._flat_param.device == torch.device("cpu")
+
+
+@on_ranks(2)
+def test_arguments_are_taken_by_position() -> None:
+    with no_shard_allowed():
+        model = FSDP(seeded(), None, ShardingStrategy.SHARD_GRAD_OP, None, ModuleWrapPolicy({Block}), None)
+    assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert len(FSDP.fsdp_modules(model)) == 3
+    assert all(wrapper._unit.options.backward_prefetch is None for wrapper in FSDP.fsdp_modules(model))
+
+
+# ------------------------------------------------------------------------------------------- ignored states
+
+
+def ignored_cases(model: Any) -> dict[str, dict[str, Any]]:
+    block = model.blocks[0]
+    return {
+        "modules": {"ignored_modules": [block.up]},
+        "states are modules": {"ignored_states": [block.up]},
+        "states are parameters": {"ignored_states": [block.up.weight, block.up.bias]},
+        "a generator": {"ignored_states": (param for param in block.up.parameters())},
+        "a whole block": {"ignored_modules": [block]},
+        "a container of blocks": {"ignored_modules": [model.blocks]},
+        "one parameter of the root": {"ignored_states": [model.last.bias]},
+        "an empty set": {"ignored_states": set()},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:auto_wrap_policy matches only ignored modules")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("case", list(ignored_cases(Model())))
+@on_ranks(2)
+def test_what_is_ignored_is_left_alone_as_by_the_peer(case: str, use_orig_params: bool, rank: int) -> None:
+    plain, theirs = seeded(), seeded()
+    ours = shard(plain, use_orig_params=use_orig_params, **ignored_cases(plain)[case])
+    peer = shard_by_peer(theirs, use_orig_params=use_orig_params, **ignored_cases(theirs)[case])
+    assert {name: (tuple(p.shape), p.dtype) for name, p in ours.named_parameters()} == {
+        name: (tuple(p.shape), p.dtype) for name, p in peer.named_parameters()
+    }
+    assert_equal(whole_state(ours), whole_state(peer))
+    for model in (ours, peer):
+        square_loss(model, batch(rank)).backward()
+    # Ignored parameters keep this rank's own gradient; the rest is the mean.
+    assert_same_grads(ours, peer)
+
+
+@on_ranks(2)
+def test_the_root_ignores_what_its_wrapped_children_ignore(rank: int) -> None:
+    model = seeded()
+    inner = model.blocks[0]
+    ignored = inner.up.weight
+    model.blocks[0] = FSDP(inner, ignored_states=[ignored])
+    root = FSDP(model)
+    assert inner.up.weight is ignored
+    assert tuple(ignored.shape) == (2 * WIDTH + 1, WIDTH)
+    assert ignored in root._unit.ignored.params
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in root.named_parameters()]
+    assert names == ["_flat_param", "blocks.0._flat_param", "blocks.0.up.weight"]
+    assert sorted(whole_state(root)) == sorted(seeded().state_dict())
+
+
+@on_ranks(2)
+def test_nested_wrappers_inside_an_ignored_module_stay_wrappers(rank: int) -> None:
+    model = seeded()
+    model.blocks[0] = FSDP(model.blocks[0])
+    root = FSDP(model, ignored_modules=[model.blocks])
+    assert len(FSDP.fsdp_modules(root)) == 2
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in root.named_parameters()]
+    assert "blocks.0._flat_param" in names
+    assert "blocks.1.up.weight" in names
+    square_loss(root, batch(rank)).backward()
+    assert model.blocks[0]._flat_param.grad is not None
+
+
+@on_ranks(2)
+def test_ignoring_the_root_itself_warns_and_shards_nothing() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.warns(UserWarning, match="nothing of it will be sharded"):
+        wrapped = FSDP(model, ignored_modules=[model])
+    assert not wrapped._has_params
+    assert dict(wrapped.named_parameters())["_fsdp_wrapped_module.weight"] is model.weight
+
+
+# ------------------------------------------------------------------------------------------- initial weights
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_sync_module_states_starts_every_rank_from_rank_zero(strategy: str, by_blocks: bool, rank: int) -> None:
+    groups = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    model = seeded(seed=rank)
+    # Not contiguous: broadcast has to go through a copy.
+    model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())
+    wrapped = shard(model, strategy, by_blocks=by_blocks, sync_module_states=True, **groups)
+    assert_equal(whole_state(wrapped), dict(seeded(seed=0).state_dict()))
+    assert_equal(model.blocks[0].scratch, torch.ones(WIDTH))
+
+
+@on_ranks(2)
+def test_sync_module_states_leaves_ignored_parameters_alone(rank: int) -> None:
+    model = seeded(seed=rank)
+    shard(model, sync_module_states=True, ignored_states=[model.last.weight])
+    assert_equal(model.last.weight, seeded(seed=rank).last.weight)
+
+
+# ------------------------------------------------------------------------------------------- ways to wrap
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+@on_ranks(2)
+def test_wrapping_a_container_without_forward_warns(kind: Any) -> None:
+    content = [nn.Linear(2, 2)] if kind is nn.ModuleList else {"a": nn.Linear(2, 2)}
+    with pytest.warns(UserWarning, match=rf"wraps a {kind.__name__}, which has no forward, so .* never gathered"):
+        FSDP(kind(content))
+
+
+@on_ranks(2)
+def test_a_policy_that_chooses_a_list_warns_if_an_outer_unit_has_its_parameters() -> None:
+    with pytest.warns(UserWarning, match=r"'blocks' wraps a ModuleList, .* its parameters are in the unit around it"):
+        model = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}), use_orig_params=True)
+    square_loss(model, batch(0)).backward()
+    assert all(param.grad is not None for param in model.parameters() if param.numel())
+
+
+@on_ranks(2)
+def test_a_list_whose_entries_are_units_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList, Block}))
+
+
+@on_ranks(2)
+def test_enable_wrap_wraps_with_its_arguments(rank: int) -> None:
+    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
+        inner = wrap(nn.Linear(3, 3))
+        model = wrap(nn.Sequential(inner, nn.Linear(3, 2)), backward_prefetch=None)
+    assert isinstance(model, FSDP)
+    assert model[0] is inner
+    assert inner.sharding_strategy is model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert model._unit.options.backward_prefetch is None
+    square_loss(model, batch(rank)).backward()
+    assert all(param.grad is not None for param in model.parameters() if param.numel())
+
+
+@on_ranks(2)
+def test_a_policy_and_wrapping_by_hand_give_the_same_shards(rank: int) -> None:
+    by_policy = shard(seeded())
+    by_hand = seeded()
+    for index, block in enumerate(by_hand.blocks):
+        by_hand.blocks[index] = FSDP(block)
+    by_hand = FSDP(by_hand)
+    assert_equal(dict(by_policy.named_parameters()), dict(by_hand.named_parameters()))
+    assert_equal(by_policy(batch(rank)), by_hand(batch(rank)))
+
+
+@on_ranks(2)
+def test_children_of_a_subclass_are_made_of_the_base_class() -> None:
+    model = Mine(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    kinds = [type(wrapper) for wrapper in FSDP.fsdp_modules(model)]
+    assert kinds == [Mine, FSDP, FSDP]
+    assert model.made
+
+
+class Mine(FSDP):
+    """A subclass with a constructor of its own."""
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self.made = True
+
+
+@on_ranks(2)
+def test_every_kind_of_policy_that_fsdp1_takes_is_taken() -> None:
+    policies: list[Any] = [
+        always_wrap_policy,
+        functools.partial(peer_library.wrap.size_based_auto_wrap_policy, min_num_params=60),
+        functools.partial(peer_library.wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        peer_library.wrap.ModuleWrapPolicy({Block}),
+        peer_library.wrap.CustomPolicy(lambda module: isinstance(module, Block)),
+        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
+    ]
+    for policy in policies:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # always_wrap_policy wraps the ModuleList too
+            ours = FSDP(seeded(), auto_wrap_policy=policy)
+            theirs = shard_by_peer(seeded(), auto_wrap_policy=policy)
+        names = [name for name, _ in ours.named_parameters()]
+        assert names == [name for name, _ in theirs.named_parameters()]
+        assert len(names) > 1
+
+
+@on_ranks(2)
+def test_a_class_of_another_library_named_like_an_option_is_an_error_that_names_its_module() -> None:
+    foreign = type("MixedPrecision", (), {"__module__": "elsewhere"})
+    with pytest.raises(OptionTypeError, match=r"mixed_precision must be a MixedPrecision; got a elsewhere\.Mixed"):
+        FSDP(nn.Linear(4, 4), mixed_precision=foreign())

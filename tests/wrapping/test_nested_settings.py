@@ -1,0 +1,242 @@
+"""What is set on a nested wrapper, meshes without a strategy, and torch's ``fully_shard`` around a wrapper."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.core import units_of
+from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support import on_ranks
+from tests.support.kit import Block, Stack, mesh, square_loss
+from tests.support.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
+
+WHEN = pytest.mark.parametrize("steps_before", [0, 2], ids=["before the first step", "after two steps"])
+WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
+
+
+class Tower(nn.Module):
+    """Units inside units: two stacks of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.stacks = nn.ModuleList([Inner() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for stack in self.stacks:
+            x = stack(x)
+        return self.head(x)
+
+
+class Inner(nn.Module):
+    """A unit with two units and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(torch.tanh(self.layer(x)))
+
+
+UNITS = ModuleWrapPolicy({Inner, Block})
+
+
+def tower(use_orig_params: bool, **options: Any) -> Pair:
+    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
+            return FSDP(module, auto_wrap_policy=UNITS, **kwargs)
+
+    return Pair.of(Tower(), wrap=wrap, use_orig_params=use_orig_params, **options)
+
+
+def check_scaled(pair: Pair, scales: dict[str, float], step: int) -> None:
+    """Gradients are the mean over ranks times the scale of the longest start of the name."""
+    pair.backward(step=step)
+    for name, param in pair.plain.named_parameters():
+        start = max((start for start in scales if name.startswith(start)), key=len, default=None)
+        if start is not None:
+            param.grad *= scales[start]
+    pair.check_gradients(f"gradients scaled by {scales}")
+    pair.zero_grad()
+
+
+@KINDS
+@WHEN
+@pytest.mark.parametrize("where", ["stacks.0.blocks.1", "stacks.1", ""], ids=["leaf", "inner", "root"])
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x1"])
+@on_ranks(2)
+def test_a_divide_factor_scales_what_is_at_and_below_its_wrapper(
+    layout: str, where: str, steps_before: int, use_orig_params: bool, num_ranks: int
+) -> None:
+    pair = tower(use_orig_params, **placed(layout))
+    pair.train(num_steps=steps_before)
+    wrapper: Any = pair.model
+    for name in where.split(".") if where else []:
+        wrapper = wrapper[int(name)] if name.isdigit() else getattr(wrapper, name)
+    assert isinstance(wrapper, FSDP)
+    for factor in (5.0, torch.tensor(0.5)):
+        wrapper.set_gradient_divide_factor(factor)
+        check_scaled(pair, {where: num_ranks / float(factor)}, 7)
+    wrapper.set_gradient_divide_factor(None)
+    check_scaled(pair, {}, 8)
+
+
+@KINDS
+@WHEN
+@on_ranks(2)
+def test_divide_factors_of_the_root_and_then_of_a_nested_unit_both_hold(
+    steps_before: int, use_orig_params: bool, num_ranks: int
+) -> None:
+    pair = tower(use_orig_params)
+    pair.train(num_steps=steps_before)
+    pair.model.set_gradient_divide_factor(8.0)
+    pair.model.stacks[0].set_gradient_divide_factor(3.0)
+    for step in range(2):
+        check_scaled(pair, {"": num_ranks / 8, "stacks.0": num_ranks / 3}, step)
+
+
+@KINDS
+@WRAPS
+@WHEN
+@on_ranks(2)
+def test_a_communication_hook_on_a_nested_unit_is_refused_before_and_after_the_first_step(
+    steps_before: int, wrap: Callable[..., FSDP], use_orig_params: bool
+) -> None:
+    pair = Pair.of(Stack(), wrap=wrap, use_orig_params=use_orig_params)
+    pair.train(num_steps=steps_before)
+    with pytest.raises(PhaseError, match=r"nested") as caught:
+        pair.model.blocks[1].register_comm_hook(None, lambda _state, _grad, out=None: None)
+    assert isinstance(caught.value, AssertionError)
+    pair.train(num_steps=2)
+
+
+# -- a mesh without a strategy -----------------------------------------------------------------------------------------
+
+
+@KINDS
+@WRAPS
+@pytest.mark.parametrize("strategy", [{}, {"sharding_strategy": None}], ids=["left out", "None"])
+@on_ranks(2, 4)
+def test_a_mesh_of_two_dimensions_without_a_strategy_is_hybrid_sharding(
+    strategy: dict[str, Any], wrap: Callable[..., FSDP], use_orig_params: bool, num_ranks: int
+) -> None:
+    for num_replicas in range(1, num_ranks + 1):
+        if num_ranks % num_replicas:
+            continue
+        num_shards = num_ranks // num_replicas
+        options = {"device_mesh": mesh(num_replicas, num_shards), "use_orig_params": use_orig_params, **strategy}
+        pair = Pair.of(Stack(), wrap=wrap, **options)
+        assert pair.model.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+        assert dist.get_world_size(pair.model.process_group) == num_shards
+        pair.train(num_steps=2)
+        total = sum(param.numel() for param in pair.plain.parameters())
+        held = torch.tensor(sum(param.numel() for param in pair.model.parameters()))
+        dist.all_reduce(held)
+        padding = int(held) / num_replicas - total
+        assert padding == 0 if use_orig_params else 0 <= padding < num_shards * len(units_of(pair.model))
+
+
+@KINDS
+@on_ranks(2)
+def test_a_mesh_of_one_dimension_without_a_strategy_is_full_sharding(use_orig_params: bool, num_ranks: int) -> None:
+    options = {"device_mesh": init_device_mesh("cpu", (num_ranks,)), "use_orig_params": use_orig_params}
+    pair = Pair.of(Stack(), **options)
+    assert pair.model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    pair.train(num_steps=2)
+
+
+# -- torch's fully_shard -----------------------------------------------------------------------------------------------
+
+
+def around_the_wrapper(model: FSDP, cpus: Any) -> nn.Module:
+    fully_shard(model, mesh=cpus)
+    return model
+
+
+def around_a_parent(model: FSDP, cpus: Any) -> nn.Module:
+    parent = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), model)
+    fully_shard(parent, mesh=cpus)
+    return parent
+
+
+def around_a_unit(model: FSDP, cpus: Any) -> nn.Module:
+    fully_shard(model.blocks[1], mesh=cpus)
+    return model
+
+
+def around_a_parent_of_plain_modules(model: FSDP, cpus: Any) -> nn.Module:
+    parent = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH).double()), nn.Sequential(model))
+    fully_shard(parent, mesh=cpus)
+    return parent
+
+
+AROUND = (around_the_wrapper, around_a_parent, around_a_unit, around_a_parent_of_plain_modules)
+
+
+@KINDS
+@WHEN
+@pytest.mark.parametrize("then", ["forward", "state_dict"])
+@pytest.mark.parametrize("around", AROUND)
+@on_ranks(2, timeout=20)
+def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used(
+    around: Callable[[FSDP, Any], nn.Module],
+    then: str,
+    steps_before: int,
+    use_orig_params: bool,
+    rank: int,
+    num_ranks: int,
+) -> None:
+    cpus = init_device_mesh("cpu", (num_ranks,))
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
+    pair.train(num_steps=steps_before)
+
+    def use() -> None:
+        model = around(pair.model, cpus)
+        if then == "forward":
+            square_loss(model, batch(rank))
+        else:
+            model.state_dict()
+
+    with pytest.raises(UsageError, match="fully_shard"):
+        use()
+
+
+@KINDS
+@on_ranks(2)
+def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(
+    use_orig_params: bool, num_ranks: int
+) -> None:
+    cpus = init_device_mesh("cpu", (num_ranks,))
+    for around in (nn.Sequential, lambda wrapper: wrapper):
+        wrapper = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
+        with pytest.raises(UsageError, match="torch's fully_shard was called"):
+            fully_shard(around(wrapper), mesh=cpus)
+
+
+@KINDS
+@on_ranks(2)
+def test_wrappers_beside_modules_of_fully_shard_train(use_orig_params: bool, num_ranks: int) -> None:
+    """Nothing is shared, so nothing is refused."""
+    other = nn.Linear(WIDTH, WIDTH)
+    fully_shard(other, mesh=init_device_mesh("cpu", (num_ranks,)))
+    for step, _ in enumerate(itertools.repeat(None, 2)):
+        other(batch(0, step).float()).sum().backward()
+    Pair.of(Stack(), use_orig_params=use_orig_params).train(num_steps=2)

@@ -1,0 +1,336 @@
+"""What a wrapper holds may be replaced after wrapping, as activation checkpointing does: then that is what runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import StateDictType, register_forward_method
+from tests.compile.test_compile import fresh_compiler
+from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import Block, Stack, square_loss, wrapped
+from tests.support.pairs import KINDS, TWO_RANKS, Pair, batch, by_hand, by_policy, placed
+
+IMPLS = pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])
+WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
+WHEN = pytest.mark.parametrize("steps_before", [0, 2], ids=["before the first step", "after two steps"])
+
+
+def checkpointed(model: nn.Module, impl: str, kind: type[nn.Module] = Block) -> None:
+    """FSDP1's documented order: wrap, then apply checkpoints."""
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl]),
+        check_fn=lambda module: isinstance(module, kind),
+    )
+
+
+def calls_of_a_step(pair: Pair, loss_of: Any = square_loss) -> dict[str, int]:
+    """How often each counting module's forward ran in one step of the sharded model."""
+    counting = {name: module for name, module in pair.model.named_modules() if isinstance(module, Block)}
+    before = {name: module.calls for name, module in counting.items()}
+    pair.train(loss_of, first=5)
+    return {name: module.calls - before[name] for name, module in counting.items()}
+
+
+@IMPLS
+@KINDS
+@WHEN
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2x1"])
+@on_ranks(2)
+def test_checkpoints_applied_after_wrapping_run_each_block_twice_a_step(
+    layout: str, steps_before: int, use_orig_params: bool, impl: str
+) -> None:
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
+    pair.train(num_steps=steps_before)
+    assert list(calls_of_a_step(pair).values()) == [1, 1, 1]
+    checkpointed(pair.model, impl)
+    for _ in range(2):
+        assert list(calls_of_a_step(pair).values()) == [2, 2, 2]
+
+
+@IMPLS
+@KINDS
+@on_ranks(2)
+def test_checkpoints_applied_to_units_made_by_hand_run_each_block_twice_a_step(
+    use_orig_params: bool, impl: str
+) -> None:
+    pair = Pair.of(Stack(), wrap=by_hand, use_orig_params=use_orig_params)
+    checkpointed(pair.model, impl)
+    assert list(calls_of_a_step(pair).values()) == [2, 2, 2]
+
+
+@KINDS
+@WHEN
+@on_ranks(2)
+def test_a_checkpoint_of_what_the_root_holds_runs_all_of_it_twice_a_step(
+    steps_before: int, use_orig_params: bool
+) -> None:
+    pair = Pair.of(nn.Sequential(Stack()), use_orig_params=use_orig_params)
+    pair.train(num_steps=steps_before)
+    inner = pair.model.module
+    pair.model._fsdp_wrapped_module = checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    assert list(calls_of_a_step(pair).values()) == [2, 2, 2]
+    assert pair.model.module is inner
+
+
+def saved_nbytes(run: Callable[[], torch.Tensor]) -> int:
+    """Bytes that autograd keeps of a forward for its backward, outside of checkpoints."""
+    total = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run()
+    loss.backward()
+    return total
+
+
+@IMPLS
+@KINDS
+@on_ranks(2)
+def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were_there_before(
+    use_orig_params: bool, impl: str, rank: int
+) -> None:
+    def nbytes(model: FSDP) -> int:
+        return saved_nbytes(lambda: square_loss(model, batch(rank)))
+
+    def stack() -> nn.Module:
+        torch.manual_seed(0)
+        return Stack().double()
+
+    model = by_policy(stack(), use_orig_params=use_orig_params)
+    without = nbytes(model)
+    checkpointed(model, impl)
+    before = stack()
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl])
+    for index, block in enumerate(before.blocks):
+        before.blocks[index] = wrapped(wrap(block), use_orig_params=use_orig_params)
+    expected = nbytes(wrapped(before, use_orig_params=use_orig_params))
+    assert expected < without / 2
+    assert nbytes(model) == expected
+
+
+@IMPLS
+@KINDS
+@pytest.mark.parametrize("order", ["registered first", "replaced first"])
+@on_ranks(2)
+def test_methods_of_the_root_run_checkpoints_that_were_applied_after_wrapping(
+    order: str, use_orig_params: bool, impl: str
+) -> None:
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
+    if order == "registered first":
+        register_forward_method(pair.model, "features")
+    checkpointed(pair.model, impl)
+    if order == "replaced first":
+        register_forward_method(pair.model, "features")
+
+    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        return model.features(x).pow(2).mean()
+
+    # The head is the root's own, and nobody uses it.
+    assert list(calls_of_a_step(pair, loss_of).values()) == [2, 2, 2]
+
+
+class Speaking(Block):
+    """A block with a second method."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(x))
+
+
+class Recording(nn.Module):
+    """A user's wrapper around a module, with a method of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner_of_recording = module
+        self.recorded: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.recorded.append("forward")
+        return self.inner_of_recording(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        self.recorded.append("encode")
+        return self.inner_of_recording.encode(x)
+
+
+@IMPLS
+@KINDS
+@pytest.mark.parametrize("order", ["registered first", "replaced first"])
+@on_ranks(2)
+def test_a_registered_method_of_a_block_inside_a_checkpoint_equals_the_replica(
+    order: str, use_orig_params: bool, impl: str
+) -> None:
+    module = nn.Sequential(Speaking(), Speaking())
+    pair = Pair.of(module, use_orig_params=use_orig_params)
+    if order == "registered first":
+        register_forward_method(pair.model[1], "encode")
+    checkpointed(pair.model, impl)
+    if order == "replaced first":
+        register_forward_method(pair.model[1], "encode")
+
+    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        return model[1].encode(x).pow(2).mean() + model(x.clone().requires_grad_()).pow(2).mean()
+
+    pair.train(loss_of, num_steps=2)
+
+
+@KINDS
+@pytest.mark.parametrize("order", ["registered first", "replaced first"])
+@on_ranks(2)
+def test_a_registered_method_is_that_of_the_module_that_the_wrapper_holds_now(
+    order: str, use_orig_params: bool, rank: int
+) -> None:
+    pair = Pair.of(nn.Sequential(Speaking(), Speaking()), use_orig_params=use_orig_params)
+    if order == "registered first":
+        register_forward_method(pair.model[1], "encode")
+    recording = pair.model[1]._fsdp_wrapped_module = Recording(pair.model[1]._fsdp_wrapped_module)
+    if order == "replaced first":
+        register_forward_method(pair.model[1], "encode")
+    with torch.no_grad():
+        assert_close(pair.model[1].encode(batch(rank)), pair.plain[1].encode(batch(rank)), rtol=1e-9, atol=1e-11)
+    assert recording.recorded == ["encode"]
+
+
+WHICH = pytest.mark.parametrize("which", ["", "blocks.0", "blocks.2"], ids=["root", "first unit", "last unit"])
+
+
+@WHICH
+@KINDS
+@WHEN
+@WRAPS
+@on_ranks(2)
+def test_a_module_that_a_user_put_around_the_wrapped_one_runs_once_a_step(
+    wrap: Callable[..., FSDP], steps_before: int, use_orig_params: bool, which: str
+) -> None:
+    pair = Pair.of(Stack(), wrap=wrap, use_orig_params=use_orig_params)
+    pair.train(num_steps=steps_before)
+    wrapper = pair.model._fsdp_wrapped_module.get_submodule(which) if which else pair.model
+    recording = wrapper._fsdp_wrapped_module = Recording(wrapper._fsdp_wrapped_module)
+    pair.train(num_steps=3)
+    assert recording.recorded == ["forward"] * 3
+
+
+@KINDS
+@pytest.mark.parametrize("layout", TWO_RANKS)
+@on_ranks(2)
+def test_a_module_that_changes_the_output_of_the_wrapped_one_counts(layout: str, use_orig_params: bool) -> None:
+    class Scaled(Recording):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(x)
+
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
+    pair.train()
+    unit = pair.model.blocks[1]
+    unit._fsdp_wrapped_module = Scaled(unit._fsdp_wrapped_module)
+    pair.plain.blocks[1].register_forward_hook(lambda _module, _args, output: 3 * output)
+    pair.train(num_steps=2, first=1)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+class Backend:
+    """A compiler that compiles nothing and counts how often what it returned runs."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.num_runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        self.num_graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.num_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+class Still(Block):
+    """A block without anything that compiled code would have to watch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def still_stack() -> Stack:
+    stack = Stack()
+    stack.blocks = nn.ModuleList([Still() for _ in range(3)])
+    return stack
+
+
+@WHEN
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_compiled_module_assigned_to_a_unit_runs_compiled_once_a_step(layout: str, steps_before: int) -> None:
+    with fresh_compiler():
+        pair = Pair.of(still_stack(), use_orig_params=True, **placed(layout))
+        pair.train(num_steps=steps_before)
+        backend = Backend()
+        unit = pair.model.blocks[1]
+        unit._fsdp_wrapped_module = torch.compile(unit._fsdp_wrapped_module, backend=backend)
+        pair.train(num_steps=3)
+        assert backend.num_graphs >= 1
+        assert backend.num_runs == 3
+
+
+@on_ranks(2)
+def test_a_compiled_module_in_a_unit_of_a_flat_parameter_is_warned_about_at_the_first_use() -> None:
+    with fresh_compiler():
+        pair = Pair.of(still_stack(), use_orig_params=False)
+        unit = pair.model.blocks[1]
+        unit._fsdp_wrapped_module = torch.compile(unit._fsdp_wrapped_module, backend=Backend())
+        with pytest.warns(UserWarning, match="use_orig_params=True only"):
+            pair.train(num_steps=2)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "checkpoint": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+    "re-entrant checkpoint": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
+    "compiled": partial(torch.compile, backend="eager"),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("around", list(AROUND))
+@pytest.mark.parametrize("runs", [False, True], ids=["idle", "after a step"])
+@on_ranks(2)
+def test_full_state_dicts_have_plain_names_and_load_after_every_unit_was_replaced(
+    runs: bool, around: str, use_orig_params: bool
+) -> None:
+    with fresh_compiler(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.compile leaves modules of unit")
+        pair = Pair.of(still_stack(), use_orig_params=use_orig_params)
+        for block in pair.model.blocks:
+            block._fsdp_wrapped_module = AROUND[around](block._fsdp_wrapped_module)
+        if runs:
+            pair.train()
+        with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT):
+            state = pair.model.state_dict()
+            assert_close(dict(state), dict(pair.plain.state_dict()), rtol=1e-9, atol=1e-11)
+            halved = {name: value / 2 for name, value in state.items()}
+            pair.model.load_state_dict(halved)
+            assert_equal(dict(pair.model.state_dict()), halved)
+        pair.plain.load_state_dict(halved)
+        pair.train(num_steps=2)
