@@ -21,6 +21,7 @@ PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS = KINDS = range(5)
 # Collectives of which a rank sends its part of the first tensor to every other rank.
 _GATHERS = {"_allgather_base_", "allgather_", "alltoall_base_", "broadcast_"}
 _COPIES = {"_to_copy", "clone", "copy"}
+_DEVICE = torch.ops.prim.device.default
 
 
 class _Memory:
@@ -111,8 +112,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # the device of a tensor, for example
-            return func(*args, **kwargs)
+        if func.namespace == "prim":
+            # The device of a tensor is asked for most, and known in Python.
+            return args[0].device if func is _DEVICE else func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on local tensors come next
         self.measure()

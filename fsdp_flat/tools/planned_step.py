@@ -1,8 +1,8 @@
 """Runs a step of the engine without memory, ranks or an accelerator, and counts it: what ``fsdp_flat.plan`` describes.
 
 A copy of the model on fake tensors (``FakeTensorMode``) is wrapped as the caller would wrap it, in process groups that
-send nothing, and takes two steps. The second one is counted: in the first, units learn their order, and the optimizer
-makes its states.
+send nothing, and takes a step, which is counted. The step before, in which units learn their order and the optimizer
+makes its states, is run only if that order or its gradients matter; else what it leaves behind is made without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat.api import CPUOffload, ShardingStrategy, is_a
 from fsdp_flat.comm import PLANNED, collectives_by, strategy_from
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fsdp_flat.core import Unit, units_of
+from fsdp_flat.core import FlatGradBuffer, Unit, local_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import describe
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -161,8 +161,7 @@ def planned_step(
         run = _Run(machine, on_accelerator=arguments.is_accelerator)
         mesh = _mesh(arguments, groups)
         with FakeTensorMode(allow_non_fake_inputs=True), run.counter:
-            copied, twins = _without_memory(module, device)
-            model = _sharded(copied, arguments, groups, mesh, twins)
+            model = _sharded(module, arguments, groups, mesh, device)
             found = describe(model)
             first = replace(found.units[0], name=found.units[0].name.removeprefix("FSDP"))
             units = (first, *found.units[1:]) if first.name == type(module).__name__ else found.units
@@ -171,9 +170,14 @@ def planned_step(
                 return plan
             _checkpoint(model, checkpointed)
             run.connect(units_of(model))
+            run.counter.kind = ACTIVATIONS
             batch = tree_map(lambda leaf: _like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, step.batch)
             foreach = arguments.is_accelerator and not arguments.offloads
-            run.steps(model, batch, step, name=type(module).__name__, foreach=foreach)
+            run.prepare(model, step, foreach=foreach)
+            if arguments.prefetches_forward or step.accumulates:
+                run.step(model, batch, step, name=type(module).__name__)
+            run.begin()
+            run.step(model, batch, step, name=type(module).__name__)
     has_speeds = step.bandwidth is not None or step.flops is not None
     return replace(
         plan,
@@ -188,10 +192,10 @@ def planned_step(
 
 
 class _Run:
-    """Runs two steps, and counts the second.
+    """Runs steps, and counts the last.
 
     Attributes:
-        moments: the memory after each operator of the second step that changed it.
+        moments: the memory after each operator that changed it.
         host_nbytes: the most bytes of the host in it.
         seconds, exposed_seconds: the time of its forward and backward, and the part in which compute waited.
     """
@@ -202,7 +206,11 @@ class _Run:
         self.moments: list[Moment] = []
         self.host_nbytes = 0
         self.seconds = self.exposed_seconds = 0.0
-        self._phase: StepPhase | None = None
+        self._phase = StepPhase.FORWARD
+        self._counts = False
+        self._optimizer: Any = None
+        self._params: list[nn.Parameter] = []
+        self._hooked: set[nn.Parameter] = set()
         self._unit = ""
         self._last: list[int] = []
 
@@ -226,7 +234,7 @@ class _Run:
         _, self._unit = event
 
     def _note(self) -> None:
-        if self._phase is None:
+        if not self._counts:
             return
         self.host_nbytes = max(self.host_nbytes, self.counter.host_nbytes)
         if self.counter.nbytes != self._last:
@@ -239,47 +247,66 @@ class _Run:
         return tuple(max(moments, key=lambda moment: moment.nbytes.total) for moments in by_phase)
 
     @contextmanager
-    def _counted(self, phase: StepPhase, *, counts: bool) -> Iterator[None]:
+    def _in(self, phase: StepPhase) -> Iterator[None]:
         """Count what happens inside the block as a phase of the step."""
         self.counter.kind = OPTIMIZER if phase is StepPhase.OPTIMIZER else ACTIVATIONS
-        self._phase, self._last = (phase if counts else None), []
+        self._phase, self._last = phase, []
+        self.counter.measure()
         self._note()
         yield
         self.counter.measure()
         self._note()
 
-    def steps(self, model: nn.Module, batch: Any, step: StepSettings, *, name: str, foreach: bool) -> None:
-        """Train for two steps; ``name`` is that of the model in errors, and ``foreach`` as torch chooses it."""
-        params = [param for param in model.parameters() if param.requires_grad]
+    def prepare(self, model: nn.Module, step: StepSettings, *, foreach: bool) -> None:
+        """Make the optimizer and its states, and what else a step leaves; ``foreach`` is as torch would choose it."""
+        self._params = [param for param in model.parameters() if param.requires_grad]
         self.counter.kind = OPTIMIZER
-        optimizer = None if step.optimizer is None else _made_optimizer(step.optimizer, params, foreach=foreach)
-        for counts in (False, True):
-            self._machine.begin()
-            with _values_refused(name), AcceleratorFunctions() if self._on_accelerator else nullcontext():
-                with self._counted(StepPhase.FORWARD, counts=counts):
-                    loss = step.loss(model, batch)
-                if not counts:
-                    self._hook_gradients(units_of(model))
-                with self._counted(StepPhase.BACKWARD, counts=counts):
-                    run_backward(loss)
-                    self._machine.wait_for_network()
-            del loss
-            if counts:
-                self.seconds, self.exposed_seconds = self._machine.seconds, self._machine.exposed_seconds
-            for param in params:
-                if param.grad is not None:
-                    self.counter.use(getattr(param.grad, "_local_tensor", param.grad), GRADIENTS)
-            with self._counted(StepPhase.OPTIMIZER, counts=counts):
-                if optimizer is not None:
-                    with _refusals_of(type(optimizer).__name__):
-                        optimizer.step()
-            for param in params if not step.accumulates else ():
+        if step.optimizer is not None:
+            self._optimizer = _made_optimizer(step.optimizer, self._params, foreach=foreach)
+            for param in self._params:
+                param.grad = torch.zeros_like(param) if param.numel() else None
+            self._update()
+            for param in self._params:
                 param.grad = None
+        for group in [group for unit in units_of(model) for group in unit.param_groups]:
+            is_reused = group.comm.of_steps is not None or group.grads.dtype != group.grads.reduce_dtype
+            if group.shown.num_trainable and is_reused:
+                group.grads.recycle(FlatGradBuffer(group.layout, group.grads.dtype, group.spec.device))
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._machine.begin()
+        self._counts = True
+
+    def step(self, model: nn.Module, batch: Any, step: StepSettings, *, name: str) -> None:
+        """Run a step; ``name`` is that of the model in errors."""
+        with _values_refused(name), AcceleratorFunctions() if self._on_accelerator else nullcontext():
+            with self._in(StepPhase.FORWARD):
+                loss = step.loss(model, batch)
+            self._hook_gradients(units_of(model))
+            with self._in(StepPhase.BACKWARD):
+                run_backward(loss)
+                self._machine.wait_for_network()
+        del loss
+        self.seconds, self.exposed_seconds = self._machine.seconds, self._machine.exposed_seconds
+        for param in self._params:
+            if param.grad is not None:
+                self.counter.use(local_of(param.grad), GRADIENTS)
+        with self._in(StepPhase.OPTIMIZER):
+            if self._optimizer is not None:
+                self._update()
+        for param in self._params if not step.accumulates else ():
+            param.grad = None
+
+    def _update(self) -> None:
+        with _refusals_of(type(self._optimizer).__name__):
+            self._optimizer.step()
 
     def _hook_gradients(self, units: Iterable[Unit]) -> None:
         """Count the gradients of unsharded parameters from the time on at which autograd has computed them."""
         for param in [param for unit in units for group in unit.param_groups for param in group.buffer.params]:
-            if param.requires_grad:
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
                 param.register_hook(lambda grad: self.counter.use(grad, GRADIENTS))
 
 
@@ -315,13 +342,14 @@ def _without_memory(module: nn.Module, device: torch.device) -> tuple[nn.Module,
 
 
 def _sharded(
-    model: nn.Module,
+    module: nn.Module,
     arguments: UnitArguments,
     groups: PlannedGroups,
     mesh: DeviceMesh | None,
-    twins: dict[Any, Any],
+    device: torch.device,
 ) -> nn.Module:
-    """Shard a model as the caller would, and return it; ``twins`` are its modules and parameters by the caller's."""
+    """Shard a copy of ``module`` on ``device``, as the caller would shard that, and return it."""
+    model, twins = _without_memory(module, device)
 
     def twins_of(given: Any) -> Any:
         return [twins.get(each, each) for each in given] if isinstance(given, Iterable) else given
