@@ -261,7 +261,7 @@ class _Run:
         """Make the optimizer and its states, and what else a step leaves; ``foreach`` is as torch would choose it."""
         self._params = [param for param in model.parameters() if param.requires_grad]
         self.counter.kind = OPTIMIZER
-        if step.optimizer is not None:
+        if step.optimizer is not None and self._params:
             self._optimizer = _made_optimizer(step.optimizer, self._params, foreach=foreach)
             for param in self._params:
                 param.grad = torch.zeros_like(param) if param.numel() else None
