@@ -1,4 +1,4 @@
-"""Counts steps on ranks of the CPU beside their plans, into docs/planning.md: ``python -m benchmarks.counted_plans``."""
+"""Counts steps of CPU ranks beside their plans, for docs/planning.md: ``python -m benchmarks.counted_plans``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from benchmarks.model import GPT, Block, batch_of, loss_of
 from benchmarks.planning import PAGE
 from benchmarks.spec import Setting
 from benchmarks.tables import markdown
-from fsdp_flat import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard, plan
+from fsdp_flat import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    plan,
+)
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 RANKS = 2

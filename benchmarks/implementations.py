@@ -58,9 +58,13 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
         return DistributedDataParallel(model)
     library: Any = library_of(name)
     if is_fully_shard(name):
-        return _fully_shard(library, model, setting, reshard=not name.endswith("no-reshard"))
+        reshard = half_of(model, setting) if name.endswith("budget") else not name.endswith("no-reshard")
+        return _fully_shard(library, model, setting, reshard)
     strategies = {"grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
     strategy = next((strategies[key] for key in strategies if key in name), "FULL_SHARD")
+    chosen: Any = library.ShardingStrategy[strategy]
+    if name.endswith("budget"):
+        chosen = f"{strategy}:{half_of(model, setting)}"
     precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setting.bf16 else None
     mesh = None
     if strategy == "HYBRID_SHARD":
@@ -71,7 +75,7 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
             model,
             auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
             device_mesh=mesh,
-            sharding_strategy=library.ShardingStrategy[strategy],
+            sharding_strategy=chosen,
             mixed_precision=precision,
             use_orig_params=not name.endswith("flat"),
             device_id=device,
@@ -84,7 +88,12 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
     return wrapped
 
 
-def _fully_shard(library: Any, model: GPT, setting: Setting, *, reshard: bool) -> nn.Module:
+def half_of(model: GPT, setting: Setting) -> str:
+    """Return the bytes in compute of half of a model's parameters, as text."""
+    return f"{sum(param.numel() for param in model.parameters()) * (2 if setting.bf16 else 4) // 2}B"
+
+
+def _fully_shard(library: Any, model: GPT, setting: Setting, reshard: bool | str) -> nn.Module:
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     policy = library.MixedPrecisionPolicy()

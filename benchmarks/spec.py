@@ -61,7 +61,9 @@ IMPLEMENTATIONS = {
     "flat-full-flat": "fsdp_flat, FULL_SHARD, use_orig_params=False",
     "flat-full-orig": "fsdp_flat, FULL_SHARD, use_orig_params=True",
     "flat-grad-op": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=True",
+    "flat-budget": "fsdp_flat, FULL_SHARD with a budget of half the model, use_orig_params=True",
     "flat-fully-shard": "fsdp_flat fully_shard",
+    "flat-fully-shard-budget": "fsdp_flat fully_shard, reshard_after_forward= half the model",
     "flat-fully-shard-no-reshard": "fsdp_flat fully_shard, reshard_after_forward=False",
 }
 

@@ -18,7 +18,9 @@ PEERS = {
     "flat-hybrid": ("fsdp1-hybrid",),
     **dict.fromkeys(("flat-full-bfloat16", "flat-full-int8"), ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
+    "flat-budget": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-fully-shard": ("fsdp2",),
+    "flat-fully-shard-budget": ("fsdp2",),
     "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
 }
 # For each fsdp_flat variant, the torch implementation whose state dicts it is compared with.

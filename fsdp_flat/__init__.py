@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp_flat.composable import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_flat.composable import share_comm_ctx as share_comm_ctx
     from fsdp_flat.core import FlatParameter as FlatParameter
+    from fsdp_flat.core import offload_optimizer as offload_optimizer
     from fsdp_flat.errors import FsdpFlatError as FsdpFlatError
     from fsdp_flat.extras import MatrixOptimizer as MatrixOptimizer
     from fsdp_flat.extras import ShardedEMA as ShardedEMA
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from fsdp_flat.extras.describe import describe as describe
     from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
     from fsdp_flat.guards import check_replicas as check_replicas
+    from fsdp_flat.runtime import offload_activations as offload_activations
     from fsdp_flat.runtime import participate as participate
     from fsdp_flat.runtime import register_forward_method as register_forward_method
     from fsdp_flat.runtime import unshard_for as unshard_for
@@ -84,9 +86,9 @@ else:
             "CPUOffloadPolicy DataParallelMeshDims FSDPModule GradientReductionHandle MixedPrecisionPolicy "
             "OffloadPolicy UnshardHandle fully_shard register_fsdp_forward_method share_comm_ctx"
         ),
-        "core": "FlatParameter",
+        "core": "FlatParameter offload_optimizer",
         "guards": "check_replicas",
-        "runtime": "participate register_forward_method unshard_for unwrap",
+        "runtime": "offload_activations participate register_forward_method unshard_for unwrap",
         "state": "register_optim_state_handler",
         "extras": (
             "MatrixOptimizer ShardedEMA clean_named_modules clean_named_parameters clean_tensor_name compare_with "

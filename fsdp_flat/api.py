@@ -90,6 +90,10 @@ class ShardingStrategy(_NamedEnum):
     | ``NO_SHARD`` | nothing | the group | nothing to free | nothing to free |
     | ``HYBRID_SHARD`` | the inner (shard) group | the outer group | yes | yes |
     | ``_HYBRID_SHARD_ZERO2`` | the inner (shard) group | the outer group | no | not in ``no_sync`` |
+
+    A text of a name and a size, ``"FULL_SHARD:40GB"`` or ``"HYBRID_SHARD:40GB"``, is that strategy with a memory
+    budget: besides the outermost unit's, the parameters of the last units of the forward, which backward needs first,
+    stay until then, as far as this many bytes a rank go. One budget is for a tree of units. (Not in FSDP1.)
     """
 
     FULL_SHARD = auto()
@@ -142,9 +146,16 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Selects whether shards, their gradients and so the optimizer live on the CPU."""
+    """Selects what lives on the CPU.
+
+    Args:
+        offload_params: shards, their gradients and so the optimizer.
+        offload_optimizer: the optimizer's states, between its steps, as :func:`fsdp_flat.offload_optimizer` does; the
+            accelerator runs the steps. (Not in FSDP1.)
+    """
 
     offload_params: bool = False
+    offload_optimizer: bool = False
 
 
 class StateDictType(_NamedEnum):

@@ -54,7 +54,8 @@ class FullyShardedDataParallel(ShardedModule):
         module: the module to wrap, on any device, the meta device included.
         process_group: the group to shard over (default: the default group), or ``(shard_group, replicate_group)`` for
             hybrid strategies.
-        sharding_strategy: see :class:`ShardingStrategy`; ``FULL_SHARD`` by default.
+        sharding_strategy: see :class:`ShardingStrategy`; ``FULL_SHARD`` by default. ``"FULL_SHARD:40GB"`` has a memory
+            budget.
         cpu_offload: whether shards live on the CPU.
         auto_wrap_policy: selects the submodules that become separate units; see :mod:`fsdp_flat.wrap`.
         backward_prefetch: when backward begins the next all-gather: before or after the current unit's gradients are
@@ -87,7 +88,7 @@ class FullyShardedDataParallel(ShardedModule):
         self,
         module: nn.Module,
         process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
-        sharding_strategy: ShardingStrategy | None = None,
+        sharding_strategy: ShardingStrategy | str | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Callable[..., bool] | ModuleWrapPolicy | CustomPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,

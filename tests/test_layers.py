@@ -16,6 +16,7 @@ LAYERS = {
     "errors": 0,
     "api": 0,
     "layout": 0,
+    "sizes": 0,
     "user_warnings": 0,
     "comm": 1,
     "wrap": 1,

@@ -52,6 +52,7 @@ from fsdp_flat.comm.rank_groups import (
 from fsdp_flat.comm.routes import collectives_by, collectives_for
 from fsdp_flat.comm.streams import (
     PLANNED,
+    HostSwap,
     Pending,
     Streams,
     is_accelerator,

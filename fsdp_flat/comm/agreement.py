@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.comm import failures
 from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
-from fsdp_flat.comm.failures import LOOK_AFTER_S, has_failed, report_failure, reports_of_others
+from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
@@ -290,7 +291,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                     kind, sign = absent[rank]
                     reason = f"rank {rank} has not called it but {sign}"
                     follows = kind is PeerFailureError and has_failed(rank_group, [rank])
-        difference = looks.difference() if waited > LOOK_AFTER_S and not reason else None
+        difference = looks.difference() if waited > failures.LOOK_AFTER_S and not reason else None
         if difference is not None:
             reason = "another rank is in another collective"
         if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):

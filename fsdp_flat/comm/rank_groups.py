@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -23,6 +23,7 @@ from fsdp_flat.api import ShardingStrategy, member_of
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.torch_comm import backend_of, timeout_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
+from fsdp_flat.sizes import nbytes_of
 
 _CPU = torch.device("cpu")
 # Groups that the library has created, by default group; by ranks, purpose and timeout. torch holds each group that it
@@ -223,16 +224,38 @@ class Strategy:
         shards: parameters, gradients and optimizer state are sharded over the shard group.
         replicates: gradients are also all-reduced over a replicate group.
         reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's).
+        budget: text of the bytes of unsharded parameters that the tree keeps from forward to backward nevertheless.
     """
 
     member: ShardingStrategy
     shards: bool
     replicates: bool
     reshard_after_forward: bool
+    budget: str | None = None
 
     @property
     def is_hybrid(self) -> bool:
         return self.shards and self.replicates
+
+    @property
+    def name(self) -> str:
+        """Name of the member, with the budget if there is one, as "FULL_SHARD:40GB"."""
+        return self.member.name if self.budget is None else f"{self.member.name}:{self.budget}"
+
+    @property
+    def budget_nbytes(self) -> int | None:
+        """The budget in bytes; None without one."""
+        return None if self.budget is None else nbytes_of(self.budget)
+
+    def with_budget(self, budget: str) -> Strategy:
+        """Return this strategy with a budget, a size like "40GB"; an OptionError says what is wrong with it."""
+        if not (self.shards and self.reshard_after_forward):
+            raise OptionError(
+                f"{self.member.name} frees no parameters between forward and backward, so it takes no budget; got "
+                f"{budget!r}. Give a budget to FULL_SHARD or HYBRID_SHARD."
+            )
+        nbytes_of(budget)
+        return replace(self, budget=budget.strip())
 
 
 STRATEGIES = MappingProxyType(
@@ -250,12 +273,17 @@ STRATEGIES = MappingProxyType(
 
 
 def strategy_from(value: object) -> Strategy:
-    """Return the table row of a public enum member (or of torch's), or of ``FULL_SHARD`` for ``None``.
+    """Return the strategy of a public enum member (or of torch's) or a text like "FULL_SHARD:40GB", which has a budget.
+
+    ``None`` stands for ``FULL_SHARD``.
 
     Raises:
         OptionError: if ``value`` is not a sharding strategy; the text lists the choices.
     """
     given = ShardingStrategy.FULL_SHARD if value is None else value
+    name, separator, budget = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if separator and name in ShardingStrategy.__members__:
+        return STRATEGIES[ShardingStrategy[name]].with_budget(budget)
     return STRATEGIES[member_of(ShardingStrategy, given, "sharding_strategy")]
 
 

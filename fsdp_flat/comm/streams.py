@@ -14,6 +14,8 @@ All units of a tree share one object. It ensures this order, without ``record_st
   reduce-scatter reads is kept until compute has waited for that reduce-scatter.
 * copies to the host go into pinned memory. The host waits for them once, at the end of a backward, because an optimizer
   on the CPU reads them next.
+* what is on the host between two uses (activations, optimizer states) is copied on a stream for each direction
+  (:class:`HostSwap`). Its memory on the accelerator is given back once compute has waited for the copy to the host.
 * a save in the background copies shards and states on a stream of its own (:class:`HostCopies`); compute waits for the
   copies, and the thread that writes them, but not the caller.
 """
@@ -103,6 +105,7 @@ class Streams:
         self._host_copies: Any = None
         self._host_reads: Any = None
         self._kept_copies: HostCopies | None = None
+        self._swap: HostSwap | None = None
         self.all_gathers: AbstractContextManager[Any] = _NOTHING
         self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
         self.reduce_scatters: AbstractContextManager[Any] = _NOTHING
@@ -201,6 +204,12 @@ class Streams:
         self._kept_copies = self._kept_copies or HostCopies(self._device, self._new_stream)
         return self._kept_copies
 
+    @property
+    def swap(self) -> HostSwap:
+        """Copies to the host and back of what the accelerator does not hold between two uses."""
+        self._swap = self._swap or HostSwap(self._device, self._new_stream, self._current)
+        return self._swap
+
     def shards_read(self) -> None:
         """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
         self._host_reads = self._all_gather.record_event()
@@ -271,6 +280,65 @@ class HostCopies:
         if complete is not None:
             complete.synchronize()
         self._sources = ()
+
+
+class HostSwap:
+    """Copies tensors to pinned host memory and back, on a stream for each direction, beside compute.
+
+    The host waits for nothing. A copy is complete for work that follows :meth:`wait` on its event.
+    """
+
+    def __init__(
+        self, device: torch.device, new_stream: Callable[[torch.device], Any], current: Callable[[], Any]
+    ) -> None:
+        self._device = device
+        self._new_stream = new_stream
+        self._current = current
+        self._to_host: Any = None
+        self._to_device: Any = None
+
+    def place_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return pinned memory for a copy of ``tensor`` (contiguous)."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+
+    def begin_to_host(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> Any:
+        """Begin to copy tensors (contiguous) to ``places`` on the host, after the work issued so far.
+
+        The caller keeps the tensors, and does not change them, until the current stream has waited for the event.
+
+        Returns:
+            The event after the copies.
+        """
+        self._to_host = self._to_host or self._new_stream(self._device)
+        self._to_host.wait_stream(self._current())
+        with self._to_host:
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+        return self._to_host.record_event()
+
+    def begin_to_device(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Begin to copy tensors of :meth:`begin_to_host`, for which the current stream has waited, to the accelerator.
+
+        Returns:
+            The tensors on the accelerator, in new memory, and the event after the copies, for which the current stream
+            has to wait.
+        """
+        self._to_device = self._to_device or self._new_stream(self._device)
+        # The memory may have served work that was issued before.
+        made = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) for tensor in tensors]
+        self._to_device.wait_stream(self._current())
+        with self._to_device:
+            for target, tensor in zip(made, tensors, strict=True):
+                target.copy_(tensor, non_blocking=True)
+        return made, self._to_device.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Order work issued to the current stream from now on after an event of these copies."""
+        self._current().wait_event(event)
+
+    def block(self, event: Any) -> None:
+        """Block the host until an event of these copies, before it reads what they have written."""
+        event.synchronize()
 
 
 class _StreamContext:

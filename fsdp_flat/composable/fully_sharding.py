@@ -122,7 +122,7 @@ def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
+    reshard_after_forward: bool | int | str | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
@@ -136,7 +136,7 @@ def fully_shard(
     module: Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
+    reshard_after_forward: bool | int | str | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
@@ -149,7 +149,7 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | str | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy | None = None,
@@ -171,7 +171,10 @@ def fully_shard(
             if the default group moves no CPU tensors, as NCCL's.
         reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost. A
             number of ranks, a factor of those that shard: groups of that many consecutive ranks hold all parameters
-            between forward and backward, which all-gathers in the group; 1 is False, and all ranks is True.
+            between forward and backward, which all-gathers in the group; 1 is False, and all ranks is True. A size like
+            "40GB": None with a memory budget, one for the tree. Besides the outermost module's, the parameters of the
+            last modules of the forward, which backward needs first, stay until then, as far as this many bytes a rank
+            go; modules with None are among them.
         shard_placement_fn: returns for a parameter the ``Shard(dim)`` to use, or None for ``Shard(0)``; or torch's
             ``ShardPlacementResult`` of that and a mesh of its own, for experts that are sharded over fewer ranks than
             the rest. The parameters of each mesh are all-gathered together, and their gradients are averaged over it.
@@ -331,10 +334,14 @@ def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
         return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
 
 
-def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool | int | None) -> UnitOptions:
+def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool | int | str | None) -> UnitOptions:
     mesh, data_dims = rows.mesh, rows.data_dims
     kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
+    value = reshard_after_forward
+    size = value if isinstance(value, str) and value.strip().upper().endswith("B") else None
+    if size is not None and strategy.shards:
+        strategy = strategy.with_budget(size)
     accelerator = current_accelerator()
     follows_mesh = accelerator is not None and (mesh.device_type != "cpu" or accelerator.type == "cpu")
     device = accelerator if accelerator is not None and follows_mesh else torch.device("cpu")
@@ -350,23 +357,23 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
         front=IN_PLACE,
         per_param=rows,
     )
-    num_shards, value = options.groups.shard.size, reshard_after_forward
+    num_shards = options.groups.shard.size
     divides = isinstance(value, int) and value > 0 and num_shards % value == 0
-    if strategy.shards and not (divides or isinstance(value, (bool, NoneType))):
+    if strategy.shards and not (divides or size is not None or isinstance(value, (bool, NoneType))):
         possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
         raise OptionError(
-            f"reshard_after_forward must be True, False, None or a number of ranks that divides the {num_shards} that "
-            f"shard ({possible}); got {value!r}."
+            'reshard_after_forward must be True, False, None, a size like "40GB" or a number of ranks that divides '
+            f"the {num_shards} that shard ({possible}); got {value!r}."
         )
     return options
 
 
-def _set_resharding(unit: Unit, value: bool | int | None) -> None:
+def _set_resharding(unit: Unit, value: bool | int | str | None) -> None:
     """Have a unit reshard after forward: whether, or to how many ranks."""
     control = unit.control
     control.reshard_after_backward = True
     # Where nothing is sharded, nothing is resharded, as in torch.
-    if value is None or not any(options.strategy.shards for options, _ in unit.by_mesh()):
+    if value is None or isinstance(value, str) or not any(options.strategy.shards for options, _ in unit.by_mesh()):
         control.reshard_after_forward = None
         return
     control.reshard_after_forward = value if isinstance(value, bool) else value > 1

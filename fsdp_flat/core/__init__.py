@@ -21,6 +21,7 @@ from fsdp_flat.core.optimizer_grads import (
     sharded_grad_of,
     show_full_grads,
 )
+from fsdp_flat.core.optimizer_states import offload_optimizer
 from fsdp_flat.core.optimizer_steps import note_unwrapped, unwrapped_from, watch_steps_on
 from fsdp_flat.core.options import IN_PLACE, Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup

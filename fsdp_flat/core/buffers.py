@@ -74,6 +74,11 @@ class FlatBuffer:
         self._nbytes = tensor.untyped_storage().nbytes()
 
     @property
+    def full_nbytes(self) -> int:
+        """Number of bytes that a free gives back; 0 for a buffer that is the shard."""
+        return self._nbytes if self.owns_memory else 0
+
+    @property
     def nbytes(self) -> int:
         """Number of bytes allocated."""
         return self.tensor.untyped_storage().nbytes()

@@ -82,6 +82,21 @@ def check_units(units: Sequence[Unit]) -> None:
                 )
 
 
+def budget_of(units: Sequence[Unit]) -> int | None:
+    """Return the bytes of unsharded parameters that a tree keeps for backward by its budget; None without a budget.
+
+    Raises an OptionError if ``units`` have several budgets.
+    """
+    budgets: dict[int, str] = {}
+    for unit in units:
+        strategy = unit.options.strategy
+        if strategy.budget_nbytes is not None:
+            budgets.setdefault(strategy.budget_nbytes, f"{strategy.budget} in unit {unit.name!r}")
+    if len(budgets) > 1:
+        raise OptionError(f"The units of a tree share one memory budget; got {'; '.join(budgets.values())}.")
+    return next(iter(budgets), None)
+
+
 def all_rank_groups(groups: Iterable[ShardingGroups]) -> list[RankGroup]:
     """Return every process group of the given ones, each once."""
     return list(dict.fromkeys(rank_group for each in groups for rank_group in each.rank_groups))

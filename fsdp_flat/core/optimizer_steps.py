@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.optimizer_states import offload_optimizer
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import is_managed
 from fsdp_flat.core.torch_core import dynamo_disabled, dynamo_disabled_here
@@ -45,6 +46,9 @@ class _Steps:
             held = set(params)
             stepped = [group for group in self.groups if not held.isdisjoint(group.shown.visible_params)]
             self.known[optimizer] = ids, weakref.WeakSet(stepped)
+            # torch's CPUOffload has no such field.
+            if any(getattr(group.comm.options.cpu_offload, "offload_optimizer", False) for group in stepped):
+                offload_optimizer(optimizer)
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
         for group in self.known[optimizer][1]:

@@ -135,7 +135,8 @@ class UnitControl:
     """Holds the switches of one unit. The step reads them; nothing else decides what they decide.
 
     Attributes:
-        reshard_after_forward: free the unsharded parameters after forward; None: unless the unit is the outermost.
+        reshard_after_forward: free the unsharded parameters after forward; None: unless the unit is the outermost, or
+            one that the tree's memory budget keeps.
         reshard_after_backward: free them after backward, or keep them for the next forward. None: keep them only where
             gradients are not reduced and ``reshard_after_forward`` is False (SHARD_GRAD_OP in ``no_sync``).
         sync_gradients: reduce gradients at the end of the unit's backward; False accumulates unreduced ones.

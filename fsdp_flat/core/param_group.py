@@ -116,6 +116,11 @@ class ParamGroup:
         return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
 
     @property
+    def buffer_tensors(self) -> list[torch.Tensor]:
+        """The unsharded buffers of all dtypes of compute so far, with or without memory."""
+        return [buffer.tensor for buffer in self._by_dtype.values()]
+
+    @property
     def is_in_a_graph(self) -> bool:
         """Return whether a caller holds an autograd graph that can still produce gradients."""
         return any(param.requires_grad and is_in_a_graph(param) for param in self.buffer.params)
@@ -405,5 +410,5 @@ def summary(options: UnitOptions, param_groups: Sequence[ParamGroup]) -> str:
     of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
     num_params = sum(len(param_group.layout.param_infos) for param_group in param_groups)
     nbytes = sum(param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups)
-    name = options.strategy.member.name
+    name = options.strategy.name
     return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"

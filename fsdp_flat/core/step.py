@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, compress
+from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_e
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.buffers import MemoryPool
-from fsdp_flat.core.checks import check_units, late_gradients, log_units, raise_difference
+from fsdp_flat.core.checks import budget_of, check_units, late_gradients, log_units, raise_difference
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.exchange import BackwardExchange, Outcome
 from fsdp_flat.core.gradients import without
@@ -70,6 +70,7 @@ class Step:
         root_module: returns the module of the root, or None if it is gone.
         units: every unit, parents before children; the root alone before the tree's first use.
         is_built: the tree has been used: ``units`` are all of its units.
+        at_next_forward: called once, at the begin of the next forward.
         streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
             the allocator can share blocks between units.
         pool: memory of the units' buffers while a step runs; empty between steps.
@@ -80,6 +81,8 @@ class Step:
         iteration: the running iteration; None outside of a forward.
         backward: the running backward, or None.
         unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
+        last_order: by the unit that began a forward, the units that ran in the last such forward, in order.
+        kept_for_backward: the units that the memory budget keeps unsharded from forward to backward.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
         unread: what :meth:`recover` has yet to read of the exchange of ranks in the last backward, or None.
@@ -93,12 +96,15 @@ class Step:
         self.pool = MemoryPool()
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
+        self.at_next_forward: list[Callable[[], object]] = []
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self._most_in_flight = 2 if self.streams.is_accelerator else 1
         self._in_flight: list[Reduction] = []
         self._position = 0
-        self._last_order: dict[Unit, list[Unit]] = {}
+        self.last_order: dict[Unit, list[Unit]] = {}
+        self._unspent_nbytes: int | None = None  # the memory budget, until units are chosen
+        self.kept_for_backward: frozenset[Unit] = frozenset()
         self.has_lost_gradients = False
         self._buffers_full: bool | None = None
         self._begin_anew()
@@ -114,6 +120,7 @@ class Step:
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(", ".join(filter(None, names)))
         check_units(units)
+        self._unspent_nbytes = budget_of(units)
         self.root_module, self.units, self.root = weakref.ref(root_module), units, units[0]
         self._take_over_units()
         settings = {unit.averages_ignored for unit in self.units} - {None}
@@ -201,6 +208,8 @@ class Step:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
             self._begin_iteration(compiler)
+            if self._unspent_nbytes is not None and unit is self.root:
+                self._spend_budget(self._unspent_nbytes)
         iteration = self.iteration
         assert iteration is not None
         iteration.order.append(unit)
@@ -219,11 +228,30 @@ class Step:
         if iteration.trains:
             self._pending.add(iteration)
         self.streams.optimizer_stepped()
+        while self.at_next_forward:
+            self.at_next_forward.pop()()
         self._cast_buffers()
         # Modules in these units may be called by themselves, and gradients must reach the unsharded parameters.
         for replicated in self._replicated:
             if replicated.phase is Phase.IDLE:
                 replicated.unshard()
+
+    def _spend_budget(self, nbytes: int) -> None:
+        """Choose the units that stay unsharded from forward to backward: the last to run, as far as ``nbytes`` go.
+
+        The order is that of the root's last forward, so nothing is chosen before the second one. Ranks keep what all of
+        them have chosen, since a failed forward may have ended on some.
+        """
+        order, chosen = self.last_order.get(self.root, []), set()
+        for unit in dict.fromkeys(reversed(order)):
+            is_free = unit is not self.root and unit.control.reshard_after_forward is None and unit.needs_all_gather
+            if is_free and unit.buffer_nbytes <= nbytes:
+                nbytes -= unit.buffer_nbytes
+                chosen.add(unit)
+        is_unknown, *freed = self._exchange.any_rank([not order, *[unit not in chosen for unit in self.units]])
+        if not is_unknown:
+            self._unspent_nbytes = None
+            self.kept_for_backward = frozenset(compress(self.units, map(not_, freed)))
 
     def enter(self, record: ForwardRecord) -> None:
         """Unshard a unit for its forward, free the unit before, and begin the all-gather of the next one.
@@ -313,7 +341,7 @@ class Step:
             return AfterForward.STAY_UNSHARDED
         wanted = unit.control.reshard_after_forward
         if wanted is None:  # the backward of the outermost unit comes first, so it would all-gather again at once
-            wanted = unit is not self.root
+            wanted = unit is not self.root and unit not in self.kept_for_backward
         # In a re-entrant checkpoint units run without gradients, but the iteration began with gradients enabled.
         may_follow = expects_backward or (iteration is not None and iteration.trains and unit.is_trainable)
         # Without a hooked output nothing may unshard the unit in backward.
@@ -340,7 +368,7 @@ class Step:
         """End the outermost forward."""
         iteration = self.iteration
         assert iteration is not None
-        self._last_order[iteration.order[0]] = iteration.order
+        self.last_order[iteration.order[0]] = iteration.order
         retained = self._retained
         # The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         if not iteration.expects_backward or (retained is not None and not retained.control.keeps_last):
@@ -419,7 +447,7 @@ class Step:
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
         running = iteration.order
-        order, here = self._last_order.get(running[0]), len(running) - 1
+        order, here = self.last_order.get(running[0]), len(running) - 1
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
                 if following.needs_all_gather:

@@ -176,6 +176,11 @@ class Unit:
         return self.state is _SHARDED and not self.holds_graph
 
     @property
+    def buffer_nbytes(self) -> int:
+        """Number of bytes of the unsharded parameters on this rank; 0 if the shards are the buffers."""
+        return sum(param_group.buffer.full_nbytes for param_group in self.param_groups)
+
+    @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
         return any(param_group.shown.num_trainable for param_group in self.param_groups)

@@ -42,7 +42,9 @@ class UnitDescription:
         gathered_nbytes: bytes of the unsharded parameters; 0 if nothing is sharded.
         whole_grad_nbytes: bytes of the gradient before it is reduced.
         is_gathered: memory of unsharded parameters is allocated now.
-        reshard_after_forward: the parameters are freed after forward; None: unless the unit is the outermost.
+        reshard_after_forward: the parameters are freed after forward; None: unless the unit is the outermost, or one
+            that a memory budget keeps.
+        budget_nbytes: the memory budget for all units; 0 without one.
     """
 
     name: str
@@ -57,6 +59,7 @@ class UnitDescription:
     whole_grad_nbytes: int
     is_gathered: bool = False
     reshard_after_forward: bool | None = None
+    budget_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class ModelDescription:
         num_shards: ranks that the parameters of the outermost unit are sharded over.
         num_replicas: ranks that hold the same shard of it.
         most_gathered_nbytes: maximum bytes of unsharded parameters that exist at one time in a step: with a strategy
-            that frees parameters after forward the outermost unit and the two largest others, else all.
+            that frees parameters after forward the outermost unit, the two largest others and the memory budget, else
+            all.
         unsynchronized: names of trainable parameters that no unit manages, and whose gradients nothing averages.
     """
 
@@ -169,7 +173,7 @@ def describe_unit(
     gathered = [param_group for param_group in param_groups if param_group.buffer.owns_memory]
     return UnitDescription(
         name=name,
-        strategy=options.strategy.member.name,
+        strategy=options.strategy.name,
         dtypes=tuple(
             dict.fromkeys(str(param_group.compute_dtype).removeprefix("torch.") for param_group in param_groups)
         ),
@@ -197,6 +201,7 @@ def describe_unit(
         whole_grad_nbytes=sum(param_group.layout.numel * param_group.grads.dtype.itemsize for param_group in trainable),
         is_gathered=is_gathered,
         reshard_after_forward=reshard_after_forward,
+        budget_nbytes=options.strategy.budget_nbytes or 0,
     )
 
 
@@ -209,5 +214,6 @@ def describe_tree(described: Mapping[Any, UnitDescription], outermost: Any, grou
             kept += found.gathered_nbytes
         else:
             freed.append(found.gathered_nbytes)
-    most = kept + sum(sorted(freed)[-2:])
+    budget = max([unit.budget_nbytes for unit in described.values()], default=0)
+    most = kept + min(sum(freed), sum(sorted(freed)[-2:]) + budget)
     return ModelDescription(tuple(described.values()), groups.shard.size, groups.replicate.size, most)

@@ -1,5 +1,6 @@
 """Does what is around a step (layer 3): builds units, shows full parameters, and controls units from outside."""
 
+from fsdp_flat.runtime.activation_offload import offload_activations
 from fsdp_flat.runtime.arguments import (
     check_callable,
     cpu_offload_from,

@@ -410,7 +410,7 @@ def _describe_structure(
     """Describe the model that this rank is about to build, one fact per line; raise if a parameter has no adapter."""
     groups, precision = process_groups(options), options.precision
     lines = [
-        f"strategy {options.strategy.member.name}, use_orig_params={options.use_orig_params}, "
+        f"strategy {options.strategy.name}, use_orig_params={options.use_orig_params}, "
         f"sync_module_states={options.sync_states!r}",
         f"mixed precision of {precision.param_dtype}, {precision.reduce_dtype}, {precision.master_dtype}",
     ]

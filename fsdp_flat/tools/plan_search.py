@@ -48,7 +48,7 @@ def search(
                         "cpu_offload": CPUOffload(offloads),
                     }
                     choice = PlanChoice(
-                        strategy=strategy_from(strategy).member.name,
+                        strategy=strategy_from(strategy).name,
                         wrapping=wrapping,
                         checkpointing=recomputed,
                         offloads=offloads,

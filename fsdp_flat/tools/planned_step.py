@@ -90,7 +90,7 @@ class UnitArguments:
             )
         if num_replicas > 1 and not strategy.is_hybrid:
             raise OptionError(
-                f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.member.name}."
+                f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.name}."
             )
         if self.api not in APIS:
             raise OptionError(f"api must be one of {', '.join(map(repr, APIS))}; got {self.api!r}.")
@@ -395,7 +395,7 @@ def _sharded(
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=False if own.shards and not own.reshard_after_forward else None,
+            reshard_after_forward=False if own.shards and not own.reshard_after_forward else own.budget,
             mp_policy=MixedPrecisionPolicy() if policy is None else policy,
             offload_policy=CPUOffloadPolicy() if arguments.offloads else OffloadPolicy(),
             ignored_params=set(left_out.params),

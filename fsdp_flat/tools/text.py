@@ -6,33 +6,14 @@ import re
 from collections.abc import Mapping
 
 from fsdp_flat.errors import OptionError
+from fsdp_flat.sizes import nbytes_of as nbytes_of
 from fsdp_flat.sizes import scale_of as scale_of
 from fsdp_flat.sizes import size_text as size_text
-
-_SIZE = re.compile(r"\s*([0-9.]+)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECASE)
 
 _SPEED = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGTP]?)\s*([A-Za-z/]*)\s*")
 # What one of a unit is worth. "Gb" is missing: some mean bits by it, and others bytes.
 BYTES_A_SECOND = {"": 1.0, "B": 1.0, "B/s": 1.0, "bit/s": 0.125, "bps": 0.125}
 FLOPS = {"": 1.0, "FLOP": 1.0, "FLOPS": 1.0, "FLOP/s": 1.0, "FLOPs": 1.0}
-
-
-def nbytes_of(size: str | float) -> int:
-    """Return the bytes that a size like "80GB" (10**9 each), "80GiB" (2**30 each) or a number means.
-
-    Raises an OptionError for another text.
-    """
-    if not isinstance(size, str):
-        return int(size)
-    found = _SIZE.fullmatch(size)
-    try:
-        number = float(found[1]) if found else None
-    except ValueError:
-        number = None
-    if found is None or number is None:
-        raise OptionError(f'A size is a number of bytes or a text like "80GB" or "80GiB"; got {size!r}.')
-    power = "kmgtp".index(found[2].lower()) + 1 if found[2] else 0
-    return int(number * (1024 if found[3] else 1000) ** power)
 
 
 def speed_of(name: str, text: str, units: Mapping[str, float]) -> float:

@@ -54,6 +54,7 @@ NO_COUNTERPART = {
 # What we added to FSDP1's names: always after its own arguments or fields, and with a default.
 ADDED_FIELDS = {
     "MixedPrecision": ["master_dtype", "full_precision_modules", "uncast_inputs"],
+    "CPUOffload": ["offload_optimizer"],
     "ShardedStateDictConfig": ["boxes"],
     "ShardedOptimStateDictConfig": ["boxes"],
 }
