@@ -84,7 +84,8 @@ def plan(
             without ``no_sync``, or ``zero_grad(set_to_none=False)`` keeps them.
         fit: the memory of a rank, bytes or a text like "80GB". Of the arguments ``sharding_strategy``,
             ``auto_wrap_policy``, ``checkpointing`` and ``cpu_offload`` those left out are searched for: the result is
-            the plan that fits at the least cost, or the smallest if none fits, with all that were compared.
+            the plan that fits at the least cost, or the smallest if none fits, with all that were compared. Offloading
+            is compared if nothing fits without it.
 
     Raises:
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, wrapping would raise it, the model or the

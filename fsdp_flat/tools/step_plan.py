@@ -193,8 +193,7 @@ class StepPlan(ModelDescription):
             why = f"Nothing fits {size_text(limit)}: of {len(self.choices)} plans the smallest is {best}."
         else:
             work = "computes and sends the least" if best.seconds is None else "takes the least time"
-            compared = "it" if best.offloads else "of those without offloading it"
-            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; {compared} {work}."
+            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; it {work}."
             why = f"Take {best}: {why}"
         columns = ("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP", "seconds")
         rows: list[tuple[str, ...]] = [columns if best.seconds is not None else columns[:-1]]
