@@ -219,7 +219,7 @@ class _Run:
         transport = PlannedTransport(self._machine, self.counter.communicate)
         streams = PlannedStreams(self._machine)
         for unit in units:
-            unit.step.trace = self  # type: ignore[assignment]
+            unit.step.trace = self
             if self._on_accelerator:
                 unit.step.streams = streams
             for group in unit.param_groups:
