@@ -376,7 +376,7 @@ def _sharded(
                 **ignored,
             )
     left_out = resolve_ignored(model, **ignored, nested=())
-    kwargs = {"sharding_strategy": arguments.sharding_strategy}
+    kwargs = {"sharding_strategy": arguments.sharding_strategy, "use_orig_params": True}
     chosen = [(model, kwargs)]
     if arguments.auto_wrap_policy is not None:
         planned = plan_units(

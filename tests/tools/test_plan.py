@@ -226,7 +226,7 @@ def test_states_and_temporaries_of_each_implementation_of_an_optimizer_are_those
         assert found == pytest.approx(largest([float(peak) for peak in peaks]), rel=TOLERANCE), optimizer
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 @pytest.mark.parametrize("front", FRONTS)
 def test_gradients_of_an_earlier_backward_count_in_each_phase(front: str) -> None:
     """Part 6, first bullet: the 439 MB are these, beside the workspaces of matrix multiplications."""
@@ -275,7 +275,7 @@ def frozen_stack() -> nn.Module:
     return model
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 @pytest.mark.parametrize("front", ["original parameters", "fully_shard"])
 def test_frozen_repeated_nested_and_recomputed_units_are_counted_too(front: str) -> None:
     for build, block in ((Several, (Block, Around)), (frozen_stack, (Block,))):
