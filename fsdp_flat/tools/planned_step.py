@@ -29,6 +29,7 @@ from fsdp_flat.core import FlatGradBuffer, Unit, local_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import describe
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_flat.guards import guards_off
 from fsdp_flat.runtime import listed, planned_accelerator, resolve_ignored
 from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.live_bytes import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, LiveBytes
@@ -151,6 +152,7 @@ def planned_step(
     num_shards = arguments.num_shards
     device = PLANNED if arguments.is_accelerator else torch.device("cpu")
     with (
+        guards_off(),
         planned_groups(num_shards, arguments.num_ranks // num_shards) as groups,
         planned_accelerator() if arguments.is_accelerator else nullcontext(),
     ):
