@@ -147,7 +147,7 @@ class LiveBytes(TorchDispatchMode):
                 if memory.kind == ACTIVATIONS and memory.is_resizable:
                     self._set_kind(memory, GRADIENTS)
             return GRADIENTS
-        if name in _COPIES and kinds & {PARAMETERS, GATHERED}:
+        if (name in _COPIES or "empty" in name) and kinds & {PARAMETERS, GATHERED}:
             return GATHERED
         return self.kind
 

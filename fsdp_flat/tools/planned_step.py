@@ -176,7 +176,11 @@ def planned_step(
             batch = tree_map(lambda leaf: _like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, step.batch)
             foreach = arguments.is_accelerator and not arguments.offloads
             run.prepare(model, step, foreach=foreach)
-            if arguments.prefetches_forward or step.accumulates:
+            # Both need the order of the forwards before.
+            needs_order = arguments.prefetches_forward or any(
+                unit.options.strategy.budget is not None for unit in units_of(model)
+            )
+            if needs_order or step.accumulates:
                 run.step(model, batch, step, name=type(module).__name__)
             run.begin()
             run.step(model, batch, step, name=type(module).__name__)

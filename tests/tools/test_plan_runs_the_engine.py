@@ -36,7 +36,7 @@ def test_a_memory_budget_keeps_units_and_saves_their_second_all_gathers(api: str
     none, some, all_ = (planned(api=api, device_type=device, sharding_strategy=budget) for budget in budgets)
     full = planned(api=api, device_type=device)
     assert none.sent_nbytes == full.sent_nbytes > some.sent_nbytes > all_.sent_nbytes
-    assert none.phases[0].nbytes.gathered < some.phases[0].nbytes.gathered < all_.phases[0].nbytes.gathered
+    assert none.phases[0].nbytes.gathered <= some.phases[0].nbytes.gathered < all_.phases[0].nbytes.gathered
 
 
 @pytest.mark.parametrize("api", APIS)
