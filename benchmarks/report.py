@@ -12,7 +12,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu, micro, plans, projection, saves, scale
+from benchmarks import gpu, micro, plans, projection, rounding, saves, scale
 from benchmarks.__main__ import main as bench
 from benchmarks.network import NoNetworkError
 from benchmarks.pictures import digest_in, digest_of, draw
@@ -39,9 +39,10 @@ SCALE = "Host time and memory by units and ranks"
 SAVES = "Saves of a checkpoint"
 PLANS = "Plans of a checkpoint"
 MICRO = "Collectives alone"
+ROUNDING = "Collectives in fewer bits"
 GPU = "GPU"
 PROJECTION = "8, 64 and 1024 GPUs, by arithmetic"
-HEADINGS = (SCALE, SAVES, PLANS, MICRO, PROJECTION)
+HEADINGS = (SCALE, SAVES, PLANS, MICRO, ROUNDING, PROJECTION)
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*\.png)\)")
 
 INTRO = """# Performance
@@ -69,6 +70,7 @@ make bench-gpu                               # one GPU: python -m benchmarks.gpu
 python -m benchmarks.saves                   # saves of a checkpoint, beside those of torch
 python -m benchmarks.plans                   # the exchanges of ranks that save a checkpoint
 python -m benchmarks.micro                   # collectives alone
+python -m benchmarks.rounding                # losses with all-gathers and reductions in bf16 and int8
 python -m benchmarks.report                  # this page, with what the commands above have measured, and its pictures
 python -m benchmarks.report --measure        # everything first
 python -m benchmarks.before_after --against CHECKOUT   # two versions in the same rounds
@@ -186,6 +188,9 @@ def _measured(results: Path, old: Container[str]) -> dict[str, str]:
         made[PLANS] = [plans.NOTE, plans.plans_table(found)]
     if (results / "micro.md").exists():
         made[MICRO] = [micro.NOTE, (results / "micro.md").read_text()]
+    found = _read(results / "rounding.json")
+    if found is not None:
+        made[ROUNDING] = [rounding.rounding_page(found)]
     found = _read(results / "gpu.json")
     if found is not None or GPU not in old:
         made[GPU] = [*([NOT_MEASURED] if found is None else [gpu.gpu_page(found)]), GPU_NOTE]
@@ -264,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
         saves.main(["--out", str(args.results)])
         plans.main(["--out", str(args.results)])
         micro.main(["--out", str(args.results)])
+        rounding.main(["--out", str(args.results)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     old = args.out.read_text() if args.out.exists() else ""
     text = page(args.results, old=old, note=args.note)

@@ -1,4 +1,4 @@
-"""Replaces the library's all-gathers and reduce-scatters with custom ones, and offers two that use 8-bit integers.
+"""Replaces the library's all-gathers and reduce-scatters with custom ones, and offers two in 8-bit integers or bf16.
 
 By default each backend and device uses its cheapest route. On the CPU with gloo: shared memory for ranks of one Linux
 host, both shared memory and one exchange between hosts for ranks of several, else broadcasts into place and an exchange
@@ -20,7 +20,8 @@ from fsdp_flat.comm import (
     QuantizedReduceScatter,
     ReduceScatter,
 )
-from fsdp_flat.core import units_of
+from fsdp_flat.core import ManagedParam, units_of
+from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime import replace_collectives
 
@@ -56,7 +57,8 @@ def use_collectives(
     Floats of no more bytes than the dtype, and integers, are sent as they are.
 
     Raises:
-        OptionError: a dtype between hosts is neither of these, or goes with a collective that replaces the library's.
+        OptionError: a dtype between hosts is neither of these, or goes with a collective that replaces the library's;
+            or an all-gather would round 4-bit codes that are stored as floating-point numbers.
         PhaseError: a step is under way.
     """
     for name, dtype, replaced in (
@@ -76,6 +78,19 @@ def use_collectives(
         reduced_between_hosts=reduce_dtype_between_hosts,
     )
     units = units_of(module)
-    comms = [handle.comm for unit in units for handle in unit.param_groups]
+    groups = [param_group for unit in units for param_group in unit.param_groups]
+    coded = [group for group in groups if group.orig_dtype.is_floating_point and any(map(_is_quantized, group.params))]
+    if coded and (isinstance(all_gather, QuantizedAllGather) or param_dtype_between_hosts is not None):
+        fqn = next(entry.fqn for entry in coded[0].params if _is_quantized(entry))
+        raise OptionError(
+            f"Parameter {fqn!r} of unit {coded[0].spec.unit_name!r} has 4-bit codes in {coded[0].orig_dtype}, which an "
+            "all-gather in fewer bits would round. Store them in torch.uint8 (bnb_4bit_quant_storage), which is sent "
+            "as it is; or leave all_gather and param_dtype_between_hosts out."
+        )
+    comms = [group.comm for group in groups]
     kept = {comm: replace(own, reduce_group=comm.choice.reduce_group, backend=comm.choice.backend) for comm in comms}
     replace_collectives(units, kept)
+
+
+def _is_quantized(entry: ManagedParam) -> bool:
+    return quant_state_of(entry.param) is not None

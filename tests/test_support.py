@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import os
 import random
 import subprocess
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -25,9 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support import RankFailure, Ranks, assert_close, assert_equal, on_ranks, worker
+from tests.support import RankFailure, Ranks, assert_close, assert_equal, on_ranks
 from tests.support.pool import WarmPools
-from tests.support.reference import replicated_gradients, replicated_step
 
 GetRanks = Callable[..., Ranks]
 
@@ -126,37 +123,6 @@ def test_booleans_and_empty_differences_are_reported() -> None:
         assert_equal(torch.tensor([True, False]), torch.tensor([True, True]))
 
 
-# --- the replicated reference ---
-
-
-def mean_of_squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
-def test_the_replicated_reference_is_the_mean_over_the_global_batch() -> None:
-    model = nn.Linear(3, 2)
-    whole = copy.deepcopy(model)
-    batches = [torch.randn(4, 3) for _ in range(3)]
-    loss, gradients = replicated_gradients(model, batches, mean_of_squares)
-    expected = mean_of_squares(whole, torch.cat(batches))
-    expected.backward()
-    assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    assert_close(gradients, {name: p.grad for name, p in whole.named_parameters()}, rtol=1e-5, atol=1e-6)
-
-
-def test_the_replicated_step_moves_the_weights() -> None:
-    model = nn.Linear(3, 2)
-    before = copy.deepcopy(model.state_dict())
-    replicated_step(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(1, 3)], mean_of_squares)
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_equal(dict(model.state_dict()), dict(before))
-
-
-def test_the_replicated_reference_needs_a_batch() -> None:
-    with pytest.raises(ValueError, match="one batch for each rank"):
-        replicated_gradients(nn.Linear(1, 1), [], mean_of_squares)
-
-
 # --- the pool: results ---
 
 
@@ -182,58 +148,6 @@ def test_each_rank_returns_its_result_as_a_copy(ranks: GetRanks, num_ranks: int)
     total = 6.0 * num_ranks + sum(range(num_ranks))
     assert_equal(results, [{"total": torch.tensor([total]), "view": torch.tensor([1.0, 2.0])}] * num_ranks)
     assert not results[0]["total"].is_shared()
-
-
-def test_the_same_processes_serve_many_tasks_in_milliseconds(ranks: GetRanks) -> None:
-    first = ranks(2).run(where_am_i)
-    start = time.monotonic()
-    for _ in range(20):
-        assert ranks(2).run(where_am_i) == first
-    assert (time.monotonic() - start) / 20 < 0.1
-    assert [(rank, size, threads) for rank, size, _, threads in first] == [(0, 2, 1), (1, 2, 1)]
-
-
-def print_rank() -> None:
-    print("hello from", dist.get_rank())
-
-
-def test_what_ranks_print_reaches_the_test(ranks: GetRanks, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(2).run(print_rank)
-    assert capsys.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n"
-
-
-def spin_as_gloo() -> None:
-    def spin() -> None:
-        ctypes.CDLL(None).prctl(15, b"gloo_tcp_loop", 0, 0, 0)  # PR_SET_NAME
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
-            pass
-
-    # A busy machine gives the thread a small part of the time.
-    worker.SpinningThreads.WINDOW_S, worker.SpinningThreads.MOST = 0.2, 0.01
-    threading.Thread(target=spin, daemon=True).start()
-    time.sleep(0.3)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_in_which_a_thread_of_gloo_spins_are_replaced(ranks: GetRanks) -> None:
-    pools = WarmPools()
-    try:
-        first = pools.pool(1).pids
-        pools.run(1, where_am_i, (), {}, timeout=60)
-        assert pools.pool(1).pids == first
-        for _ in range(2):
-            pools.run(1, spin_as_gloo, (), {}, timeout=60)
-        assert pools.pool(1).pids != first
-    finally:
-        pools.close()
-
-
-def test_a_function_without_a_name_is_refused(ranks: GetRanks) -> None:
-    before = ranks(2).run(where_am_i)
-    with pytest.raises(TypeError, match="must be top-level"):
-        ranks(2).run(lambda: None)
-    assert ranks(2).run(where_am_i) == before
 
 
 # --- the pool: every task starts from the same state ---
@@ -381,15 +295,6 @@ def test_an_error_that_python_can_only_print_fails_the_test(ranks: GetRanks, tmp
         ranks(1).run(drop_a_file, tmp_path)
 
 
-def return_a_lambda() -> Callable[[], None]:
-    return lambda: None
-
-
-def test_a_result_that_cannot_travel_is_the_ranks_error(ranks: GetRanks) -> None:
-    with pytest.raises(RankFailure, match=r"rank 0: raised .*return_a_lambda"):
-        ranks(1).run(return_a_lambda)
-
-
 def a_plain_assert_shows_its_values() -> None:
     left, right = 3, 4
     with pytest.raises(AssertionError, match=r"assert \(3 \+ 1\) == \(4 \+ 1\)"):
@@ -428,59 +333,6 @@ def test_a_body_runs_on_every_rank_with_its_arguments(rank: int, num_ranks: int,
 @on_ranks(2)
 def test_a_body_that_fails_on_one_rank_fails_the_test(rank: int) -> None:
     assert rank == 0
-
-
-def test_on_ranks_needs_numbers_of_ranks() -> None:
-    with pytest.raises(ValueError, match="numbers of ranks"):
-        on_ranks()
-
-
-def test_on_ranks_refuses_a_body_that_ranks_cannot_find() -> None:
-    with pytest.raises(TypeError, match="must be top-level"):
-
-        @on_ranks(2)
-        def nested() -> None: ...
-
-
-# --- the peer ---
-
-
-def full_state_of_the_peer(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-
-    from tests.support.peer import PeerFSDP, peer_fsdp, peer_warnings_silenced
-
-    torch.manual_seed(seed)
-    plain = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
-    sharded = peer_fsdp(copy.deepcopy(plain), use_orig_params=True)
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with peer_warnings_silenced(), PeerFSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, config):
-        return dict(sharded.state_dict()), dict(plain.state_dict())
-
-
-def test_the_mended_peer_saves_a_full_state_dict_to_the_cpu(ranks: GetRanks) -> None:
-    (saved, expected), (nothing, _) = ranks(2).run(full_state_of_the_peer, 3)
-    assert_equal(saved, expected)
-    assert nothing == {}
-
-
-def other_warnings_are_not_silenced() -> None:
-    from tests.support.peer import peer_warnings_silenced
-
-    for category in (UserWarning, FutureWarning):
-        with peer_warnings_silenced(), pytest.raises(category, match="something else"):
-            warnings.warn("this is something else", category, stacklevel=1)
-
-
-def test_only_the_peers_deprecations_are_silenced(ranks: GetRanks) -> None:
-    ranks(2).run(other_warnings_are_not_silenced)
-
-
-def test_the_peer_is_refused_outside_worker_ranks() -> None:
-    from tests.support.peer import peer_fsdp
-
-    with pytest.raises(RuntimeError, match="worker ranks"):
-        peer_fsdp(nn.Linear(1, 1))
 
 
 # --- other people's plugins and extras ---

@@ -29,7 +29,7 @@ from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Settings, differing_settings, group_settings
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
-from fsdp_flat.state.plain_states import boxed, has_wrappers, is_wrapper
+from fsdp_flat.state.plain_states import boxed, has_quantized, is_wrapper
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
 
@@ -259,7 +259,7 @@ class CheckpointValues:
                 self._settings = group_settings(self._model, optim)
                 contents = contents_of(optim, self._index)
                 check_optim(contents, self._index)
-                self._has_wrappers = has_wrappers(contents.state)
+                self._has_wrappers = has_quantized(contents.state)
             if rank == 0:
                 self._prepare(step)
         except Exception as error:

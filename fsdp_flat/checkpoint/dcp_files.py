@@ -23,7 +23,7 @@ import os
 import pickle
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, check_file, naming, records_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.layout import clean_fqn, misfits
+from fsdp_flat.layout import clean_fqn, misfits, names_below_others
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
 from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
@@ -371,7 +371,6 @@ def load_files(
         plain: dict[str, Any] = reader.read_value("plain")
         template: dict[str, Any] = {}
         template["model"], own_names = _model_template(model, reader)
-        constants = {name: template["model"][name].clone() for name in _constants_of_params(model, template["model"])}
         if optim is None and "optim" in plain and together.rank == 0:
             _log_left_out(reader, plain["optim"]["state"])
         if optim is not None:
@@ -383,14 +382,6 @@ def load_files(
             states, deferred = _optim_template(model, contents, reader)
             template["optim"] = {"state": states}
         reader.read_into(template)
-        differing = [name for name, own in constants.items() if not torch.equal(own, template["model"].pop(name))]
-        if differing:
-            raise LoadError(
-                f"{reader.path} has other values of {some_of(differing, 6)} than the model: they belong to a quantized "
-                "parameter, and its module saves them and does not load them. Quantize the model from the weights that "
-                "the saved one was quantized from (from_pretrained of the same files), and load then. Nothing was "
-                "loaded."
-            )
         if optim is not None:
             parts: list[dict[str, dict[str, Any]]] = [plain["optim"]["state"], states, deferred]
             rows: dict[str, dict[str, Any]] = {}
@@ -431,7 +422,11 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     values = boxed_state_dict(model, copy=True)
     own = {clean_fqn(name): name for name in values}
     template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
-    saved = {name: shape for name, (shape, _) in reader.tensors_in("model.").items()}
+    there = reader.tensors_in("model.")
+    saved = {name: shape for name, (shape, _) in there.items()}
+    # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
+    for name in names_below_others(template) & there.keys():
+        template[name] = torch.empty(there[name][0], dtype=there[name][1])
     problems = misfits(
         [name for name in template if name not in saved], [name for name in saved if name not in template]
     )
@@ -443,25 +438,6 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     if problems:
         raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
     return template, own
-
-
-def _constants_of_params(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the names below those of a parameter, which its module saves and does not load.
-
-    They are those of a quantization, as bitsandbytes' ``Linear4bit`` saves them.
-    """
-    found: dict[str, bool] = {}
-    for path, module in model.named_modules():
-        takes_others = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-        for name, _ in module.named_parameters(recurse=False):
-            found[clean_fqn(f"{path}.{name}".lstrip("."))] = takes_others
-    parents = {name: [found[owner] for owner in _owners(name) if owner in found] for name in names}
-    return sorted(name for name, takes_others in parents.items() if takes_others and not any(takes_others))
-
-
-def _owners(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _optim_template(

@@ -42,9 +42,10 @@ from fsdp_flat.checkpoint.safetensors_files import (
 )
 from fsdp_flat.comm import ALONE, RankGroup
 from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
+from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import RankZeroTensors
-from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits
+from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, names_below_others
 from fsdp_flat.state import (
     TEMPLATE,
     BoxedTensor,
@@ -580,8 +581,12 @@ def _unlike(pairs: Sequence[tuple[_Entry, torch.Tensor]], *, strict: bool) -> li
         return tensor.is_floating_point(), tensor.is_complex()
 
     told = []
+    # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
+    constants = names_below_others([entry.name for entry, _ in pairs])
     for entry, there in pairs:
         here = entry.template
+        if entry.name in constants:
+            continue
         if there.shape != here.shape:
             told.append(f"{entry.name!r} has shape {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
         elif strict and kind(there) != kind(here):
@@ -624,6 +629,8 @@ def _copied(model: nn.Module) -> Callable[[], None]:
         unit.before_gather()
     managed = {param for handle in handles for param in handle.shown.visible_params}
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
+    quantized = [*(entry.param for handle in handles for entry in handle.params), *others]
+    others += [each for param in quantized for each in constants_of(param).values()]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
     copies = [tensor.clone() for tensor in tensors]
 

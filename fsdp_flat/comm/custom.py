@@ -1,9 +1,9 @@
 """Describes the collectives that a caller may supply in place of the library's, and implements two of them.
 
-These are in 8-bit integers, a quarter of fp32's bytes, for slow networks; the library's own may use such rows between
-hosts (``PACKINGS``). A tensor is split into blocks; each is sent
-as the integers ``round(x * 127 / largest)`` and one fp32 scale, the largest magnitude of the block. Rounding changes an
-element by at most ``largest / 254``: once in an all-gather, once per rank in a reduce-scatter, which sums in fp32.
+These are in 8-bit integers or bf16, a quarter or half of fp32's bytes, for slow networks; the library's own may use
+such rows between hosts (``PACKINGS``). For integers a tensor is split into blocks; each is sent as the integers
+``round(x * 127 / largest)`` and one fp32 scale, the largest magnitude of the block. Rounding changes an element by at
+most ``largest / 254``: once in an all-gather, once per rank in a reduce-scatter, which sums in fp32.
 (Blockwise quantization of all-gathered weights and of an all-to-all of gradients: ZeRO++, arXiv 2306.10209.)
 """
 
@@ -130,6 +130,24 @@ class _Quantized:
         values.mul_(largest.contiguous().view(torch.float32).unsqueeze(2) / 127)
         return values.flatten(1)[:, :numel]
 
+
+# By the dtype that a caller names, how rows are sent between hosts.
+PACKINGS: Mapping[torch.dtype, Packing] = MappingProxyType({torch.bfloat16: _Bfloat16(), torch.int8: _Quantized()})
+
+
+class _Packed:
+    """Sends rows in fewer bits.
+
+    Args:
+        block: elements that share a scale.
+        dtype: ``torch.int8`` or ``torch.bfloat16``, which needs no scales.
+    """
+
+    def __init__(self, block: int = 256, dtype: torch.dtype = torch.int8) -> None:
+        if dtype not in PACKINGS:
+            raise OptionError(f"dtype is {' or '.join(map(str, PACKINGS))}; got {dtype!r}.")
+        self._packing = _Quantized(block) if dtype is torch.int8 else PACKINGS[dtype]
+
     @staticmethod
     def _started(
         work: Any, output_tensor: torch.Tensor, values: Callable[[], torch.Tensor], *, async_op: bool
@@ -149,18 +167,15 @@ class _Quantized:
         return None
 
 
-# By the dtype that a caller names, how rows are sent between hosts.
-PACKINGS: Mapping[torch.dtype, Packing] = MappingProxyType({torch.bfloat16: _Bfloat16(), torch.int8: _Quantized()})
-
-
-class QuantizedAllGather(_Quantized):
-    """Implements :class:`AllGather` in 8-bit integers. All ranks use the same rounded values, also for their own slice.
+class QuantizedAllGather(_Packed):
+    """Implements :class:`AllGather` in fewer bits. All ranks use the same rounded values, also for their own slice.
 
     Args:
         block: elements that share a scale.
+        dtype: ``torch.int8``, or ``torch.bfloat16``, which has no scales.
 
     Raises:
-        OptionError: if ``block`` is below 1.
+        OptionError: if ``block`` is below 1, or another ``dtype``.
     """
 
     def __call__(
@@ -168,20 +183,21 @@ class QuantizedAllGather(_Quantized):
     ) -> Pending | None:
         """Implement :class:`AllGather`."""
         size, numel = dist.get_world_size(group), input_tensor.numel()
-        own = self.pack(input_tensor.view(1, -1))
+        own = self._packing.pack(input_tensor.view(1, -1))
         packed = own.new_empty(size, own.shape[1])
         work = torch_comm.all_gather_single(packed.view(-1), own.view(-1), group=group, async_op=True)
-        return self._started(work, output_tensor, lambda: self.unpack(packed, numel), async_op=async_op)
+        return self._started(work, output_tensor, lambda: self._packing.unpack(packed, numel), async_op=async_op)
 
 
-class QuantizedReduceScatter(_Quantized):
-    """Implements :class:`ReduceScatter` in 8-bit integers, summed in fp32.
+class QuantizedReduceScatter(_Packed):
+    """Implements :class:`ReduceScatter` in fewer bits: each rank's part is rounded once, and summed in fp32.
 
     Args:
         block: elements that share a scale.
+        dtype: ``torch.int8``, or ``torch.bfloat16``, which has no scales.
 
     Raises:
-        OptionError: if ``block`` is below 1.
+        OptionError: if ``block`` is below 1, or another ``dtype``.
     """
 
     def __call__(
@@ -196,7 +212,9 @@ class QuantizedReduceScatter(_Quantized):
         if op != dist.ReduceOp.SUM:
             raise OptionError(f"QuantizedReduceScatter sums; got op={op}. Divide afterwards.")
         size, numel = dist.get_world_size(group), output_tensor.numel()
-        sent = self.pack(input_tensor.view(size, numel))
+        sent = self._packing.pack(input_tensor.view(size, numel))
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        return self._started(work, output_tensor, lambda: self.unpack(received, numel).sum(0), async_op=async_op)
+        return self._started(
+            work, output_tensor, lambda: self._packing.unpack(received, numel).sum(0), async_op=async_op
+        )

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import core, runtime
 from fsdp_flat.composable.fsdp_state import state_of
 from fsdp_flat.core import DTensorShown, MemoryEvent, MemoryState, ParamGroup, Phase, Unit
+from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.runtime import ShardedModule
-from fsdp_flat.state import with_advice
+from fsdp_flat.state import is_own_save, with_advice
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -88,6 +89,8 @@ def hook_state_dicts(unit: Unit) -> None:
             for site in entry.sites:
                 indices.setdefault(site.module, {})[site.name] = index
         for module, by_name in indices.items():
+            if any(quant_state_of(param_group.params[index].param) is not None for index in by_name.values()):
+                unit.undo.append(module.register_state_dict_post_hook(_leave_out_constants))
             show_shards = _shows_shards(unit, param_group, module)
             unit.undo.append(module.register_state_dict_pre_hook(show_shards))
             unit.undo.append(
@@ -95,6 +98,17 @@ def hook_state_dicts(unit: Unit) -> None:
                     partial(_prepare_load, show_shards, _views(param_group), by_name)
                 )
             )
+
+
+def _leave_out_constants(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Take the constants of quantized parameters out of a state dict of torch's, in which FSDP2 has none.
+
+    torch's set_model_state_dict fails on names that are of no parameter and no buffer, if it broadcasts and offloads.
+    """
+    quantized = [name for name, param in module._parameters.items() if quant_state_of(param) is not None]  # type: ignore[arg-type]
+    below = tuple(f"{prefix}{name}." for name in quantized)
+    for name in [] if is_own_save() else [name for name in state_dict if name.startswith(below)]:
+        del state_dict[name]
 
 
 def _views(param_group: ParamGroup) -> DTensorShown:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from fsdp_flat.core.layout import Layout
 from fsdp_flat.core.params import PLAIN, ManagedParam
@@ -143,9 +142,7 @@ class AllGatherOutput(FlatBuffer):
         params, plain, storages = [], [], []
         for entry, view in zip(managed, layout.views(flat), strict=True):
             # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
-            param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
-            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
-            param.__dict__.update(entry.param.__dict__)
+            param = entry.unsharded(view.data)
             params.append(param)
             is_plain = entry.adapter is PLAIN
             storages.append(param.untyped_storage()._cdata if is_plain else None)

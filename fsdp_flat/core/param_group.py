@@ -22,6 +22,7 @@ from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import FlatLayout, Layout, LocalShard, PerParamLayout, alignment_numel
 from fsdp_flat.core.options import UnitOptions
 from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.quantized import move_constants
 from fsdp_flat.core.shown import FlatShown, OriginalsShown, Shown
 from fsdp_flat.core.shown_dtensors import DTensorShown
 from fsdp_flat.core.torch_core import VERSION_OF, has_values, is_alias, is_in_a_graph, set_versions
@@ -232,7 +233,8 @@ class ParamGroup:
         places = zip(buffer.params, self.params, self.layout.views(flat), strict=True)
         for index, (param, entry, place) in enumerate(places):
             if entry.adapter is PLAIN and not is_alias(param, flat):
-                if buffer.nbytes and not _have_same_bits(param.detach(), place):
+                # A module may cast its parameter for good, as a 4-bit layer its bias: the next one is cast again.
+                if buffer.nbytes and not _have_same_bits(param.detach(), place.to(param.dtype)):
                     changed.append(index)
                 param.data = place
         return changed
@@ -355,6 +357,7 @@ class ParamGroup:
         if converted.device != spec.shard_device and spec.device == spec.shard_device:
             spec.device = converted.device
         spec.shard_device = converted.device
+        move_constants([entry.param for entry in self.params], spec.device)
         self._by_dtype.clear()
         self._switch_buffer()
         self.shown.bind_shard(rebuilt=True)

@@ -295,6 +295,9 @@ def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGr
 
 # -- managed parameters ------------------------------------------------------------------------------------------------
 
+# Attributes by which a parameter that a unit has flattened, or a DTensor that is a Parameter, is known.
+_MARKS = frozenset({"_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
@@ -356,6 +359,7 @@ class ManagedParam:
         adapter: converts between ``param`` and the tensor that the sites show.
         replaced: returns the user's Parameter if ``param`` replaces it.
         dim: the dim along which a row layout shards it; may be negative.
+        kind: the class of the user's Parameter, or ``nn.Parameter`` for that of a DTensor.
     """
 
     param: nn.Parameter
@@ -363,6 +367,7 @@ class ManagedParam:
     adapter: TensorAdapter = PLAIN
     replaced: Callable[[], nn.Parameter | None] | None = None
     dim: int = 0
+    kind: type[nn.Parameter] = nn.Parameter
 
     @property
     def fqn(self) -> str:
@@ -377,7 +382,19 @@ class ManagedParam:
 
     def replaced_by(self, param: nn.Parameter) -> ManagedParam:
         """Return the entry of a parameter that replaces this one, of which a weak reference is kept."""
-        return ManagedParam(param, self.sites, self.adapter, self.replaced or TensorWeakRef(self.param), self.dim)
+        return replace(self, param=param, replaced=self.replaced or TensorWeakRef(self.param))
+
+    def unsharded(self, local: torch.Tensor, *, requires_grad: bool = False) -> nn.Parameter:
+        """Return a Parameter of the user's class, with its attributes, whose local tensor is ``local``, unsharded.
+
+        Modules and libraries look at both: flags for weight decay, the constants of a quantized parameter.
+        """
+        tensor = self.adapter.from_local(local)
+        param = nn.Parameter(tensor, requires_grad)
+        if self.kind is not nn.Parameter:
+            param = torch.Tensor._make_subclass(self.kind, tensor, requires_grad)
+        param.__dict__.update({name: value for name, value in self.param.__dict__.items() if name not in _MARKS})
+        return param
 
     def mark(self, owner: FlattenedBy) -> None:
         """Mark the parameter as flattened by a unit, and the one that it replaces."""

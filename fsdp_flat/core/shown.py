@@ -214,7 +214,7 @@ class Shown:
         for hooks in self._guarded:
             hooks.pop(self._guard_key, None)
         full = [
-            nn.Parameter(entry.adapter.from_local(tensor), requires_grad)
+            entry.unsharded(tensor, requires_grad=requires_grad)
             for entry, tensor, requires_grad in zip(self.params, tensors, self.requires_grad(), strict=True)
         ]
         for index, site in self._sites:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
 
 from fsdp_flat.core import FlatParameter, Guard, is_managed, owner_of, unsharded_shape, unwrapped_from
-from fsdp_flat.errors import LocalShardError, UsageError, counted
+from fsdp_flat.errors import LocalShardError, UnsupportedError, UsageError, counted
 from fsdp_flat.user_warnings import warn_user
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -23,6 +24,8 @@ _DEPENDS_ON = {
     **dict.fromkeys(("NovoGrad", "FusedNovoGrad", "NvNovoGrad", "AdamP", "SGDP"), _NORM),
     "LBFGS": _ALL,
 }
+# The base class of all optimizers of bitsandbytes, those with states in 32 bits too.
+_BITSANDBYTES = "Optimizer8bit"
 
 
 class Optimizers(Guard):
@@ -41,6 +44,14 @@ class Optimizers(Guard):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _check_replaced(optimizer, param)
+                if isinstance(param, DTensor) and any(
+                    kind.__name__ == _BITSANDBYTES for kind in type(optimizer).__mro__
+                ):
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} of bitsandbytes takes no DTensors, which fully_shard makes of "
+                        "parameters. Use the optimizer of this name in torchao.optim, or FullyShardedDataParallel with "
+                        "use_orig_params=True."
+                    )
                 if param not in owners and is_managed(param):
                     _check_shard(optimizer, param, needs)
         _warn_of_empty_groups(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 # The attribute under which a wrapper keeps its module (FSDP1's name), and the prefix that a level of wrapping adds.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -38,6 +39,16 @@ def clean_text(text: str) -> str:
     'size mismatch for fc.weight: copying ...'
     """
     return _COMPONENTS_IN_TEXT.sub("", text)
+
+
+def names_below_others(names: Collection[str]) -> set[str]:
+    """Return the names of tensors that are below another one: those of a quantized parameter's constants.
+
+    >>> names_below_others(["fc.weight", "fc.weight.absmax", "fc.bias"])
+    {'fc.weight.absmax'}
+    """
+    known = set(names)
+    return {name for name in names if any(name[: dot.start()] in known for dot in re.finditer(r"\.", name))}
 
 
 def join_fqn(*parts: str) -> str:

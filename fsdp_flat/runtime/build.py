@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +18,7 @@ from fsdp_flat.core import ManagedParam, ParamGroup, ParamGroupSpec, is_managed,
 from fsdp_flat.core.casts import BufferCasts, keep_full_precision
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.options import Ignored, Precision, UnitOptions
+from fsdp_flat.core.quantized import constants_of, load_constants, quant_state_of
 from fsdp_flat.core.step import Step
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, some_of
@@ -101,15 +103,18 @@ def build_unit(
             broadcast = agree_on_weights(named, options.sync_states, groups, device)
     if broadcast:
         buffers = [buffer for _, buffer in named_buffers(modules)]
-        broadcast_from_rank_zero([*(entry.param for entry in params), *buffers], groups)
+        constants = [each for entry in params for each in constants_of(entry.param).values()]
+        broadcast_from_rank_zero([*(entry.param for entry in params), *constants, *buffers], groups)
     marked = {entry.fqn for entry in params if is_marked(entry.param)} if call.on_meta else set()
     full_precision = [child for _, child in modules if precision.is_full_in(child)]
     _warn_of_container(module, name, modules, call.owners)
     _warn_of_statistics(modules, name, precision)
+    quantized = _prepare_quantized(module)
     param_groups = build_param_groups(params, module, name, options, unit_id)
     low = [child for _, child in modules if child not in full_precision]
     casts, own = BufferCasts(module, low, precision.buffer_dtype), tuple(child for _, child in modules)
     unit = Unit(module, name, options, param_groups, ignored, casts, own, (module,), unit_id, Step(options.device))
+    unit.undo += quantized
     for inner in nested:
         inner.is_nested = True
     if call.on_meta:
@@ -229,6 +234,7 @@ def build_per_param(
     for own, params in divided.values():
         assert own.per_param is not None
         own.per_param.dims_of(params)  # raises before any parameter is replaced
+    quantized = _prepare_quantized(module)
     unit_ids, param_groups = [], []
     for own, params in divided.values():
         unit_ids.append(digest_of(f"{count_call(own.groups.primary.group)}/rows".encode()))
@@ -238,6 +244,7 @@ def build_per_param(
     casts, own_children = BufferCasts(module, (), None), tuple(child for _, child in modules)
     step = Step(options.device)
     unit = Unit(module, name, options, param_groups, ignored, casts, own_children, tuple(members), unit_ids[0], step)
+    unit.undo += quantized
     for each in nested:
         each.is_nested = True
     return unit
@@ -255,23 +262,26 @@ def build_param_groups(
 
     ``unit_id`` is the id of the unit and mesh in messages between ranks.
 
-    Flat parameters differ in dtype, in requires_grad (so that frozen parameters cost no gradient), and in precision.
+    Flat parameters differ in dtype, in requires_grad (so that frozen parameters cost no gradient), and in precision:
+    codes of quantized parameters may be stored in floating-point tensors, and no cast keeps them.
     """
     shard, precision = options.groups.shard, options.precision
-    groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, bool], list[ManagedParam]] = {}
     for entry in params:
         if options.use_orig_params and entry.param.is_inference():
             raise OptionError(
                 f"Parameter {entry.fqn!r} of unit {name!r} was created inside torch.inference_mode(), so it could "
                 "never be trained. Create the model outside of it; it may be wrapped and called inside."
             )
-        full = precision.is_full_in(entry.sites[0].module)
-        groups.setdefault((entry.param.dtype, entry.param.requires_grad, full), []).append(entry)
+        dtype, full = entry.param.dtype, precision.is_full_in(entry.sites[0].module)
+        casts = (precision.master_dtype if full else precision.param_dtype) not in (None, dtype)
+        codes = casts and quant_state_of(entry.param) is not None
+        groups.setdefault((dtype, entry.param.requires_grad, full, codes), []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
         described = "; ".join(
-            f"{dtype}, requires_grad={grad}{', full precision' if full else ''}: "
+            f"{dtype}, requires_grad={grad}{', full precision' if full else ''}{', quantized' if codes else ''}: "
             f"{some_of([repr(entry.fqn) for entry in group], 4)}"
-            for (dtype, grad, full), group in groups.items()
+            for (dtype, grad, full, codes), group in groups.items()
         )
         raise OptionError(
             f"With use_orig_params=False all parameters of a unit share one flat parameter, so they need one dtype and "
@@ -279,7 +289,7 @@ def build_param_groups(
             "wrap them in units of their own."
         )
     param_groups = []
-    for (_, _, full), group in groups.items():
+    for (_, _, full, codes), group in groups.items():
         device = group[0].param.device
         spec = ParamGroupSpec(
             unit_name=name,
@@ -290,7 +300,7 @@ def build_param_groups(
             use_orig_params=options.use_orig_params,
             device=options.device if options.offload_params else device,
             shard_device=torch.device("cpu") if options.offload_params and device.type != "meta" else device,
-            compute_dtype=precision.master_dtype if full else precision.param_dtype,
+            compute_dtype=None if codes else precision.master_dtype if full else precision.param_dtype,
             reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
             master_dtype=precision.master_dtype,
             keep_reduce_dtype=precision.keep_low_precision_grads,
@@ -376,6 +386,21 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
                 "Leave the module out (ignored_modules), or do without max_norm and limit the norms inside "
                 "summon_full_params after each step."
             )
+
+
+def _prepare_quantized(root: nn.Module) -> list[Any]:
+    """Have modules load the constants that they save, and leave their weights as they are; return how to undo it."""
+    holders = [
+        module
+        for _, module in own_modules(root)
+        if any(quant_state_of(each) is not None for each in module._parameters.values() if each is not None)
+    ]
+    for module in holders:
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            # In evaluation bitsandbytes would write codes in another order to the weight, which is a copy here, and the
+            # order to the constants, which are not.
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    return [module.register_load_state_dict_pre_hook(load_constants) for module in holders]
 
 
 def _managed_params(

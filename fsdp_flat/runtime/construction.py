@@ -26,6 +26,7 @@ from fsdp_flat.comm import (
 from fsdp_flat.core import adapter_of, check_adapter, is_managed, modules_of, owner_of
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.core.options import Ignored, UnitOptions
+from fsdp_flat.core.quantized import constants_of, quantization_of
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.layout import clean_fqn, join_fqn
@@ -261,6 +262,7 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         for path, param in module.named_parameters()
         if not ignored.has(param) and not is_managed(param)
     ]
+    named += [(f"{path}.{name}", each) for path, param in named for name, each in constants_of(param).items()]
     if options.sync_states != "warn":
         named += named_buffers(own_modules(module, ignored))
     if on_meta:
@@ -423,5 +425,7 @@ def _describe_structure(
                 shape = f"of shape {tuple(param.shape)}"
                 check_adapter(adapter_of(param, fqn), fqn, groups)
             facts = f"{shape}, {param.dtype}, requires_grad={param.requires_grad}"
+            if (way := quantization_of(param)) is not None:
+                facts += f", quantized with {way}"
             lines.append(f"parameter {name_of(name)!r} {facts}\tparameter {fqn!r} {facts}")
     return lines

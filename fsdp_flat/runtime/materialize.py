@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
 from fsdp_flat.core import ParamGroup, Site, adapter_if_dtensor, has_values, unguarded
 from fsdp_flat.core.options import Ignored, SyncStates, UnitOptions
+from fsdp_flat.core.quantized import move_constants
 from fsdp_flat.core.torch_core import TorchDispatchMode
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.layout import join_fqn
@@ -121,6 +122,7 @@ def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOption
         with torch.no_grad():
             for tensor in on_cpu:
                 tensor.data = tensor.data.to(device)
+        move_constants(on_cpu, device)
 
 
 _WEIGHTS = ErrorTexts(

@@ -66,7 +66,12 @@ def collect_params(
                 "(fully_shard takes a list of modules)."
             )
         found.setdefault(param, {}).setdefault(site.fqn, site)
-    return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
+    return [ManagedParam(param, tuple(sites.values()), kind=_kind_of(param)) for param, sites in found.items()]
+
+
+def _kind_of(param: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class of a Parameter; tensors of FakeTensorMode and DTensors keep theirs."""
+    return type(param) if issubclass(type(param), nn.Parameter) else nn.Parameter
 
 
 def to_local_param(entry: ManagedParam) -> ManagedParam:

@@ -12,6 +12,7 @@ from fsdp_flat.state.model_load import (
 from fsdp_flat.state.model_save import (
     TEMPLATE,
     get_state_dict_type,
+    is_own_save,
     save_model,
     set_state_dict_type,
     state_dict_settings,

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.core import Site, Unit, modules_of, own_unit, unit_of, units_of
+from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, counted
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
@@ -91,6 +92,11 @@ class ModelLoad:
                         # A DTensor of fully_shard that takes the place of another one takes its memory too.
                         copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
                         self._held.append((tensors, name, tensor, copied))
+        groups = [param_group for unit in units_of(wrapper) for param_group in unit.param_groups]
+        for constant in [
+            each for group in groups for entry in group.params for each in constants_of(entry.param).values()
+        ]:
+            self._held.append(({}, "", constant, constant.clone()))
         for module in self._wrappers:
             module._load = self  # type: ignore[assignment]
 

@@ -22,6 +22,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
 from fsdp_flat.core import ParamGroup, Unit, modules_of, own_unit, units_of
+from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.guards import RankZeroTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
@@ -122,6 +123,11 @@ def state_dict_settings(model: nn.Module, settings: StateDictSettings) -> Iterat
         yield
     finally:
         _forced.reset(token)
+
+
+def is_own_save() -> bool:
+    """Return whether a state dict is taken for a function of this library, or inside of a wrapper's."""
+    return bool(_forced.get() or _saves.get())
 
 
 # Settings of a state dict that is made for its names, shapes and dtypes: hooks that compute do so with zeros.
@@ -354,7 +360,11 @@ def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, 
 def placeholder_of(param: IndexedParam, refusal: Exception | None) -> StatePlaceholder:
     """Return a tensor to show in the place of a parameter."""
     device, dtype = param.unit.options.device, param.param_group.flat_param.dtype
-    return StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
+    made = StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
+    constants = quant_state_of(param.param_group.params[param.index].param)
+    if constants is not None:
+        made.quant_state = constants  # type: ignore[attr-defined]  # modules save it beside the parameter
+    return made
 
 
 def _refusal_of(param: IndexedParam, settings: StateDictSettings) -> UsageError | None:

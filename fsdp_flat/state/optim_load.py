@@ -22,7 +22,7 @@ from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
 from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
-from fsdp_flat.state.plain_states import is_wrapper, like_present
+from fsdp_flat.state.plain_states import has_quantized, quantized_like
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
@@ -168,14 +168,10 @@ class _OptimLoad:
         return {"state": state, "param_groups": _groups(positions, keys, groups)}
 
     def _keep_class(self, row: dict[str, Any], param: nn.Parameter) -> None:
-        """Plan to put states that the optimizer has as tensors made of others into such tensors, quantized for one."""
-        wrapped = {key: value for key, value in self._contents.state.get(param, {}).items() if is_wrapper(value)}
-
-        def put() -> None:
-            row.update({key: like_present(row[key], value) for key, value in wrapped.items() if key in row})
-
-        if wrapped:
-            self.plan.call(put, last=True)
+        """Plan to quantize states that the optimizer has quantized."""
+        present = self._contents.state.get(param, {})
+        if has_quantized({param: present}):
+            self.plan.call(partial(quantized_like, row, present), last=True)
 
     def _managed_row(
         self,

@@ -17,6 +17,7 @@ from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fi
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.codecs import contained_tensors, holds_tensors
+from fsdp_flat.state.plain_states import without_hidden
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -159,7 +160,7 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         )
         rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
     check_rows(rows)
-    return replace(held, state=rows, groups=groups)
+    return replace(held, state={param: without_hidden(row) for param, row in rows.items()}, groups=groups)
 
 
 def _has_plain_state_dict(optim: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Turns optimizer states that are tensor subclasses, and counts on an accelerator, into plain tensors, and back.
+"""Turns optimizer states that are quantized, and counts on an accelerator, into plain tensors, and back.
 
-A quantized state (of torchao's ``AdamW8bit``, for one) is a wrapper of several tensors, of which a state dict cannot
-hold a part. It is saved as the values that it stands for, which fit any sharding. A load copies them into a state of
-the optimizer's own class, if the optimizer has states already, which may round values a second time.
+A quantized state of torchao's ``AdamW8bit`` is a wrapper of several tensors; one of bitsandbytes' is codes under a name
+of its own, with the constants of its blocks and a map of codes beside it. A state dict cannot hold a part of either. It
+is saved as the values that it stands for, which fit any sharding. A load quantizes them as the optimizer's present
+state is, if it has states already, which may round values a second time.
 """
 
 from __future__ import annotations
@@ -32,9 +33,50 @@ def is_wrapper(value: Any) -> bool:
     return not isinstance(local, (DTensor, BoxedTensor)) and hasattr(local, "__tensor_flatten__")
 
 
-def has_wrappers(state: States) -> bool:
-    """Return whether any state is a tensor made of other tensors."""
-    return any(is_wrapper(value) for row in state.values() for value in row.values())
+def has_quantized(state: States) -> bool:
+    """Return whether any state is a tensor made of other tensors, or codes."""
+    return any(_code_names(row) or any(map(is_wrapper, row.values())) for row in state.values())
+
+
+# The name under which bitsandbytes' ``state_dict`` hides tensors that are not shaped like the parameter from FSDP1.
+_HIDDEN = "__bnb_optimizer_quant_state__"
+# Elements of a block of bitsandbytes' states.
+_BLOCK = 256
+
+
+def without_hidden(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of a parameter, those that bitsandbytes hides among them."""
+    return {**{name: value for name, value in row.items() if name != _HIDDEN}, **row.get(_HIDDEN, {})}
+
+
+def _code_names(row: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the names of states that are codes of bitsandbytes, each with those of its constants and its map."""
+    return {
+        f"state{number}": (f"absmax{number}", f"qmap{number}")
+        for number in (1, 2)
+        if f"qmap{number}" in row and f"absmax{number}" in row
+    }
+
+
+def _without_codes(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of a parameter with values in the place of codes."""
+    found = dict(row)
+    for name, (absmax, qmap) in _code_names(row).items():
+        constants, codes = (found.pop(absmax), found.pop(qmap)), row[name]
+        found[name] = torch.ops.bitsandbytes.dequantize_blockwise(codes, *constants, _BLOCK, torch.float32)
+    return found
+
+
+def quantized_like(row: dict[str, Any], present: Mapping[str, Any]) -> None:
+    """Quantize the loaded states of a parameter as the optimizer has them at present."""
+    for name, value in present.items():
+        if name in row and is_wrapper(value):
+            row[name] = like_present(row[name], value)
+    for name, (absmax, qmap) in _code_names(present).items():
+        if name in row and row[name].numel() and present[name].dtype == torch.uint8:
+            value, codes = row[name].float().contiguous(), present[qmap].to(row[name].device)
+            row[name], row[absmax] = torch.ops.bitsandbytes.quantize_blockwise(value, codes, _BLOCK)
+            row[qmap] = present[qmap]
 
 
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
@@ -42,7 +84,7 @@ def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
 
     With ``in_boxes`` values of such tensors are CPU tensors, and of DTensors boxes, as checkpoints have them.
     """
-    found = {param: dict(row) for param, row in state.items()}
+    found = {param: _without_codes(row) for param, row in state.items()}
     counts = [
         (row, name, value)
         for row in found.values()

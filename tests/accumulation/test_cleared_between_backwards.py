@@ -5,7 +5,6 @@ Each pair of two kinds of backwards, each way of clearing, after either of them;
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_flat.composable import fully_shard
-from tests.support import assert_close, on_ranks
-from tests.support.kit import Block, Stack, full_grads, square_loss
-from tests.support.pairs import CLOSE, KINDS, batch, by_policy, placed
+from tests.support import on_ranks
+from tests.support.beside import FRONTS, KINDS, OUR_WRAPPERS, Beside, batch, placed
+from tests.support.kit import square_loss
+from tests.support.models import Stack
 
 Optimizer = torch.optim.Optimizer
 
@@ -81,6 +79,7 @@ BY_HAND: dict[str, Callable[[nn.Module, Optimizer], None]] = {
     "zeros like the parameter": _by_hand(lambda param: setattr(param, "grad", torch.zeros_like(param))),
 }
 HIDDEN = ("not last",)
+OF_FULLY_SHARD = ("reducing", "requires_gradient_sync", "not last")
 
 
 def _run(model: Any, optimizer: Optimizer, kinds: tuple[str, str], clear: Any, position: int) -> None:
@@ -93,102 +92,60 @@ def _run(model: Any, optimizer: Optimizer, kinds: tuple[str, str], clear: Any, p
                 clear(model, optimizer)
 
 
-def _expected(plain: nn.Module, position: int) -> dict[str, torch.Tensor | None]:
-    plain.zero_grad()
-    num_ranks = dist.get_world_size()
-    for step, rank in itertools.product(range(position + 1, 3), range(num_ranks)):
-        (square_loss(plain, batch(rank, step)) / num_ranks).backward()
-    return {name: param.grad for name, param in plain.named_parameters()}
-
-
-def _shown(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    params = list(model.named_parameters())
-    if any(isinstance(param, DTensor) for _, param in params):
-        return {name: param.grad.full_tensor() for name, param in params}  # type: ignore[union-attr]
-    return full_grads(model)
-
-
-def _check(model: Any, plain: nn.Module, kinds: tuple[str, ...], ways: dict[str, Any]) -> None:
+def _check(beside: Beside, kinds: tuple[str, ...], ways: dict[str, Any]) -> None:
     """Run every sequence; the error names those that are wrong."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrong = []
     for position in (0, 1):
-        expected = _expected(plain, position)
+        beside.zero_grad()
+        for step in range(position + 1, 3):
+            beside.follow(step=step)
         for pair, (name, clear) in itertools.product(itertools.product(kinds, repeat=2), ways.items()):
-            model.zero_grad()
+            beside.ours.zero_grad()
             try:
-                _run(model, optimizer, pair, clear, position)
-                assert_close(_shown(model), expected, **CLOSE, what="gradients")
+                _run(beside.ours, beside.optimizer, pair, clear, position)
+                beside.check_gradients()
             except (AssertionError, RuntimeError) as error:
                 wrong.append(f"{pair}, {name} after the backward at {position}: {error}")
     total = 2 * len(kinds) ** 2 * len(ways)
     assert not wrong, f"{len(wrong)} of {total} sequences are wrong:\n" + "\n".join(wrong[:6])
 
 
-@KINDS
+@FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
-def test_gradients_cleared_by_a_call_are_gone(layout: str, use_orig_params: bool, rank: int) -> None:
-    """Part 6. The siblings are ``set_is_last_backward`` and ``set_requires_gradient_sync``."""
-    torch.manual_seed(0)
-    plain = Stack().double()
-    model = by_policy(copy.deepcopy(plain), use_orig_params=use_orig_params, **placed(layout))
-    _check(model, plain, tuple(BACKWARDS), BY_CALL)
+def test_gradients_cleared_by_a_call_are_gone(layout: str, front: str) -> None:
+    """Part 6. On FSDP2 an optimizer's ``zero_grad`` leaves gradients that are not reduced yet."""
+    kinds = OF_FULLY_SHARD if front == "fully_shard" else tuple(BACKWARDS)
+    _check(Beside(Stack(), front, **placed(layout, front)), kinds, BY_CALL)
 
 
 @KINDS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
-def test_gradients_cleared_by_hand_are_gone(layout: str, use_orig_params: bool, rank: int) -> None:
+def test_gradients_cleared_by_hand_are_gone(layout: str, front: str) -> None:
     """Part 6. Gradients that ``.grad`` does not show (``set_is_last_backward(False)``) stay, so they are not here."""
-    torch.manual_seed(0)
-    plain = Stack().double()
-    model = by_policy(copy.deepcopy(plain), use_orig_params=use_orig_params, **placed(layout))
-    _check(model, plain, tuple(kind for kind in BACKWARDS if kind not in HIDDEN), BY_HAND)
+    kinds = tuple(kind for kind in BACKWARDS if kind not in HIDDEN)
+    _check(Beside(Stack(), front, **placed(layout)), kinds, BY_HAND)
 
 
 @on_ranks(3)
-def test_gradients_of_uneven_shards_are_gone(rank: int) -> None:
+def test_gradients_of_uneven_shards_are_gone() -> None:
     """Part 6, as the case has it: three ranks, of which one may hold no element of a parameter."""
-    torch.manual_seed(0)
-    plain = Stack().double()
-    for use_orig_params in (False, True):
-        model = by_policy(copy.deepcopy(plain), use_orig_params=use_orig_params)
-        _check(model, plain, ("reducing", "no_sync"), {**BY_CALL, **BY_HAND})
-
-
-@pytest.mark.parametrize("meshed", [False, True], ids=["1-D", "2x1"])
-@on_ranks(2)
-def test_gradients_of_fully_shard_cleared_by_a_call_are_gone(meshed: bool, rank: int) -> None:
-    """Part 6. On FSDP2 an optimizer's ``zero_grad`` leaves gradients that are not reduced yet."""
-    torch.manual_seed(0)
-    plain = Stack().double()
-    model: Any = copy.deepcopy(plain)
-    options = {"mesh": placed("HYBRID_SHARD 2x1")["device_mesh"]} if meshed else {}
-    for child in model.modules():
-        if isinstance(child, Block):
-            fully_shard(child, **options)
-    fully_shard(model, **options)
-    _check(model, plain, ("reducing", "requires_gradient_sync", "not last"), BY_CALL)
+    for front in OUR_WRAPPERS:
+        _check(Beside(Stack(), front), ("reducing", "no_sync"), {**BY_CALL, **BY_HAND})
 
 
 @on_ranks(2)
-def test_an_optimizer_of_some_parameters_clears_these_alone(rank: int) -> None:
+def test_an_optimizer_of_some_parameters_clears_these_alone() -> None:
     """Part 6, a sibling: two optimizers, of which one clears between two backwards."""
-    torch.manual_seed(0)
-    plain = Stack().double()
-    model: Any = by_policy(copy.deepcopy(plain), use_orig_params=True)
+    beside = Beside(Stack(), "originals")
+    of_both = [[p for n, p in each.named_parameters() if n.endswith("bias")] for each in beside.models]
     for kinds, set_to_none in itertools.product(itertools.product(BACKWARDS, repeat=2), (True, False)):
-        model.zero_grad()
-        plain.zero_grad()
-        of_both = [[p for n, p in each.named_parameters() if n.endswith("bias")] for each in (model, plain)]
+        beside.zero_grad()
         for step, kind in enumerate((*kinds, "reducing")):
-            with BACKWARDS[kind](model):
-                square_loss(model, batch(rank, step)).backward()
-                for each in range(dist.get_world_size()):
-                    (square_loss(plain, batch(each, step)) / dist.get_world_size()).backward()
+            with BACKWARDS[kind](beside.ours):
+                beside.backward(step=step)
                 if step == 1:
                     for params in of_both:
                         torch.optim.SGD(params, lr=0.1).zero_grad(set_to_none=set_to_none)
-        expected = {name: param.grad for name, param in plain.named_parameters()}
-        assert_close(_shown(model), expected, **CLOSE, what=f"gradients after {kinds}")
+        beside.check_gradients(f"gradients after {kinds}")

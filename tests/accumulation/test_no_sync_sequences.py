@@ -19,10 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.kit import wrapped
-from tests.support.pairs import KINDS, MEMORY, WIDTH, Pair, batch, placed
+from tests.support.beside import KINDS, MEMORY, WIDTH, Beside, batch, placed
 
 NUM_UNITS = 3
 MODES = pytest.mark.parametrize("mode", ["local", "sharded"])
@@ -86,28 +84,26 @@ def own_grads(model: FSDP) -> list[torch.Tensor | None]:
     return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
 
 
-def branches(use_orig_params: bool, calls_all: bool, reentrant: bool, **options: Any) -> Pair:
-    module = Branches(calls_all=calls_all, reentrant=reentrant)
-    policy = ModuleWrapPolicy({Branch})
-    return Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
+def branches(front: str, calls_all: bool, reentrant: bool, **options: Any) -> Beside:
+    return Beside(Branches(calls_all=calls_all, reentrant=reentrant), front, units=(Branch,), **options)
 
 
 class Grid:
     """Runs sequences on one model. Gradients add up, so what each unit adds in each backward is found out once."""
 
-    def __init__(self, use_orig_params: bool, calls_all: bool, reentrant: bool, **options: Any) -> None:
-        self.pair = branches(use_orig_params, calls_all, reentrant, **options)
+    def __init__(self, front: str, calls_all: bool, reentrant: bool, **options: Any) -> None:
+        self.beside = branches(front, calls_all, reentrant, **options)
         self.parts: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         for unit, step in itertools.product(range(NUM_UNITS), range(4)):
-            self.pair.zero_grad()
-            self.pair.backward(lambda model, x, _rank, unit=unit: model(x, (unit,)), step)
-            self.pair.check_gradients(f"gradients of unit {unit} alone")
-            self.parts[unit, step] = own_grads(self.pair.model)
+            self.beside.zero_grad()
+            self.beside.backward(lambda model, x, unit=unit: model(x, (unit,)), step)
+            self.beside.check_gradients(f"gradients of unit {unit} alone")
+            self.parts[unit, step] = own_grads(self.beside.ours)
 
     def run(self, sequence: Sequence, mode: Any) -> None:
         """One sequence, compared after each backward that is reduced."""
         __tracebackhide__ = True
-        model, rank = self.pair.model, dist.get_rank()
+        model, rank = self.beside.ours, dist.get_rank()
         model.zero_grad()
         expected: list[torch.Tensor | None] = [None for _ in model.parameters()]
         for step, (which, in_no_sync) in enumerate(sequence):
@@ -117,7 +113,7 @@ class Grid:
                 expected = [added(a, b) for a, b in zip(expected, self.parts[unit, step], strict=True)]
             if not in_no_sync:
                 got = own_grads(model)
-                if not self.pair.use_orig_params:
+                if "flat" in self.beside.sharded:
                     # One flat gradient a unit: zero and None are the same to it.
                     expected_here = [zero_like(b) if a is None else a for a, b in zip(expected, got, strict=True)]
                 else:
@@ -156,8 +152,8 @@ def described(sequence: Sequence) -> str:
 
 @KINDS
 @on_ranks(2)
-def test_every_sequence_of_two_and_every_pattern_of_four_backwards_equals_the_sum(use_orig_params: bool) -> None:
-    run_all(Grid(use_orig_params, calls_all=False, reentrant=False), "local", (1, 2, 4))
+def test_every_sequence_of_two_and_every_pattern_of_four_backwards_equals_the_sum(front: str) -> None:
+    run_all(Grid(front, calls_all=False, reentrant=False), "local", (1, 2, 4))
 
 
 @MODES
@@ -169,41 +165,41 @@ def test_every_sequence_of_two_and_every_pattern_of_four_backwards_equals_the_su
 )
 @on_ranks(2)
 def test_every_pattern_of_three_backwards_equals_the_sum(
-    reentrant: bool, calls_all: bool, use_orig_params: bool, mode: str
+    reentrant: bool, calls_all: bool, front: str, mode: str
 ) -> None:
-    run_all(Grid(use_orig_params, calls_all, reentrant), mode, (3,))
+    run_all(Grid(front, calls_all, reentrant), mode, (3,))
 
 
 # The layout, whether ranks share memory, and the kind of parameters.
 ELSEWHERE = [
-    ("SHARD_GRAD_OP", True, True),
-    ("SHARD_GRAD_OP", True, False),
-    ("NO_SHARD", True, True),
-    ("NO_SHARD", True, False),
-    ("HYBRID_SHARD 2x1", True, True),
-    ("_HYBRID_SHARD_ZERO2 1x2", True, True),
-    ("FULL_SHARD", False, True),
+    ("SHARD_GRAD_OP", True, "originals"),
+    ("SHARD_GRAD_OP", True, "flat"),
+    ("NO_SHARD", True, "originals"),
+    ("NO_SHARD", True, "flat"),
+    ("HYBRID_SHARD 2x1", True, "originals"),
+    ("_HYBRID_SHARD_ZERO2 1x2", True, "originals"),
+    ("FULL_SHARD", False, "originals"),
 ]
 
 
-@pytest.mark.parametrize("layout, shared_memory, use_orig_params", ELSEWHERE)
+@pytest.mark.parametrize("layout, shared_memory, front", ELSEWHERE)
 @on_ranks(2)
 def test_every_pattern_of_three_backwards_equals_the_sum_under_other_strategies(
-    layout: str, shared_memory: bool, use_orig_params: bool
+    layout: str, shared_memory: bool, front: str
 ) -> None:
     options = placed(layout, shared_memory=shared_memory)
-    run_all(Grid(use_orig_params, calls_all=False, reentrant=False, **options), "local", (3,))
+    run_all(Grid(front, calls_all=False, reentrant=False, **options), "local", (3,))
 
 
 @on_ranks(4)
 def test_every_pattern_of_three_backwards_equals_the_sum_on_a_two_by_two_mesh() -> None:
-    run_all(Grid(True, calls_all=False, reentrant=False, **placed("HYBRID_SHARD 2x2")), "local", (3,))
+    run_all(Grid("originals", calls_all=False, reentrant=False, **placed("HYBRID_SHARD 2x2")), "local", (3,))
 
 
 @KINDS
 @on_ranks(2)
-def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(use_orig_params: bool) -> None:
-    grid = Grid(use_orig_params, calls_all=False, reentrant=False)
+def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(front: str) -> None:
+    grid = Grid(front, calls_all=False, reentrant=False)
     grid.run((((0, 1), True), ((1,), True), ((0, 1), False)), "local")
     grid.run((((2,), True), ((1,), True), ((0, 1), False)), "local")
 
@@ -214,19 +210,19 @@ def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(use_orig_pa
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2, timeout=20)
 def test_ranks_that_use_other_units_in_no_sync_get_the_mean_with_zeros(
-    layout: str, shared_memory: bool, use_orig_params: bool, mode: Any, rank: int
+    layout: str, shared_memory: bool, front: str, mode: Any, rank: int
 ) -> None:
     """Every rank runs every unit. The second rank's loss uses the units one further on."""
-    pair = branches(use_orig_params, calls_all=True, reentrant=False, **placed(layout, shared_memory=shared_memory))
+    beside = branches(front, calls_all=True, reentrant=False, **placed(layout, shared_memory=shared_memory))
     for sequence in [*sequences(3)][::5]:
-        pair.zero_grad()
+        beside.zero_grad()
         for step, (which, in_no_sync) in enumerate(sequence):
 
-            def loss_of(model: nn.Module, x: torch.Tensor, rank: int, which: tuple[int, ...] = which) -> torch.Tensor:
+            def loss_of(model: nn.Module, x: torch.Tensor, which: tuple[int, ...] = which) -> torch.Tensor:
                 return model(x, tuple((unit + rank) % NUM_UNITS for unit in which))
 
-            with pair.model.no_sync(mode=mode) if in_no_sync else nullcontext():
-                loss_of(pair.model, batch(rank, step), rank).backward()
-            pair.follow(loss_of, step)
+            with beside.ours.no_sync(mode=mode) if in_no_sync else nullcontext():
+                loss_of(beside.ours, batch(rank, step)).backward()
+            beside.follow(loss_of, step)
             if not in_no_sync:
-                pair.check_gradients(f"{described(sequence)}: after backward {step}")
+                beside.check_gradients(f"{described(sequence)}: after backward {step}")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import assert_close
+from tests.support.beside import average_gradients
 from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.support.torch_and_ours import BLOCKS, FULL, STRATEGIES, Side, on_both_sides, sgd, state_of
 
@@ -45,14 +46,14 @@ def test_accumulated_gradients_are_those_of_all_batches(
     )
     plain = build(case)
     ours, theirs = sgd(model), sgd(plain)
-    num_ranks, flags = dist.get_world_size(), SEQUENCES[sequence]
+    flags = SEQUENCES[sequence]
     for step in range(2):
         ours.zero_grad()
         theirs.zero_grad()
         for micro, unsynced in enumerate(flags):
             index = step * len(flags) + micro
-            for source in range(num_ranks):
-                (case.loss_of(plain, batch_of(case, source, index)) / num_ranks).backward()
+            case.loss_of(plain, batch_of(case, dist.get_rank(), index)).backward()
+            average_gradients(plain)
             with model.no_sync() if unsynced else nullcontext():
                 case.loss_of(model, batch_of(case, dist.get_rank(), index)).backward()
         ours.step()

@@ -19,16 +19,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
 from tests.support import on_ranks
-from tests.support.surface_models import (
-    Block,
-    assert_near,
-    batches,
-    count_events,
-    mean_loss,
-    plain_mean_grads,
-    sharded,
-    small_model,
-)
+from tests.support.models import NormedBlock
+from tests.support.surface_models import assert_near, batches, count_events, mean_grads, mean_loss, sharded, small_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning"),
@@ -41,14 +33,14 @@ Build = Callable[[nn.Module, Wrap, dict[str, Any]], FSDP]
 
 def before_wrapping(model: nn.Module, wrap: Wrap, options: dict[str, Any]) -> FSDP:
     """The unit is inside the checkpoint: the policy wraps blocks that checkpoint wrappers hold."""
-    apply(model, wrap, Block)
+    apply(model, wrap, NormedBlock)
     return sharded(model, **options)
 
 
 def after_wrapping(model: nn.Module, wrap: Wrap, options: dict[str, Any]) -> FSDP:
     """The checkpoint is inside the unit, as Lightning and accelerate do it."""
     wrapped = sharded(model, **options)
-    apply(wrapped, wrap, Block)
+    apply(wrapped, wrap, NormedBlock)
     return wrapped
 
 
@@ -61,7 +53,7 @@ def outside_of_each_unit(model: nn.Module, wrap: Wrap, options: dict[str, Any]) 
 
 def several_in_one_unit(model: nn.Module, wrap: Wrap, options: dict[str, Any]) -> FSDP:
     """One unit, in which each block is a checkpoint."""
-    apply(model, wrap, Block)
+    apply(model, wrap, NormedBlock)
     return sharded(model, classes=(), **options)
 
 
@@ -201,7 +193,8 @@ def test_accumulation_with_checkpoints_equals_the_plain_model(place: str, impl: 
     with model.no_sync():
         mean_loss(model, batches(num_ranks)[rank]).backward()
     mean_loss(model, batches(num_ranks)[rank]).backward()
-    expected = {name: 2 * grad for name, grad in plain_mean_grads(small_model(), num_ranks).items()}
+    plain = small_model()
+    expected = mean_grads(plain, 2 * mean_loss(plain, batches(num_ranks)[rank]))
     with FSDP.summon_full_params(model, with_grads=True):
         got = {
             name.replace("_checkpoint_wrapped_module.", ""): param.grad.clone()

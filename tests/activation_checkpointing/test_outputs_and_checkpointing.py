@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import Block, Stack, full_params, square_loss, train_on, wrapped
-from tests.support.reference import replicated_step
-from tests.support.steps import SHARDED, WIDTH, Twin, batch, batches, recorded
+from tests.support import assert_equal, on_ranks
+from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.kit import full_params, square_loss, train_on, wrapped
+from tests.support.models import Block, Stack
+from tests.support.steps import SHARDED, recorded
 
 
 @dataclass
@@ -63,9 +64,9 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("kind", [Result, Plain])
 def test_an_output_in_a_dataclass_or_object_trains_as_the_reference(kind: type, strategy: ShardingStrategy) -> None:
-    twin = Twin.of(Outer(kind), auto_wrap_policy=ModuleWrapPolicy({Inner}), sharding_strategy=strategy)
+    beside = Beside(Outer(kind), units=(Inner,), sharding_strategy=strategy)
     for _ in range(2):
-        twin.step(lambda model, x: (out := model(x)).logits.pow(2).mean() + out.extra["mean"])
+        beside.train(lambda model, x: (out := model(x)).logits.pow(2).mean() + out.extra["mean"])
 
 
 class Caching(nn.Module):
@@ -91,11 +92,8 @@ def test_a_loss_made_of_a_cached_inner_tensor_trains_as_the_reference(strategy: 
     module = nn.Sequential(Caching(), nn.Linear(WIDTH, 2))
     for param in module[1].parameters():
         param.requires_grad_(False)
-    twin = Twin.of(
-        module, auto_wrap_policy=ModuleWrapPolicy({Caching}), sharding_strategy=strategy, use_orig_params=True
-    )
-    for _ in range(2):
-        twin.step(loss_of)
+    beside = Beside(module, "originals", units=(Caching,), sharding_strategy=strategy)
+    beside.train(loss_of, num_steps=2)
 
 
 @on_ranks(2)
@@ -113,9 +111,8 @@ def test_an_in_place_change_of_a_units_output_trains_as_the_reference(change: st
                     x.mul_(2)
             return self.head(x)
 
-    twin = Twin.of(Changing(), sharding_strategy=strategy)
-    for _ in range(2):
-        twin.step()
+    beside = Beside(Changing(), sharding_strategy=strategy)
+    beside.train(num_steps=2)
 
 
 class InPlace(nn.Module):
@@ -141,11 +138,8 @@ def test_a_unit_that_changes_its_input_in_place_trains_as_the_reference(
     if not with_unused:
         del module[1].unused
         del module[2].unused
-    twin = Twin.of(
-        module, auto_wrap_policy=ModuleWrapPolicy({InPlace}), sharding_strategy=strategy, use_orig_params=True
-    )
-    for _ in range(3):
-        twin.step()
+    beside = Beside(module, "originals", units=(InPlace,), sharding_strategy=strategy)
+    beside.train(num_steps=3)
 
 
 # -- activation checkpointing ----------------------------------------------------------------------------------------
@@ -181,29 +175,24 @@ def recomputing_stack(*, reentrant: bool, freeze: bool) -> Stack:
 def test_activation_checkpointing_inside_or_around_a_unit_equals_the_reference(
     reentrant: bool, unit: type, freeze: bool, strategy: ShardingStrategy
 ) -> None:
-    twin = Twin.of(
-        recomputing_stack(reentrant=reentrant, freeze=freeze),
-        auto_wrap_policy=ModuleWrapPolicy({unit}),
-        sharding_strategy=strategy,
-        use_orig_params=True,
+    beside = Beside(
+        recomputing_stack(reentrant=reentrant, freeze=freeze), "originals", units=(unit,), sharding_strategy=strategy
     )
-    for _ in range(3):
-        twin.step()
+    beside.train(num_steps=3)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_a_part_of_a_unit_equals_the_reference(reentrant: bool, use_orig_params: bool) -> None:
+def test_checkpointing_a_part_of_a_unit_equals_the_reference(reentrant: bool, front: str) -> None:
     class Partly(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = checkpoint(self.up, x, use_reentrant=reentrant)
             return x + self.down(torch.tanh(hidden)) * self.up.bias.sum()
 
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Partly(), Partly(), nn.Linear(WIDTH, 2))
-    twin = Twin.of(module, auto_wrap_policy=ModuleWrapPolicy({Partly}), use_orig_params=use_orig_params)
-    for _ in range(3):
-        twin.step()
+    beside = Beside(module, front, units=(Partly,))
+    beside.train(num_steps=3)
 
 
 @on_ranks(2)
@@ -211,34 +200,19 @@ def test_checkpointing_a_part_of_a_unit_equals_the_reference(reentrant: bool, us
 def test_torchs_checkpoint_wrapper_below_a_unit_equals_the_reference(reentrant: bool) -> None:
     impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
 
-    def by_hand(module: Stack, **_: Any) -> FSDP:
+    def by_hand(module: Stack, apply: Callable[..., Any]) -> FSDP:
         for index in range(3):
-            module.blocks[index] = wrapped(checkpoint_wrapper(module.blocks[index], checkpoint_impl=impl))
-        return wrapped(module)
+            module.blocks[index] = apply(checkpoint_wrapper(module.blocks[index], checkpoint_impl=impl))
+        return apply(module)
 
-    twin = Twin.of(Stack(), wrap=by_hand)
-    for _ in range(2):
-        step_by_order(twin)
-
-
-def step_by_order(twin: Twin) -> None:
-    """The wrapper adds a prefix to names inside, so compare by order."""
-    inputs = batches(twin.num_steps)
-    twin.num_steps += 1
-    twin.optimizer.zero_grad()
-    square_loss(twin.model, inputs[dist.get_rank()]).backward()
-    replicated_step(twin.plain, twin.plain_optimizer, inputs, square_loss)
-    twin.optimizer.step()
-    with FSDP.summon_full_params(twin.model, writeback=False):
-        ours = [param.detach().clone() for param in twin.model.parameters()]
-    assert_close(ours, [param.detach() for param in twin.plain.parameters()], rtol=1e-5, atol=1e-6)
+    Beside(Stack(), shard=by_hand).train(num_steps=2)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_in_low_precision_equals_no_recomputation(reentrant: bool, rank: int) -> None:
     results = []
-    for module in (Stack(), recomputing_stack(reentrant=reentrant, freeze=False)):
+    for module in (Stack().double(), recomputing_stack(reentrant=reentrant, freeze=False).double()):
         torch.manual_seed(1)
         with torch.no_grad():
             for param in module.parameters():
@@ -257,9 +231,9 @@ def test_recomputation_in_low_precision_equals_no_recomputation(reentrant: bool,
 def test_checkpointing_inside_a_unit_gathers_no_more_often_than_without(reentrant: bool) -> None:
     counts = []
     for module, unit in ((Stack(), Block), (recomputing_stack(reentrant=reentrant, freeze=False), Recomputing)):
-        twin = Twin.of(module, auto_wrap_policy=ModuleWrapPolicy({unit}))
-        twin.step()
+        beside = Beside(module, units=(unit,))
+        beside.train()
         with recorded() as record:
-            square_loss(twin.model, batch(0)).backward()
+            square_loss(beside.ours, batch(0)).backward()
         counts.append(record.counts())
     assert counts[0] == counts[1]

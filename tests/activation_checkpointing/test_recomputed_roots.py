@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss, wrapped
-from tests.support.pairs import FOUR_RANKS, KINDS, WIDTH, Pair, batch, by_policy, placed
+from tests.support.beside import FOUR_RANKS, KINDS, WIDTH, Beside, batch, placed
+from tests.support.kit import square_loss
+from tests.support.models import Block, Stack
 
 # What the checkpoint covers, and what comes before and after it.
 SHAPES: dict[str, Callable[[], dict[str, nn.Module]]] = {
@@ -58,19 +57,17 @@ class Recomputing(nn.Module):
 @pytest.mark.parametrize("shape", list(SHAPES))
 @on_ranks(2)
 def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica(
-    shape: str, start: str, layout: str, use_orig_params: bool
+    shape: str, start: str, layout: str, front: str
 ) -> None:
-    wrap = wrapped if shape == "one unit" and start != "a block" else by_policy
-    Pair.of(Recomputing(shape, start), wrap=wrap, use_orig_params=use_orig_params, **placed(layout)).train(num_steps=3)
+    units = () if shape == "one unit" and start != "a block" else (Block,)
+    Beside(Recomputing(shape, start), front, units=units, **placed(layout)).train(num_steps=3)
 
 
 @KINDS
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 @on_ranks(4)
-def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica_on_four_ranks(
-    layout: str, use_orig_params: bool
-) -> None:
-    Pair.of(Recomputing("a block beside it"), use_orig_params=use_orig_params, **placed(layout)).train(num_steps=3)
+def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica_on_four_ranks(layout: str, front: str) -> None:
+    Beside(Recomputing("a block beside it"), front, **placed(layout)).train(num_steps=3)
 
 
 class TwoParts(nn.Module):
@@ -93,13 +90,13 @@ class TwoParts(nn.Module):
 @KINDS
 @pytest.mark.parametrize("accumulates", [False, True], ids=["each step", "no_sync first"])
 @on_ranks(2)
-def test_a_root_with_two_recomputed_parts_equals_the_replica(accumulates: bool, use_orig_params: bool) -> None:
-    pair = Pair.of(TwoParts(), wrap=wrapped, use_orig_params=use_orig_params)
-    for step in range(3):
+def test_a_root_with_two_recomputed_parts_equals_the_replica(accumulates: bool, front: str) -> None:
+    beside = Beside(TwoParts(), front, units=())
+    for _ in range(3):
         if accumulates:
-            with pair.model.no_sync():
-                pair.backward(step=10 + step)
-        pair.train(first=step)
+            with beside.no_sync():
+                beside.backward()
+        beside.train()
 
 
 # -- frozen after wrapping -----------------------------------------------------------------------------------------
@@ -124,15 +121,15 @@ FROZEN: dict[str, list[str]] = {
 }
 
 
-def freeze(pair: Pair, names: list[str], wanted: bool = False) -> None:
-    for model in (pair.model, pair.plain):
+def freeze(beside: Beside, names: list[str], wanted: bool = False) -> None:
+    for model in beside.models:
         for name, param in model.named_parameters():
             if name.replace("_fsdp_wrapped_module.", "") in names:
                 param.requires_grad_(wanted)
 
 
-def several(how: str, model: nn.Module, rank: int, scale: float = 1.0) -> None:
-    losses = [scale * square_loss(model, batch(rank, step)) for step in (20, 21)]
+def several(how: str, model: nn.Module, rank: int) -> None:
+    losses = [square_loss(model, batch(rank, step)) for step in (20, 21)]
     if how == "together":
         torch.stack(losses).sum().backward()
     else:
@@ -147,17 +144,15 @@ def several(how: str, model: nn.Module, rank: int, scale: float = 1.0) -> None:
 def test_two_forwards_over_parameters_frozen_after_wrapping_equal_the_replica(
     layout: str, frozen: str, steps_before: int, rank: int
 ) -> None:
-    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
-    pair.train(num_steps=steps_before)
-    freeze(pair, FROZEN[frozen])
+    beside = Beside(Stack(), "originals", **placed(layout))
+    beside.train(num_steps=steps_before)
+    freeze(beside, FROZEN[frozen])
     for how in ("in order", "in reverse", "together"):
-        several(how, pair.model, rank)
-        for other in range(dist.get_world_size()):
-            several(how, pair.plain, other, 1 / dist.get_world_size())
-        pair.check_gradients(f"gradients of two backwards {how}")
-        pair.step()
-    freeze(pair, FROZEN[frozen], True)
-    pair.train()
+        beside.backward(lambda model, _x, how=how: several(how, model, rank))
+        beside.check_gradients(f"gradients of two backwards {how}")
+        beside.step()
+    freeze(beside, FROZEN[frozen], True)
+    beside.train()
 
 
 # -- second backwards ----------------------------------------------------------------------------------------------
@@ -214,28 +209,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_a_second_backward_through_one_graph_adds_the_gradients_again(
-    layout: str, kind: str, use_orig_params: bool, rank: int
+    layout: str, kind: str, front: str, rank: int
 ) -> None:
-    if not use_orig_params and kind in ("a part of each block frozen", "first layer frozen"):
+    if front == "flat" and kind in ("a part of each block frozen", "first layer frozen"):
         pytest.skip("a flat parameter is frozen as a whole")
 
     module = MODELS[kind]()
-    if not use_orig_params:
+    if front == "flat":
         # A flat parameter is frozen as a whole: blocks may be, the root's own layers are not here.
         module.first.requires_grad_(True)
         module.head.requires_grad_(True)
-    policy = ModuleWrapPolicy({Recomputed if kind == "nested checkpoints" else Block})
     options = placed(layout)
-    pair = Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
+    beside = Beside(module, front, units=(Recomputed if kind == "nested checkpoints" else Block,), **options)
     for step in range(2):
-        loss = square_loss(pair.model, batch(rank, step))
+        loss = square_loss(beside.ours, batch(rank, step))
         loss.backward(retain_graph=True)
-        pair.follow(step=step)
-        pair.check_gradients("gradients of the first backward")
+        beside.follow(step=step)
+        beside.check_gradients("gradients of the first backward")
         loss.backward(retain_graph=True)
         loss.backward()
         for _ in range(2):
-            pair.follow(step=step)
-        pair.check_gradients("gradients of three backwards")
-        pair.step()
-    pair.train()
+            beside.follow(step=step)
+        beside.check_gradients("gradients of three backwards")
+        beside.step()
+    beside.train()

@@ -10,8 +10,9 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from tests.support import assert_close, on_ranks
-from tests.support.kit import Stack, square_loss, wrapped
-from tests.support.pairs import CLOSE, MEMORY, WIDTH, Pair, batch, placed
+from tests.support.beside import CLOSE, KINDS, MEMORY, WIDTH, Beside, batch, placed
+from tests.support.kit import square_loss
+from tests.support.models import Stack
 
 
 def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:
@@ -38,12 +39,12 @@ CASES = [
 ]
 
 
-def assign_twice(pair: Pair, path: str, assign: Callable[[nn.Module, torch.Tensor], None]) -> None:
+def assign_twice(beside: Beside, path: str, assign: Callable[[nn.Module, torch.Tensor], None]) -> None:
     """The same new value in both models."""
-    layer = pair.plain.get_submodule(path)
+    layer = beside.plain.get_submodule(path)
     value = layer.weight.detach() * 0.5 + 0.1
     assign(layer, value.clone())
-    target = pair.model.module
+    target = beside.ours.module
     for name in path.split("."):
         target = getattr(target, name)
     assign(target, value.clone())
@@ -59,9 +60,9 @@ def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_par
     assign: Callable[[nn.Module, torch.Tensor], None],
     rank: int,
 ) -> None:
-    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
-    loss = square_loss(pair.model, batch(rank, 7))
-    assign_twice(pair, path, assign)
+    beside = Beside(Stack(), "originals", **placed(layout))
+    loss = square_loss(beside.ours, batch(rank, 7))
+    assign_twice(beside, path, assign)
     with pytest.raises(PhaseError) as caught:
         loss.backward()
     text = str(caught.value)
@@ -75,12 +76,12 @@ def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_par
 def test_a_weight_assigned_after_a_forward_without_a_backward_raises_at_the_next_forward(
     layout: str, path: str, unit: str, assign: Callable[[nn.Module, torch.Tensor], None], rank: int
 ) -> None:
-    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
-    pair.train()
-    square_loss(pair.model, batch(rank, 7))
-    assign_twice(pair, path, assign)
+    beside = Beside(Stack(), "originals", **placed(layout))
+    beside.train()
+    square_loss(beside.ours, batch(rank, 7))
+    assign_twice(beside, path, assign)
     with torch.no_grad(), pytest.raises(PhaseError, match=f"unit '{unit}' was assigned after a forward"):
-        pair.model(batch(rank, 8))
+        beside.ours(batch(rank, 8))
 
 
 class HalfUsed(nn.Module):
@@ -101,37 +102,37 @@ def test_a_step_after_a_forward_without_backward_is_seen_where_this_rank_has_no_
     layout: str, shared_memory: bool
 ) -> None:
     options = placed(layout, shared_memory=shared_memory)
-    pair = Pair.of(HalfUsed(), wrap=wrapped, use_orig_params=True, **options)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (pair.model, pair.plain)]
+    beside = Beside(HalfUsed(), "originals", units=(), **options)
+    optimizers = list(beside.optimizers.values())
     x = batch(0)
     for step in range(3):
-        pair.backward(step=step)
+        beside.backward(step=step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        pair.model(x)
+        beside.ours(x)
         for optimizer in optimizers:
             optimizer.step()
-        assert_close(pair.model(x).detach(), pair.plain(x).detach(), **CLOSE)
-        pair.zero_grad()
-    pair.check_parameters()
+        assert_close(beside.ours(x).detach(), beside.plain(x).detach(), **CLOSE)
+        beside.zero_grad()
+    beside.check_parameters()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 1x2"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_data_that_a_caller_takes_out_and_puts_back_is_unchanged(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
-    pair.train()
+@KINDS
+def test_data_that_a_caller_takes_out_and_puts_back_is_unchanged(layout: str, front: str) -> None:
+    beside = Beside(Stack(), front, **placed(layout))
+    beside.train()
     x = batch(0, 5)
-    params = list(pair.model.parameters())
+    params = list(beside.ours.parameters())
     averages = [torch.zeros_like(param.data) for param in params]
     with torch.no_grad():
         for param, average in zip(params, averages, strict=True):
             param.data, average.data = average.data, param.data
-        assert not pair.model(x).any()
+        assert not beside.ours(x).any()
         for param, average in zip(params, averages, strict=True):
             param.data, average.data = average.data, param.data
-        assert_close(pair.model(x), pair.plain(x), **CLOSE)
-    pair.train()
-    pair.check_parameters()
+        assert_close(beside.ours(x), beside.plain(x), **CLOSE)
+    beside.train()
+    beside.check_parameters()

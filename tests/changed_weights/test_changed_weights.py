@@ -12,29 +12,30 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, StateDictType
 from fsdp_flat.errors import PhaseError
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
-from tests.support.steps import STRATEGIES, Twin, batch, mesh_for
+from tests.support.beside import KINDS, Beside, batch
+from tests.support.kit import square_loss
+from tests.support.models import Stack
+from tests.support.steps import STRATEGIES, mesh_for
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 
 
-def _load(twin: Twin) -> None:
-    state = {name: value * 0.5 for name, value in twin.model.state_dict().items()}
-    twin.model.load_state_dict(state)
-    twin.plain.load_state_dict(state)
+def _load(beside: Beside) -> None:
+    state = {name: value * 0.5 for name, value in beside.ours.state_dict().items()}
+    beside.ours.load_state_dict(state)
+    beside.plain.load_state_dict(state)
 
 
-def _assign(twin: Twin) -> None:
+def _assign(beside: Beside) -> None:
     with torch.no_grad():
-        for model in (twin.model, twin.plain):
+        for model in beside.models:
             for param in model.parameters():
                 param.mul_(0.5)
 
 
-def _write_back(twin: Twin) -> None:
-    with torch.no_grad(), FSDP.summon_full_params(twin.model):
-        for mine, other in zip(twin.model.parameters(), twin.plain.parameters(), strict=True):
+def _write_back(beside: Beside) -> None:
+    with torch.no_grad(), FSDP.summon_full_params(beside.ours):
+        for mine, other in zip(beside.ours.parameters(), beside.plain.parameters(), strict=True):
             mine.copy_(other.mul_(0.5))
 
 
@@ -51,55 +52,53 @@ CASES = [
 @on_ranks(2)
 @pytest.mark.parametrize("change, strategy", CASES)
 def test_a_backward_through_weights_that_changed_raises_and_the_next_step_is_right(
-    change: Callable[[Twin], None], strategy: ShardingStrategy, use_orig_params: bool, rank: int
+    change: Callable[[Beside], None], strategy: ShardingStrategy, front: str, rank: int
 ) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
-    twin.step()
-    twin.optimizer.zero_grad()
-    loss = square_loss(twin.model, batch(rank))
-    change(twin)
+    beside = Beside(Stack(), front, sharding_strategy=strategy, **mesh_for(strategy))
+    beside.train()
+    beside.zero_grad()
+    loss = square_loss(beside.ours, batch(rank))
+    change(beside)
     with pytest.raises(PhaseError, match="were changed after the forward of this backward"):
         loss.backward()
-    twin.optimizer.zero_grad()
-    twin.step()
+    beside.zero_grad()
+    beside.train()
 
 
 @KINDS
 @on_ranks(2)
-def test_a_backward_after_a_load_of_local_shards_raises(use_orig_params: bool, rank: int) -> None:
-    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
-    with FSDP.state_dict_type(twin.model, StateDictType.LOCAL_STATE_DICT):
-        state = twin.model.state_dict()
-        loss = square_loss(twin.model, batch(rank))
-        twin.model.load_state_dict(state)
+def test_a_backward_after_a_load_of_local_shards_raises(front: str, rank: int) -> None:
+    beside = Beside(Stack(), front)
+    with FSDP.state_dict_type(beside.ours, StateDictType.LOCAL_STATE_DICT):
+        state = beside.ours.state_dict()
+        loss = square_loss(beside.ours, batch(rank))
+        beside.ours.load_state_dict(state)
     with pytest.raises(PhaseError, match="were changed after the forward of this backward"):
         loss.backward()
 
 
 @KINDS
 @on_ranks(2)
-def test_weights_kept_gathered_give_the_gradient_of_their_forward(use_orig_params: bool, rank: int) -> None:
+def test_weights_kept_gathered_give_the_gradient_of_their_forward(front: str, rank: int) -> None:
     gradients = []
     for change in (False, True):
         torch.manual_seed(0)
-        twin = Twin.of(Stack(), sharding_strategy=SHARD_GRAD_OP, use_orig_params=use_orig_params)
-        loss = square_loss(twin.model, batch(rank))
+        beside = Beside(Stack(), front, sharding_strategy=SHARD_GRAD_OP)
+        loss = square_loss(beside.ours, batch(rank))
         if change:
-            _assign(twin)
+            _assign(beside)
         loss.backward()
-        gradients.append([param.grad.clone() for param in twin.model.parameters() if param.grad is not None])
+        gradients.append([param.grad.clone() for param in beside.ours.parameters() if param.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @KINDS
 @on_ranks(2)
-def test_looking_at_whole_parameters_between_forward_and_backward_changes_nothing(
-    use_orig_params: bool, rank: int
-) -> None:
-    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
-    twin.step()
-    twin.optimizer.zero_grad()
-    loss = square_loss(twin.model, batch(rank))
-    with FSDP.summon_full_params(twin.model):
-        assert all(isinstance(param, nn.Parameter) for param in twin.model.parameters())
+def test_looking_at_whole_parameters_between_forward_and_backward_changes_nothing(front: str, rank: int) -> None:
+    beside = Beside(Stack(), front)
+    beside.train()
+    beside.zero_grad()
+    loss = square_loss(beside.ours, batch(rank))
+    with FSDP.summon_full_params(beside.ours):
+        assert all(isinstance(param, nn.Parameter) for param in beside.ours.parameters())
     loss.backward()

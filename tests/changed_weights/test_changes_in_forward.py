@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from fsdp_flat import fully_shard, unshard_for
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.fully_shard_sides import children_and_root
+from tests.support.beside import APPLY, FRONTS, KINDS, WIDTH, Beside, batch, children_and_root, placed
 from tests.support.kit import full_params, square_loss, wrapped
-from tests.support.pairs import KINDS, WIDTH, Pair, batch, placed
 
 LAYOUTS = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 
@@ -75,47 +75,23 @@ def layers(kind: type[nn.Linear]) -> nn.Sequential:
     return nn.Sequential(kind(WIDTH, WIDTH), nn.Tanh(), kind(WIDTH, WIDTH))
 
 
-def by_layer(module: nn.Module, **options: object) -> nn.Module:
-    """Wrap the children of a module, then the module."""
-    for name, child in list(module.named_children()):
-        if any(True for _ in child.parameters()):
-            setattr(module, name, wrapped(child, **options))
-    return wrapped(module, **options)
-
-
 @LAYOUTS
-@KINDS
+@FRONTS
 @on_ranks(2)
-def test_weights_that_a_forward_replaces_and_puts_back_train_as_in_a_plain_module(
-    layout: str, use_orig_params: bool
-) -> None:
-    pair = Pair.of(layers(Rounded), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
-    pair.train(num_steps=3)
-
-
-@on_ranks(2)
-def test_a_sharded_module_that_replaces_its_weights_and_puts_them_back_trains_as_a_plain_one() -> None:
-    model, plain = children_and_root(layers(Rounded)), layers(Rounded)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    x = torch.ones(3, WIDTH)
-    for _ in range(3):
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            square_loss(each, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+def test_weights_that_a_forward_replaces_and_puts_back_train_as_in_a_plain_module(layout: str, front: str) -> None:
+    Beside(layers(Rounded), front, shard=children_and_root, **placed(layout, front)).train(num_steps=3)
 
 
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 1x2"])
 @KINDS
 @on_ranks(2)
-def test_weights_changed_in_a_forward_raise_and_the_next_step_is_right(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(layers(Normalized), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
+def test_weights_changed_in_a_forward_raise_and_the_next_step_is_right(layout: str, front: str) -> None:
+    beside = Beside(layers(Normalized), front, shard=children_and_root, **placed(layout))
     with pytest.raises(UsageError, match=r"'weight' of unit '0' was changed in forward.*on rank \d.*would be lost"):
-        pair.model(batch(0))
-    pair.model.eval()
-    pair.plain.eval()
-    pair.train()
+        beside.ours(batch(0))
+    beside.ours.eval()
+    beside.plain.eval()
+    beside.train()
 
 
 def change_in_block(model: nn.Module) -> None:
@@ -135,7 +111,7 @@ def change_by_hand(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", [change_in_block, change_by_hand])
 @on_ranks(2)
 def test_weights_changed_while_a_caller_has_unsharded_them_raise(change: Callable[[nn.Module], None]) -> None:
-    model = by_layer(layers(nn.Linear), use_orig_params=True)
+    model = children_and_root(layers(nn.Linear), APPLY["originals"])
     x = torch.ones(3, WIDTH)
     before = model(x).detach()
     with pytest.raises(UsageError, match=r"'weight' of unit '0' was changed .*while it was unsharded by hand"):
@@ -145,48 +121,52 @@ def test_weights_changed_while_a_caller_has_unsharded_them_raise(change: Callabl
 
 @KINDS
 @on_ranks(2)
-def test_weights_changed_in_a_forward_stay_so_where_nothing_is_sharded(use_orig_params: bool) -> None:
-    pair = Pair.of(layers(Normalized), wrap=by_layer, use_orig_params=use_orig_params, **placed("NO_SHARD"))
-    pair.train(num_steps=3)
+def test_weights_changed_in_a_forward_stay_so_where_nothing_is_sharded(front: str) -> None:
+    beside = Beside(layers(Normalized), front, shard=children_and_root, **placed("NO_SHARD"))
+    beside.train(num_steps=3)
 
 
 @LAYOUTS
 @KINDS
 @on_ranks(2)
-def test_an_output_that_is_a_view_of_a_weight_is_used_after_later_units(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(Tabled(), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
-    pair.train(num_steps=2)
+def test_an_output_that_is_a_view_of_a_weight_is_used_after_later_units(layout: str, front: str) -> None:
+    beside = Beside(Tabled(), front, shard=children_and_root, **placed(layout))
+    beside.train(num_steps=2)
 
 
 @LAYOUTS
 @KINDS
 @on_ranks(2)
-def test_functional_call_inside_a_unit_trains_as_in_a_plain_module(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(Functional(*layers(nn.Linear)[::2]), wrap=wrapped, use_orig_params=use_orig_params, **placed(layout))
-    pair.train(num_steps=2)
-    assert full_params(pair.model).keys() == dict(pair.plain.named_parameters()).keys()
+def test_functional_call_inside_a_unit_trains_as_in_a_plain_module(layout: str, front: str) -> None:
+    beside = Beside(Functional(*layers(nn.Linear)[::2]), front, units=(), **placed(layout))
+    beside.train(num_steps=2)
+    assert full_params(beside.ours).keys() == dict(beside.plain.named_parameters()).keys()
 
 
 @LAYOUTS
 @KINDS
 @on_ranks(2)
-def test_a_numpy_array_of_a_weight_keeps_its_values_while_other_units_run(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(layers(nn.Linear), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
+def test_a_numpy_array_of_a_weight_keeps_its_values_while_other_units_run(layout: str, front: str) -> None:
+    beside = Beside(layers(nn.Linear), front, shard=children_and_root, **placed(layout))
     taken: list[tuple[np.ndarray, np.ndarray]] = []
 
     def take(module: nn.Linear, *_: object) -> None:
         array = module.weight.detach().numpy()
         taken.append((array, array.copy()))
 
-    hooks = [layer.register_forward_hook(take) for layer in pair.model.modules() if isinstance(layer, nn.Linear)]
-    pair.model(batch(0))
+    hooks = [layer.register_forward_hook(take) for layer in beside.ours.modules() if isinstance(layer, nn.Linear)]
+    beside.ours(batch(0))
     assert len(taken) == 2
     for array, expected in taken:
         np.testing.assert_array_equal(array, expected)
-    pair.train()
-    for hook in hooks:
-        hook.remove()
-    pair.train(first=1)
+    # Memory that an array shows is not freed, so that units are not idle.
+    for _ in range(2):
+        beside.backward()
+        beside.check_gradients()
+        beside.step()
+        for hook in hooks:
+            hook.remove()
+    beside.check_parameters()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -194,16 +174,16 @@ def test_a_numpy_array_of_a_weight_keeps_its_values_while_other_units_run(layout
 @KINDS
 @on_ranks(2)
 def test_weights_that_a_recomputed_forward_replaces_train_as_in_a_plain_module(
-    layout: str, use_orig_params: bool, reentrant: bool
+    layout: str, front: str, reentrant: bool
 ) -> None:
-    def checkpointed(module: nn.Module, **options: object) -> nn.Module:
+    def checkpointed(module: nn.Module, apply: Any, **options: object) -> nn.Module:
         impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         for index in (0, 2):
             module[index] = checkpoint_wrapper(module[index], checkpoint_impl=impl)
-        return by_layer(module, **options)
+        return children_and_root(module, apply, **options)
 
-    pair = Pair.of(layers(Rounded), wrap=checkpointed, use_orig_params=use_orig_params, **placed(layout))
-    pair.train(lambda model, x, _: square_loss(model, x.clone().requires_grad_()), num_steps=3)
+    beside = Beside(layers(Rounded), front, shard=checkpointed, **placed(layout))
+    beside.train(lambda model, x: square_loss(model, x.clone().requires_grad_()), num_steps=3)
 
 
 class Failing(Rounded):
@@ -220,16 +200,14 @@ class Failing(Rounded):
 @LAYOUTS
 @KINDS
 @on_ranks(2)
-def test_weights_that_a_failed_forward_has_replaced_are_the_old_ones_in_the_next(
-    layout: str, use_orig_params: bool
-) -> None:
-    pair = Pair.of(layers(Failing), wrap=by_layer, use_orig_params=use_orig_params, **placed(layout))
-    for layer in pair.plain:
+def test_weights_that_a_failed_forward_has_replaced_are_the_old_ones_in_the_next(layout: str, front: str) -> None:
+    beside = Beside(layers(Failing), front, shard=children_and_root, **placed(layout))
+    for layer in beside.plain:
         layer.has_failed = True
     for _ in range(2):
         with pytest.raises(ArithmeticError):
-            pair.model(batch(0))
-    pair.train(num_steps=2)
+            beside.ours(batch(0))
+    beside.train(num_steps=2)
 
 
 @pytest.mark.parametrize("write", ["in place", "data"])
@@ -245,12 +223,12 @@ def test_weights_written_with_their_own_values_or_nan_raise_nothing(layout: str,
                     self.weight.clamp_(-100, 100)
             return super().forward(x)
 
-    pair = Pair.of(layers(Same), wrap=by_layer, use_orig_params=True, **placed(layout))
-    pair.train(num_steps=2)
+    beside = Beside(layers(Same), "originals", shard=children_and_root, **placed(layout))
+    beside.train(num_steps=2)
     with torch.no_grad():
-        for param in pair.model.parameters():
+        for param in beside.ours.parameters():
             param.fill_(torch.nan)
-    assert pair.model(batch(0)).isnan().all()
+    assert beside.ours(batch(0)).isnan().all()
 
 
 @on_ranks(2)

@@ -50,8 +50,9 @@ from fsdp_flat.layout import clean_fqn
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.support import OWN_STATISTICS, Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss
+from tests.support.models import Tied
 from tests.support.steps import recorded
-from tests.support.wrapper_models import Tied, batch, seeded, shard, train, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, train, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_flat import fully_shard
 from fsdp_flat.checkpoint.directory import SAVING, Consensus
 from fsdp_flat.errors import UnsupportedError
-from tests.support.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
+from tests.support.experts import Meshes, needs_mesh_infos
+from tests.support.models import Moe, MoeBlock
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -28,7 +28,8 @@ from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailur
 from tests.memory.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.support.wrapper_models import Tied, batch, mesh_options, seeded, shard, whole_state
+from tests.support.models import Tied
+from tests.support.wrapper_models import batch, mesh_options, seeded, shard, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])

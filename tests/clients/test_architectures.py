@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import peft
@@ -18,7 +17,7 @@ from torch import nn
 
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import on_ranks
-from tests.support.steps import Twin
+from tests.support.beside import KINDS, Beside
 
 TEXT = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {
@@ -140,38 +139,44 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def train(model: Any, policy: Callable[[nn.Module], bool], rank: int, **kwargs: Any) -> None:
+def train(model: Any, policy: Callable[[nn.Module], bool], front: str, **kwargs: Any) -> None:
     """Train two steps beside the plain model; gradients and parameters have to agree after each."""
-    twin = Twin.of(model, auto_wrap_policy=CustomPolicy(policy), optimizer=partial(torch.optim.SGD, lr=0.05), **kwargs)
+    beside = Beside(
+        model,
+        front,
+        auto_wrap_policy=CustomPolicy(policy),
+        optimizer=lambda each: torch.optim.SGD(each.parameters(), lr=0.05),
+        batch=tokens_of,
+        body=loss_of,
+        dtype=None,
+        tolerance={"atol": 2e-6, "rtol": 1e-4},
+        **kwargs,
+    )
     if "ignored_states" in kwargs:
-        twin.model.average_ignored_gradients()
-    for step in range(2):
-        inputs = [tokens_of(each, step) for each in range(2)]
-        twin.optimizer.zero_grad()
-        loss_of(twin.model, inputs[rank]).backward()
-        twin.finish_step(inputs, loss_of, atol=2e-6, rtol=1e-4)
+        beside.ours.average_ignored_gradients()
+    beside.train(num_steps=2)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@KINDS
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @on_ranks(2)
-def test_an_architecture_trains_as_the_unsharded_model(name: str, use_orig_params: bool, rank: int) -> None:
+def test_an_architecture_trains_as_the_unsharded_model(name: str, front: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers uses deprecated functions
-        train(built(name), is_layer, rank, use_orig_params=use_orig_params)
+        train(built(name), is_layer, front)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@KINDS
 @pytest.mark.parametrize("name", METHODS)
 @on_ranks(2)
-def test_a_method_of_peft_trains_as_the_unsharded_model(name: str, use_orig_params: bool, rank: int) -> None:
+def test_a_method_of_peft_trains_as_the_unsharded_model(name: str, front: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = adapted(name)
-        if use_orig_params:
-            train(model, is_layer, rank, use_orig_params=True)
+        if front == "originals":
+            train(model, is_layer, front)
         elif name in WITH_MODULES:
-            train(model, lambda module: is_layer(module) or is_trainable_leaf(module), rank, use_orig_params=False)
+            train(model, lambda module: is_layer(module) or is_trainable_leaf(module), front)
         else:
             trained = [param for param in model.parameters() if param.requires_grad]
-            train(model, is_layer, rank, use_orig_params=False, ignored_states=trained)
+            train(model, is_layer, front, ignored_states=trained)

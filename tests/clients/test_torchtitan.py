@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.clients.kit import on_both
 from tests.support import assert_close, on_ranks
-from tests.support.experts import WIDTH, Experts, clip
+from tests.support.experts import WIDTH, clip
+from tests.support.models import Experts
 from tests.support.transport import rank_device
 
 VOCABULARY = 32

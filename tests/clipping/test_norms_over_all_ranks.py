@@ -21,9 +21,10 @@ from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.clipping.test_clip_grad_norm import TREES
 from tests.support import assert_close, on_ranks
-from tests.support.experts import WIDTH, Meshes, Moe, clip
+from tests.support.beside import average_gradients
+from tests.support.experts import WIDTH, Meshes, clip
 from tests.support.kit import full_grads, normal, square_loss
-from tests.support.reference import replicated_step
+from tests.support.models import Moe
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 from tests.tensor_parallel.test_tensor_parallel import batches, grid, net, on_grid
 
@@ -117,8 +118,9 @@ def test_gradients_of_several_dtypes_have_one_norm(rank: int) -> None:
 def test_parameters_that_tensor_parallelism_splits_too_have_one_norm(use_orig_params: bool, rank: int) -> None:
     mesh, plain = grid(), net()
     model = on_grid(copy.deepcopy(plain), mesh, "sequence", use_orig_params=use_orig_params)
-    square_loss(model, batches(0)[mesh["dp"].get_local_rank()]).backward()
-    replicated_step(plain, torch.optim.SGD(plain.parameters(), lr=0.0), batches(0), square_loss)
+    for each in (model, plain):
+        square_loss(each, batches(0)[mesh["dp"].get_local_rank()]).backward()
+    average_gradients(plain)
     expected = clip_grad_norm_(plain.parameters(), 0.01)
     assert_close(clip_grad_norm_(model.parameters(), 0.01), expected, rtol=1e-5, atol=0.0)
     assert_close(model.clip_grad_norm_(1.0), torch.tensor(0.01), rtol=1e-3, atol=0.0)

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support import on_ranks
-from tests.support.kit import Block
-from tests.support.pairs import KINDS, WIDTH, Pair, batch, placed
+from tests.support.beside import KINDS, WIDTH, Beside, batch, placed
+from tests.support.models import Block
 
 
-class Beside(nn.Module):
+class SideBySide(nn.Module):
     """Every block runs; the loss uses those of ``which``."""
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ USES: list[list[tuple[int, ...]]] = [
 ]
 
 
-def check(layout: str, use_orig_params: bool, rank: int, all_uses: list[list[tuple[int, ...]]]) -> None:
-    pair = Pair.of(Beside(), use_orig_params=use_orig_params, **placed(layout, shared_memory=False))
-    pair.train(lambda model, x, _rank: loss_of(model, x, (0, 1, 2)), num_steps=2)
+def check(layout: str, front: str, rank: int, all_uses: list[list[tuple[int, ...]]]) -> None:
+    beside = Beside(SideBySide(), front, **placed(layout, shared_memory=False))
+    beside.train(lambda model, x: loss_of(model, x, (0, 1, 2)), num_steps=2)
     for number, uses in enumerate(all_uses):
 
         def step(uses: list[tuple[int, ...]] = uses, number: int = number) -> None:
-            loss_of(pair.model, batch(rank, number), uses[rank]).backward()
+            loss_of(beside.ours, batch(rank, number), uses[rank]).backward()
 
         sequence = collectives_of(step)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -92,7 +92,7 @@ def check(layout: str, use_orig_params: bool, rank: int, all_uses: list[list[tup
         assert len(sequence) >= 4, "a reduction for each unit"
         for other, theirs in enumerate(everyone):
             assert theirs == sequence, f"rank {other} began others where losses use {uses}"
-        pair.model.zero_grad()
+        beside.ours.zero_grad()
 
 
 @on_ranks(2)
@@ -110,9 +110,9 @@ def test_a_recorded_sequence_has_names_sizes_and_the_order(rank: int) -> None:
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2, timeout=20)
 def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything(
-    layout: str, use_orig_params: bool, rank: int
+    layout: str, front: str, rank: int
 ) -> None:
-    check(layout, use_orig_params, rank, USES[:1])
+    check(layout, front, rank, USES[:1])
 
 
 @KINDS
@@ -121,12 +121,12 @@ def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything
 )
 @on_ranks(2, timeout=20)
 def test_the_collectives_of_a_step_are_the_same_on_both_ranks_whatever_their_losses_use(
-    layout: str, use_orig_params: bool, rank: int
+    layout: str, front: str, rank: int
 ) -> None:
-    check(layout, use_orig_params, rank, USES)
+    check(layout, front, rank, USES)
 
 
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x2"])
 @on_ranks(4, timeout=20)
 def test_the_collectives_of_a_step_are_the_same_on_four_ranks_whatever_their_losses_use(layout: str, rank: int) -> None:
-    check(layout, True, rank, USES)
+    check(layout, "originals", rank, USES)

@@ -14,7 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_flat
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, batch, mesh, seeded, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, mesh, seeded, square_loss, wrapped
+from tests.support.models import Block, Stack
 from tests.support.peer import peer_fsdp, peer_fully_shard, peer_warnings_silenced
 
 GATHER, REDUCE, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"

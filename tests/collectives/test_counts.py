@@ -11,23 +11,21 @@ from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.core import Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss, wrapped
+from tests.support.beside import KINDS, Beside, batch
+from tests.support.kit import square_loss, wrapped
+from tests.support.models import Block, Stack
 from tests.support.steps import (
     OBJECT_COLLECTIVES,
     STRATEGIES,
     Record,
-    Twin,
     acquaint,
-    batch,
     exchange_nbytes,
     mesh_for,
     recorded,
     shared_memory,
 )
 
-ITEMSIZE = 4
-
-
+ITEMSIZE = 8
 EVERYTHING = ModuleWrapPolicy({nn.Linear, Block})
 
 
@@ -38,9 +36,9 @@ def num_gathers(unit: Unit, root: Unit, last: Unit) -> int:
     return 2 if unit.control.reshard_after_forward is not False and unit not in (root, last) else 1
 
 
-def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool = True) -> None:
+def check_step(record: Record, beside: Beside, *, reduces: bool = True, shared: bool = True) -> None:
     """The collectives of one forward and backward against the layouts."""
-    units = units_of(twin.model)
+    units = units_of(beside.ours)
     shard, replicate = units[0].options.groups.rank_groups
     layouts = [(unit, handle.layout) for unit in units for handle in unit.param_groups]
     needs_all_gather = [(num_gathers(unit, units[0], units[-1]), layout) for unit, layout in layouts]
@@ -60,7 +58,7 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool
     reduced = [call.nbytes for call in record.calls if call.name == "all_reduce"]
     expected = []
     if reduces:
-        expected = [exchange_nbytes(twin.model)] * sum(rank_group.size > 1 for rank_group in (shard, replicate))
+        expected = [exchange_nbytes(beside.ours)] * sum(rank_group.size > 1 for rank_group in (shard, replicate))
         if replicate.size > 1:
             expected += [layout.shard_numel * ITEMSIZE for _, layout in layouts]
     assert sorted(reduced) == sorted(expected)
@@ -69,21 +67,21 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_bytes(
-    shared: bool, use_orig_params: bool, strategy: ShardingStrategy, rank: int
+    shared: bool, front: str, strategy: ShardingStrategy, rank: int
 ) -> None:
     with shared_memory(shared):
-        twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
-        acquaint(twin.model)
+        beside = Beside(Stack(), front, sharding_strategy=strategy, **mesh_for(strategy))
+        acquaint(beside.ours)
         for _ in range(3):
             with recorded() as record:
-                square_loss(twin.model, batch(rank)).backward()
-            check_step(record, twin, shared=shared)
+                square_loss(beside.ours, batch(rank)).backward()
+            check_step(record, beside, shared=shared)
             with recorded() as record:
-                twin.optimizer.step()
-                twin.optimizer.zero_grad()
+                beside.optimizer.step()
+                beside.zero_grad()
             assert record.calls == []
 
 
@@ -91,39 +89,39 @@ def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_b
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
 def test_a_step_sends_the_least_bytes_that_full_sharding_can(prefetch: BackwardPrefetch | None, rank: int) -> None:
     """Each unit is gathered twice and reduced once, (W-1)/W of it each time; the first and the last stay gathered."""
-    twin = Twin.of(Stack(4), backward_prefetch=prefetch)
-    acquaint(twin.model)
+    beside = Beside(Stack(4), backward_prefetch=prefetch)
+    acquaint(beside.ours)
     root, *blocks = [
-        sum(handle.layout.numel for handle in unit.param_groups) * ITEMSIZE for unit in units_of(twin.model)
+        sum(handle.layout.numel for handle in unit.param_groups) * ITEMSIZE for unit in units_of(beside.ours)
     ]
     size = dist.get_world_size()
     bound = (3 * sum(blocks[:-1]) + 2 * blocks[-1] + 2 * root) * (size - 1) // size
     for step in range(3):
         with recorded() as record:
-            square_loss(twin.model, batch(rank, step)).backward()
+            square_loss(beside.ours, batch(rank, step)).backward()
         sent = sum(call.sent for call in record.calls if call.name != "all_reduce")
         assert sent == bound
-        assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [exchange_nbytes(twin.model)]
-        twin.optimizer.zero_grad()
+        assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [exchange_nbytes(beside.ours)]
+        beside.zero_grad()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inside_no_sync_nothing_is_reduced(strategy: ShardingStrategy, rank: int) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, **mesh_for(strategy))
-    twin.step()
-    with recorded() as record, twin.model.no_sync():
-        square_loss(twin.model, batch(rank)).backward()
-    check_step(record, twin, reduces=False)
+    beside = Beside(Stack(), sharding_strategy=strategy, **mesh_for(strategy))
+    beside.train()
+    with recorded() as record, beside.ours.no_sync():
+        square_loss(beside.ours, batch(rank)).backward()
+    check_step(record, beside, reduces=False)
 
 
 @on_ranks(2)
 def test_a_forward_without_gradients_gathers_each_unit_once(rank: int) -> None:
-    twin = Twin.of(Stack())
-    acquaint(twin.model)
+    beside = Beside(Stack())
+    acquaint(beside.ours)
     for _ in range(2):
         with recorded() as record, torch.no_grad():
-            twin.model(batch(rank))
+            beside.ours(batch(rank))
         assert record.counts() == {"gather": 4}
 
 
@@ -131,7 +129,7 @@ def test_a_forward_without_gradients_gathers_each_unit_once(rank: int) -> None:
 def test_object_collectives_are_never_used_for_wrapping_training_or_saving(rank: int) -> None:
     with recorded() as record:
         model = wrapped(Stack(), auto_wrap_policy=EVERYTHING)
-        square_loss(model, batch(rank)).backward()
+        square_loss(model, batch(rank).float()).backward()
         model.clip_grad_norm_(1.0)
         model.load_state_dict(model.state_dict())
     assert record.calls

@@ -16,10 +16,11 @@ from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from tests.support import on_ranks
-from tests.support.fully_shard_beside import Beside, needs_of_torch
-from tests.support.fully_shard_sides import blocks_and_root
-from tests.support.kit import Stack, mesh
-from tests.support.steps import Twin, recorded, shared_memory
+from tests.support.beside import BOTH, KINDS, Beside, blocks_and_root
+from tests.support.kit import mesh
+from tests.support.models import Stack
+from tests.support.peer import needs_of_torch
+from tests.support.steps import recorded, shared_memory
 
 
 class Memory:
@@ -69,30 +70,23 @@ class Reductions(Memory):
         torch_comm.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
 
-def train(models: Beside, *, num_steps: int = 2, replica: bool = True, **tolerance: Any) -> None:
-    for number in range(num_steps):
-        models.zero_grad()
-        models.backward(number)
-        models.plain_backward(number)
-        models.check_grads(replica=replica, **tolerance)
-
-
 @needs_of_torch("set_custom_all_gather")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_custom_objects_communicate_in_their_own_memory(dtype: torch.dtype | None, hybrid: bool) -> None:
     num_shards = dist.get_world_size() // (2 if hybrid else 1)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    models = Beside.of(mesh=mesh(2, num_shards) if hybrid else None, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    low = {"dtype": torch.float32, "tolerance": {"atol": 3e-2, "rtol": 3e-2}} if dtype else {}
+    beside = Beside(Stack(), BOTH, mesh=mesh(2, num_shards) if hybrid else None, mp_policy=policy, **low)
     sets: list[tuple[Memory, Memory]] = []
-    for model in models.both:
+    for model in beside.sharded.values():
         gathers, reductions = Gathers(), Reductions()
         for block in model.blocks:
             block.set_custom_all_gather(gathers)
             block.set_custom_reduce_scatter(reductions)
         sets.append((gathers, reductions))
-    train(models, replica=dtype is None)
+    beside.train(num_steps=2)
     (gathers, reductions), (their_gathers, their_reductions) = sets
     if num_shards == 1:
         assert not gathers.sizes
@@ -109,12 +103,12 @@ def test_custom_objects_communicate_in_their_own_memory(dtype: torch.dtype | Non
 @needs_of_torch("set_custom_all_gather")
 @on_ranks(4)
 def test_a_backward_over_a_smaller_group_uses_the_same_objects() -> None:
-    models = Beside.of(reshard_after_forward=2)
+    beside = Beside(Stack(), BOTH, reshard_after_forward=2)
     memory = (Gathers(), Gathers())
-    for model, gathers in zip(models.both, memory, strict=True):
+    for model, gathers in zip(beside.sharded.values(), memory, strict=True):
         for block in model.blocks:
             block.set_custom_all_gather(gathers)
-    train(models)
+    beside.train(num_steps=2)
     ours, theirs = memory
     assert set(ours.sizes) == set(theirs.sizes)
     assert ours.num_calls > 2 * 3
@@ -130,22 +124,22 @@ def test_one_buffer_for_all_reductions_is_enough_and_is_not_the_gradient(rank: i
             return kept[key]
 
     kept: dict[Any, torch.Tensor] = {}
-    models, reductions = Beside.of(), Persistent()
-    for block in models.ours.blocks:
+    beside, reductions = Beside(Stack(), BOTH), Persistent()
+    for block in beside.ours.blocks:
         block.set_custom_reduce_scatter(reductions)
-    train(models)
+    beside.train(num_steps=2)
     assert (reductions.num_calls, len(reductions.sizes)) == (6, 2)
 
 
 @on_ranks(2, 4)
 def test_one_of_both_is_replaced_and_state_dicts_use_neither() -> None:
-    models = Beside.of()
+    beside = Beside(Stack(), BOTH)
     gathers = Gathers()
-    models.ours.set_custom_all_gather(gathers)
-    train(models)
+    beside.ours.set_custom_all_gather(gathers)
+    beside.train(num_steps=2)
     before = gathers.num_calls
     assert before == 2
-    models.ours.state_dict()
+    beside.ours.state_dict()
     assert gathers.num_calls == before
 
 
@@ -162,20 +156,20 @@ def test_objects_are_checked_and_are_replaced_between_steps(rank: int) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_wrapper_takes_custom_objects_too(use_orig_params: bool) -> None:
-    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
+@KINDS
+def test_the_wrapper_takes_custom_objects_too(front: str) -> None:
+    beside = Beside(Stack(), front)
     gathers, reductions = Gathers(), Reductions()
-    for wrapper in twin.model.fsdp_modules(twin.model):
+    for wrapper in beside.ours.fsdp_modules(beside.ours):
         wrapper.set_custom_all_gather(gathers)
         wrapper.set_custom_reduce_scatter(reductions)
     for step in range(1, 3):
-        twin.step()
+        beside.train()
         assert (gathers.num_calls, reductions.num_calls) == (6 * step, 4 * step)
     # The module-wide function replaces both, and does not allocate.
     before = len(reductions.sizes)
-    use_collectives(twin.model, reduce_scatter=reductions.__class__.__call__.__get__(Unchecked()))
-    twin.step()
+    use_collectives(beside.ours, reduce_scatter=reductions.__class__.__call__.__get__(Unchecked()))
+    beside.train()
     assert (gathers.num_calls, len(reductions.sizes)) == (12, before)
 
 
@@ -200,8 +194,8 @@ def test_a_backend_without_an_allocator_is_refused(rank: int) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("wrapper", [False, True])
-def test_collectives_use_the_memory_of_a_backend(wrapper: bool) -> None:
+@pytest.mark.parametrize("front", ["flat", "fully_shard"])
+def test_collectives_use_the_memory_of_a_backend(front: str) -> None:
     memory = Memory()
 
     def allocator(group: Any, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -209,20 +203,15 @@ def test_collectives_use_the_memory_of_a_backend(wrapper: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_comm, "tensor_allocator", allocator)
-        if wrapper:
-            twin = Twin.of(Stack())
-            twin.model.set_allocate_memory_from_process_group_for_comm(True)
-            twin.step()
-        else:
-            models = Beside.of()
-            models.ours.set_allocate_memory_from_process_group_for_comm(True)
-            train(models, num_steps=1)
+        beside = Beside(Stack(), front)
+        beside.ours.set_allocate_memory_from_process_group_for_comm(True)
+        beside.train()
         # One all-gather of the root, and the input and output of its reduce-scatter.
         assert len(memory.sizes) == 3
         assert memory.sizes[0] == memory.sizes[1] == memory.sizes[2] * dist.get_world_size()
-        if not wrapper:
-            models.ours.set_allocate_memory_from_process_group_for_comm(False)
-            train(models, num_steps=1)
+        if front == "fully_shard":
+            beside.ours.set_allocate_memory_from_process_group_for_comm(False)
+            beside.train()
             assert len(memory.sizes) == 3
 
 
@@ -249,8 +238,8 @@ def test_memory_of_the_backend_and_custom_objects_exclude_each_other(rank: int) 
 @pytest.mark.parametrize("shared", [False, True])
 def test_reduce_scatters_have_a_group_of_their_own(hybrid: bool, shared: bool) -> None:
     with shared_memory(shared):
-        models = Beside.of(mesh=mesh(2, dist.get_world_size() // 2) if hybrid else None)
-        ours = models.ours
+        beside = Beside(Stack(), BOTH, mesh=mesh(2, dist.get_world_size() // 2) if hybrid else None)
+        ours = beside.ours
         ours.set_separate_reduce_scatter_group()
         groups = {unit.param_groups[0].comm.choice.reduce_group for unit in units_of(ours)}
         assert len(groups) == 1
@@ -262,16 +251,16 @@ def test_reduce_scatters_have_a_group_of_their_own(hybrid: bool, shared: bool) -
         assert group is not None
         assert group.group is not shard.group
         assert (group.rank, group.size) == (shard.rank, shard.size)
-        train(models)
+        beside.train(num_steps=2)
         ours.blocks[0].set_separate_reduce_scatter_group(False, recurse=False)
-        train(models)
+        beside.train(num_steps=2)
         ours.set_separate_reduce_scatter_group()
         assert {unit.param_groups[0].comm.choice.reduce_group for unit in units_of(ours)} == {group}
 
 
 @on_ranks(2)
 def test_a_separate_group_and_custom_reductions_go_together(rank: int) -> None:
-    models = Beside.of()
+    beside = Beside(Stack(), BOTH)
     groups: list[Any] = []
 
     class Noting(Reductions):
@@ -279,12 +268,13 @@ def test_a_separate_group_and_custom_reductions_go_together(rank: int) -> None:
             groups.append(group)
             super().__call__(output_tensor, input_tensor, group, op, async_op)
 
-    models.ours.set_custom_reduce_scatter(Noting())
-    models.ours.set_separate_reduce_scatter_group()
-    use_collectives(models.ours.blocks[0], reduce_scatter=QuantizedReduceScatter())
+    beside.ours.set_custom_reduce_scatter(Noting())
+    beside.ours.set_separate_reduce_scatter_group()
+    use_collectives(beside.ours.blocks[0], reduce_scatter=QuantizedReduceScatter())
     with recorded() as record:
-        train(models, num_steps=1, atol=1e-2, rtol=1e-1)
-    separate = units_of(models.ours)[0].param_groups[0].comm.choice.reduce_group
+        beside.backward()
+    beside.check_gradients(atol=1e-2, rtol=1e-1)
+    separate = units_of(beside.ours)[0].param_groups[0].comm.choice.reduce_group
     assert separate is not None
     assert groups == [separate.group]
     assert record.count("all_to_all_single") == 1

@@ -11,8 +11,8 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, wrapped
-from tests.support.pairs import KINDS, WIDTH, Pair, placed
+from tests.support.beside import KINDS, WIDTH, Beside, placed
+from tests.support.models import Block, Stack
 
 
 class TripledMean:
@@ -31,44 +31,44 @@ class TripledMean:
             out.copy_(grad.chunk(size)[dist.get_rank(self.group)])
 
 
-def check_hook(layout: str, use_orig_params: bool) -> None:
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
-    hook = TripledMean(pair.model.process_group)
-    pair.model.register_comm_hook(None, hook)
+def check_hook(layout: str, front: str) -> None:
+    beside = Beside(Stack(), front, **placed(layout))
+    hook = TripledMean(beside.ours.process_group)
+    beside.ours.register_comm_hook(None, hook)
     for step in range(3):
-        pair.backward(lambda model, x, _rank: model(x).pow(2).mean(), step)
-        for param in pair.plain.parameters():
+        beside.backward()
+        for param in beside.plain.parameters():
             param.grad *= 3
-        pair.check_gradients(f"gradients of step {step}")
-        pair.step(lr=0.03)
+        beside.check_gradients(f"gradients of step {step}")
+        beside.step()
     assert hook.num_calls == 3 * 4, "once for each unit in each step"
 
 
 @KINDS
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 2x1", "HYBRID_SHARD 1x2"])
 @on_ranks(2)
-def test_replicas_are_averaged_after_a_communication_hook(layout: str, use_orig_params: bool) -> None:
-    check_hook(layout, use_orig_params)
+def test_replicas_are_averaged_after_a_communication_hook(layout: str, front: str) -> None:
+    check_hook(layout, front)
 
 
 @KINDS
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 4x1", "HYBRID_SHARD 2x2"])
 @on_ranks(4)
-def test_replicas_of_four_ranks_are_averaged_after_a_communication_hook(layout: str, use_orig_params: bool) -> None:
-    check_hook(layout, use_orig_params)
+def test_replicas_of_four_ranks_are_averaged_after_a_communication_hook(layout: str, front: str) -> None:
+    check_hook(layout, front)
 
 
 @KINDS
 @on_ranks(2)
-def test_replicas_are_averaged_after_a_communication_hook_and_no_sync(use_orig_params: bool) -> None:
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed("HYBRID_SHARD 2x1"))
-    pair.model.register_comm_hook(None, TripledMean(pair.model.process_group))
-    with pair.model.no_sync():
-        pair.backward(step=0)
-    pair.backward(step=1)
-    for param in pair.plain.parameters():
+def test_replicas_are_averaged_after_a_communication_hook_and_no_sync(front: str) -> None:
+    beside = Beside(Stack(), front, **placed("HYBRID_SHARD 2x1"))
+    beside.ours.register_comm_hook(None, TripledMean(beside.ours.process_group))
+    with beside.ours.no_sync():
+        beside.backward(step=0)
+    beside.backward(step=1)
+    for param in beside.plain.parameters():
         param.grad *= 3
-    pair.check_gradients()
+    beside.check_gradients()
 
 
 # -- a unit's module outside of the unit -------------------------------------------------------------------------------
@@ -95,18 +95,14 @@ class Direct(nn.Module):
         return self.head(x)
 
 
-def check_direct(layout: str, order: str, use_orig_params: bool) -> None:
-    def wrap(module: nn.Module, **kwargs: Any) -> Any:
-        module.shared = wrapped(module.shared, **kwargs)
-        return wrapped(module, **kwargs)
-
-    pair = Pair.of(Direct(order), wrap=wrap, use_orig_params=use_orig_params, **placed(layout))
+def check_direct(layout: str, order: str, front: str) -> None:
+    beside = Beside(Direct(order), front, **placed(layout))
     if layout == "HYBRID_SHARD 2x2" or (layout == "SHARD_GRAD_OP" and order.startswith("layer")):
         # The unit is sharded when its layer is called.
         with pytest.raises(UsageError, match=r"'up.weight' \(17, 8\) of unit 'shared' is sharded"):
-            pair.train()
+            beside.train()
     else:
-        pair.train(num_steps=3)
+        beside.train(num_steps=3)
 
 
 ORDERS = pytest.mark.parametrize("order", ["unit layer", "layer unit", "layer unit layer", "layer"])
@@ -117,9 +113,9 @@ ORDERS = pytest.mark.parametrize("order", ["unit layer", "layer unit", "layer un
 @pytest.mark.parametrize("layout", ["NO_SHARD", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 2x1", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_a_layer_of_a_unit_called_outside_of_it_is_right_or_refused_by_name(
-    layout: str, order: str, use_orig_params: bool
+    layout: str, order: str, front: str
 ) -> None:
-    check_direct(layout, order, use_orig_params)
+    check_direct(layout, order, front)
 
 
 @KINDS
@@ -127,6 +123,6 @@ def test_a_layer_of_a_unit_called_outside_of_it_is_right_or_refused_by_name(
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 4x1", "HYBRID_SHARD 2x2"])
 @on_ranks(4)
 def test_a_layer_of_a_unit_called_outside_of_it_is_right_or_refused_by_name_on_four_ranks(
-    layout: str, order: str, use_orig_params: bool
+    layout: str, order: str, front: str
 ) -> None:
-    check_direct(layout, order, use_orig_params)
+    check_direct(layout, order, front)

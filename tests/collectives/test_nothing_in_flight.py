@@ -20,8 +20,10 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import torch_comm
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
-from tests.support.steps import COLLECTIVES, batch, sgd, shared_memory
+from tests.support.beside import sgd
+from tests.support.kit import BLOCKS, batch, square_loss, wrapped
+from tests.support.models import Stack
+from tests.support.steps import COLLECTIVES, shared_memory
 
 
 class Waited:
@@ -76,7 +78,7 @@ def evaluation(model: FSDP, rank: int) -> None:
 
 
 def training(model: FSDP, rank: int) -> None:
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(model)
     for _ in range(2):
         square_loss(model, batch(rank)).backward()
         model.clip_grad_norm_(1.0)
@@ -90,7 +92,7 @@ def failure(model: FSDP, rank: int) -> None:
 
 
 def states(model: FSDP, rank: int) -> None:
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(model)
     state = FSDP.optim_state_dict(model, optimizer)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
     model.load_state_dict(model.state_dict())

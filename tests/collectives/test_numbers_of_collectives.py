@@ -20,11 +20,12 @@ from fsdp_flat import unshard_for
 from fsdp_flat.composable import fully_shard, trace
 from fsdp_flat.errors import OptionError
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import batch_of, blocks_and_root, one_backward
-from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
+from tests.support.beside import batch_of, blocks_and_root, one_backward
+from tests.support.kit import BLOCKS, square_loss, wrapped
+from tests.support.models import Stack
 from tests.support.peer import peer_fully_shard
 from tests.support.steps import acquaint, recorded
-from tests.training.test_step_cases_of_fully_shard import Checkpointed, Reentrant, shard_pairs
+from tests.training.test_step_cases import Checkpointed, Reentrant, shard_pairs
 
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 
@@ -40,7 +41,8 @@ def numbers(model: nn.Module, step: int, num_rows: int = 3) -> tuple[dict[str, i
         # The mode's hooks on modules make torch warn, of views and of inputs without gradients.
         warnings.simplefilter("ignore")
         with CommDebugMode() as forward:
-            loss = square_loss(model, batch_of(step, num_rows=num_rows))
+            x = batch_of(step, num_rows=num_rows).to(next(model.parameters()).dtype)
+            loss = square_loss(model, x)
         with CommDebugMode() as backward:
             loss.backward()
     return of(forward), of(backward)
@@ -48,6 +50,7 @@ def numbers(model: nn.Module, step: int, num_rows: int = 3) -> tuple[dict[str, i
 
 def twins(plain: nn.Module, shard: Callable[..., Any]) -> tuple[Any, Any]:
     """Shard copies of a model by the library and by torch, with torch's collectives."""
+    plain = plain.double()
     ours = shard(copy.deepcopy(plain), fully_shard)
     ours.set_backend_collectives()
     return ours, shard(copy.deepcopy(plain), peer_fully_shard)
@@ -80,10 +83,10 @@ def test_with_backend_collectives_the_numbers_are_those_of_torch(reshards: Any, 
 
 @on_ranks(2, 4)
 def test_a_unit_freed_by_hand_is_gathered_once_more_in_backward_as_by_torch() -> None:
-    sides = twins(Stack(), functools.partial(blocks_and_root, reshard_after_forward=False))
+    beside = twins(Stack(), functools.partial(blocks_and_root, reshard_after_forward=False))
     for step in range(3):
         found = []
-        for model in sides:
+        for model in beside:
             loss = square_loss(model, batch_of(step))
             for module in (*model.blocks, model)[: 3 + step % 2]:
                 module.reshard()
@@ -91,28 +94,28 @@ def test_a_unit_freed_by_hand_is_gathered_once_more_in_backward_as_by_torch() ->
                 loss.backward()
             found.append({operation.__name__: number for operation, number in mode.get_comm_counts().items()}[GATHER])
         assert found[0] == found[1] == 3 + step % 2
-    assert_same_grads(*sides)
+    assert_same_grads(*beside)
 
 
 @on_ranks(2, 4)
 def test_resharding_is_switched_for_one_unit_or_for_all_as_by_torch() -> None:
-    sides = twins(Stack(), blocks_and_root)
+    beside = twins(Stack(), blocks_and_root)
     # Blocks that are gathered again in backward; the root is not in the first step only.
     for step, (reshards, recurse, num_gathers) in enumerate(
         [(None, False, 3), (True, False, 4), (False, False, 3), (False, True, 0), (True, True, 4)]
     ):
-        for model in sides:
+        for model in beside:
             if reshards is not None:
                 model.set_reshard_after_forward(reshards, recurse)
-        own, expected = (numbers(model, step) for model in sides)
+        own, expected = (numbers(model, step) for model in beside)
         assert own == expected
         assert own[1][GATHER] == num_gathers
-    assert_same_grads(*sides)
+    assert_same_grads(*beside)
 
 
 @on_ranks(2)
 def test_evaluation_gathers_once_inside_unshard_for_and_sees_every_change_of_weights() -> None:
-    model = blocks_and_root(Stack(), fully_shard, reshard_after_forward=False)
+    model = blocks_and_root(Stack().double(), fully_shard, reshard_after_forward=False)
     params = list(model.parameters())
     acquaint(model)
     with torch.no_grad():
@@ -140,7 +143,7 @@ def test_frozen_and_trainable_parameters_of_a_unit_are_gathered_at_once() -> Non
 
 @on_ranks(2)
 def test_the_default_makes_fewer_collectives_and_is_restored() -> None:
-    model = blocks_and_root(Stack(), fully_shard)
+    model = blocks_and_root(Stack().double(), fully_shard)
     model.set_backend_collectives()
     square_loss(model, batch_of(0)).backward()
     model.set_backend_collectives(False)
@@ -155,7 +158,9 @@ def test_the_default_makes_fewer_collectives_and_is_restored() -> None:
 @pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
 def test_the_trace_names_events_and_modules_in_their_order(front: str) -> None:
     model: Any = (
-        blocks_and_root(Stack(2), fully_shard) if front == "fully_shard" else wrapped(Stack(2), auto_wrap_policy=BLOCKS)
+        blocks_and_root(Stack(2).double(), fully_shard)
+        if front == "fully_shard"
+        else wrapped(Stack(2).double(), auto_wrap_policy=BLOCKS)
     )
     model.set_backend_collectives()
     loss = square_loss(model, batch_of(0))
@@ -281,7 +286,7 @@ def in_backward(events: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def test_a_trace_of_a_module_without_units_is_refused_and_one_above_roots_sees_them() -> None:
     with pytest.raises(OptionError, match="Linear has no unit"), trace(nn.Linear(2, 2)):
         pass
-    models = nn.ModuleList([blocks_and_root(Stack(1), fully_shard) for _ in range(2)])
+    models = nn.ModuleList([blocks_and_root(Stack(1).double(), fully_shard) for _ in range(2)])
     with trace(models) as events:
         for model in models:
             model(batch_of(0))

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from tests.support import assert_close
-from tests.support.both_sides import TOLERANCE, Layout, adamw, batch_of
+from tests.support.beside import adamw
+from tests.support.both_sides import TOLERANCE, Layout, batch_of
 from tests.support.torch_and_ours import BLOCKS, ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
 
 CASE = BLOCKS

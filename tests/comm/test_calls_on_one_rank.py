@@ -27,7 +27,8 @@ from fsdp_flat.comm.flat_collectives import BackendCollectives
 from fsdp_flat.errors import PeerFailureError, UsageError
 from tests.comm.test_faults import LIMIT_S, joined, save, step, told, trained, write_error
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, batch, patience, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, patience, square_loss, wrapped
+from tests.support.models import Stack
 
 
 def forward(model: FSDP, _optimizer: torch.optim.Optimizer) -> None:

@@ -13,8 +13,10 @@ from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, us
 from fsdp_flat.comm.torch_comm import all_gather_single, reduce_scatter_single
 from fsdp_flat.errors import OptionError, PhaseError
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Stack, full_params, square_loss
-from tests.support.steps import Twin, batch, recorded
+from tests.support.beside import KINDS, Beside, batch
+from tests.support.kit import full_params, square_loss
+from tests.support.models import Stack
+from tests.support.steps import recorded
 
 
 class Plain:
@@ -33,31 +35,31 @@ class Plain:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_callers_collectives_move_what_a_step_needs_and_nothing_else(use_orig_params: bool) -> None:
-    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
+@KINDS
+def test_a_callers_collectives_move_what_a_step_needs_and_nothing_else(front: str) -> None:
+    beside = Beside(Stack(), front)
     plain = Plain()
-    use_collectives(twin.model, all_gather=plain.gather, reduce_scatter=plain.reduce)
+    use_collectives(beside.ours, all_gather=plain.gather, reduce_scatter=plain.reduce)
     for step in range(1, 4):
-        twin.step()
+        beside.train()
         assert (plain.num_gathers, plain.num_reductions) == (6 * step, 4 * step)
     before = plain.num_gathers
-    twin.model.state_dict()
+    beside.ours.state_dict()
     assert plain.num_gathers == before
-    use_collectives(twin.model)
-    twin.step()
+    use_collectives(beside.ours)
+    beside.train()
     assert plain.num_gathers == before
 
 
 @on_ranks(2)
 def test_collectives_are_not_replaced_during_a_step(rank: int) -> None:
-    twin = Twin.of(Stack())
-    loss = square_loss(twin.model, batch(rank))
-    twin.model.register_forward_pre_hook(lambda *_: use_collectives(twin.model))
+    beside = Beside(Stack())
+    loss = square_loss(beside.ours, batch(rank))
+    beside.ours.register_forward_pre_hook(lambda *_: use_collectives(beside.ours))
     loss.backward()
-    twin.model.module.first.register_forward_pre_hook(lambda *_: use_collectives(twin.model))
+    beside.ours.module.first.register_forward_pre_hook(lambda *_: use_collectives(beside.ours))
     with pytest.raises(PhaseError, match="between steps"):
-        twin.model(batch(rank))
+        beside.ours(batch(rank))
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -129,21 +131,21 @@ def test_training_in_8_bits_stays_near_exact_training_with_a_quarter_of_the_byte
     losses = {}
     for quantized in (False, True):
         torch.manual_seed(0)
-        twin = Twin.of(Stack(width=32))
+        beside = Beside(Stack(width=32))
         if quantized:
-            use_collectives(twin.model, all_gather=QuantizedAllGather(), reduce_scatter=QuantizedReduceScatter())
+            use_collectives(beside.ours, all_gather=QuantizedAllGather(), reduce_scatter=QuantizedReduceScatter())
         for _ in range(20):
-            twin.optimizer.zero_grad()
-            loss = square_loss(twin.model, batch(0, width=32))
+            beside.zero_grad()
+            loss = square_loss(beside.ours, batch(0, width=32))
             loss.backward()
-            twin.optimizer.step()
+            beside.optimizer.step()
         losses[quantized] = loss.item()
     assert losses[True] == pytest.approx(losses[False], rel=0.1)
     assert losses[True] != losses[False]
     with recorded() as record:
-        square_loss(twin.model, batch(rank, width=32)).backward()
-    numel = sum(param.numel() for param in twin.plain.parameters())
-    assert record.sent("all_to_all_single") < 0.5 * numel * 4 * 0.3
-    with FSDP.summon_full_params(twin.model):
-        shown = {name: param.detach().clone() for name, param in twin.model.named_parameters()}
-    assert_equal(shown, full_params(twin.model))
+        square_loss(beside.ours, batch(rank, width=32)).backward()
+    numel = sum(param.numel() for param in beside.plain.parameters())
+    assert record.sent("all_to_all_single") < 0.5 * numel * 8 * 0.3
+    with FSDP.summon_full_params(beside.ours):
+        shown = {name: param.detach().clone() for name, param in beside.ours.named_parameters()}
+    assert_equal(shown, full_params(beside.ours))

@@ -24,7 +24,8 @@ from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
 from tests.support.hosts import on_hosts
-from tests.support.kit import BLOCKS, Stack, batch, patience, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, patience, square_loss, wrapped
+from tests.support.models import Stack
 from tests.support.pool import spawn
 
 # Within which a rank that has ended is named, with room for a loaded machine; and the timeout of the group, which must

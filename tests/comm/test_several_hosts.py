@@ -21,9 +21,11 @@ from fsdp_flat.comm.shm.connect import hosts_of
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.comm.test_collectives import DTYPES, contribution
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import KINDS, Beside, sgd
 from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
-from tests.support.kit import BLOCKS, Stack, batch, full_grads, full_params, mesh, square_loss, wrapped
-from tests.support.steps import MESSAGES, Twin, recorded, sgd
+from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
+from tests.support.models import Stack
+from tests.support.steps import MESSAGES, recorded
 
 # The host of each rank: pairs in order, and interleaved.
 PLACES = ["aabb", "abab", "abba"]
@@ -179,24 +181,22 @@ def layouts(strategy: ShardingStrategy) -> list[dict[str, Any]]:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
-def test_every_strategy_trains_as_a_plain_replica_over_hosts(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_every_strategy_trains_as_a_plain_replica_over_hosts(strategy: ShardingStrategy, front: str) -> None:
     with on_hosts("aabb"):
         for layout in layouts(strategy):
             layout.setdefault("process_group", None if "device_mesh" in layout else dist.new_group())
-            twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **layout)
-            for _ in range(3):
-                twin.step()
+            beside = Beside(Stack(), front, sharding_strategy=strategy, **layout)
+            beside.train(num_steps=3)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("places", ["abba", "aaab"])
 def test_uneven_shards_train_as_a_plain_replica(places: str) -> None:
     with on_hosts(places):
-        twin = Twin.of(nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 1)), auto_wrap_policy=None)
-        for _ in range(3):
-            twin.step()
+        beside = Beside(nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 1)), units=())
+        beside.train(num_steps=3)
 
 
 @on_ranks(4)
@@ -243,13 +243,13 @@ def test_ranks_of_both_hosts_name_the_one_that_raised(bad: int, rank: int) -> No
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_ranks_of_both_hosts_train_on_after_an_error_that_each_has_caught(where: str, rank: int) -> None:
     with on_hosts("aabb"):
-        twin = Twin.of(Moody(), process_group=dist.new_group())
+        beside = Beside(Moody(), process_group=dist.new_group())
         for _ in range(2):
-            twin.model.module.bad = where
+            beside.ours.module.bad = where
             with pytest.raises(ValueError, match="an odd batch"):
-                square_loss(twin.model, batch(rank)).backward()
-            twin.model.module.bad = ""
-            twin.step()
+                square_loss(beside.ours, beside.batch()).backward()
+            beside.ours.module.bad = ""
+            beside.train()
 
 
 @on_ranks(4)
@@ -274,7 +274,7 @@ def test_collectives_in_8_bits_train_over_hosts_as_on_one(rank: int) -> None:
             torch.manual_seed(0)
             model = wrapped(Stack(), auto_wrap_policy=BLOCKS, process_group=dist.new_group())
             use_collectives(model, all_gather=QuantizedAllGather(), reduce_scatter=QuantizedReduceScatter())
-            optimizer = sgd(model.parameters())
+            optimizer = sgd(model)
             for step in range(3):
                 optimizer.zero_grad()
                 square_loss(model, batch(rank, step)).backward()
@@ -314,10 +314,10 @@ def test_gradients_are_rounded_between_hosts_alone(dtype: torch.dtype, rank: int
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("dtype", list(ERRORS))
 def test_all_ranks_compute_with_the_same_rounded_parameters_and_keep_exact_ones(
-    dtype: torch.dtype, use_orig_params: bool, rank: int
+    dtype: torch.dtype, front: str, rank: int
 ) -> None:
     with on_hosts("abba"):
         torch.manual_seed(0)
@@ -332,7 +332,7 @@ def test_all_ranks_compute_with_the_same_rounded_parameters_and_keep_exact_ones(
 
         module.blocks[0].register_forward_hook(note)
         model = wrapped(
-            module, auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params, process_group=dist.new_group()
+            module, auto_wrap_policy=BLOCKS, use_orig_params=front == "originals", process_group=dist.new_group()
         )
         use_collectives(model, param_dtype_between_hosts=dtype)
         square_loss(model, batch(rank)).backward()

@@ -16,8 +16,9 @@ import fsdp_flat
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
+from tests.support.models import BufferedBlock, Tied
 from tests.support.peer import peer_warnings_silenced
-from tests.support.wrapper_models import Block, Tied, batch, message, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, message, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 
@@ -307,7 +308,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(Block(), Block())
+        self.body = nn.Sequential(BufferedBlock(), BufferedBlock())
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

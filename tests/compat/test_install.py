@@ -26,6 +26,7 @@ from fsdp_flat.errors import UnsupportedError, UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
 from tests.support.kit import train_on
+from tests.support.models import BufferedBlock
 from tests.support.wrapper_models import batch, seeded
 
 with warnings.catch_warnings():
@@ -265,13 +266,11 @@ def test_a_member_of_torchs_enum_equals_ours_of_that_name_and_no_other(name: str
 def test_torchs_enums_records_and_policies_are_taken_wherever_ours_are(rank: int) -> None:
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    from tests.support.wrapper_models import Block
-
     model = fsdp_flat.FullyShardedDataParallel(
         seeded(),
         sharding_strategy=peer_library.ShardingStrategy.SHARD_GRAD_OP,  # type: ignore[arg-type]
         cpu_offload=peer_library.CPUOffload(offload_params=False),  # type: ignore[arg-type]
-        auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, Block)),  # type: ignore[arg-type]
+        auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, BufferedBlock)),  # type: ignore[arg-type]
         backward_prefetch=peer_library.BackwardPrefetch.BACKWARD_POST,  # type: ignore[arg-type]
         mixed_precision=peer_library.MixedPrecision(param_dtype=torch.float32),  # type: ignore[arg-type]
     )

@@ -20,8 +20,9 @@ from fsdp_flat.compat.torch_names import FSDP2_NAMES
 from fsdp_flat.errors import UsageError
 from fsdp_flat.fully_sharded_data_parallel import HandleTrainingState, TrainingState
 from tests.support import on_ranks
+from tests.support.models import BufferedBlock
 from tests.support.peer import peer_warnings_silenced
-from tests.support.wrapper_models import Block, batch, seeded, shard, shard_by_peer
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 needs_torch_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the table is of torch 2.13, and this is {torch.__version__}"
@@ -102,7 +103,7 @@ def arguments_for(module: str, node: ast.FunctionDef, model: Any, fully: Any) ->
 def test_each_function_that_cannot_work_raises_an_error_with_its_name_and_what_to_call() -> None:
     """Part 2: no error names the user's class."""
     known, model = functions(), shard(seeded(), use_orig_params=True)
-    fully = fsdp_flat.fully_shard(Block())
+    fully = fsdp_flat.fully_shard(BufferedBlock())
     with fsdp_flat.installed():
         for advice, by_module in RAISES.items():
             for module, names in by_module.items():

@@ -29,14 +29,15 @@ from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_poli
 from tests.compat.clients import imported
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
-from tests.support.wrapper_models import Block, batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.models import BufferedBlock
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 POLICIES = {
-    "ours_by_class": ModuleWrapPolicy({Block}),
-    "ours_by_function": CustomPolicy(lambda module: isinstance(module, Block)),
-    "torchs_by_class": PeerModuleWrapPolicy({Block}),
-    "torchs_by_function": PeerCustomPolicy(lambda module: isinstance(module, Block)),
-    "a_function": partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+    "ours_by_class": ModuleWrapPolicy({BufferedBlock}),
+    "ours_by_function": CustomPolicy(lambda module: isinstance(module, BufferedBlock)),
+    "torchs_by_class": PeerModuleWrapPolicy({BufferedBlock}),
+    "torchs_by_function": PeerCustomPolicy(lambda module: isinstance(module, BufferedBlock)),
+    "a_function": partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, BufferedBlock)),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.core import unit_of, units_of
-from fsdp_flat.wrap import ModuleWrapPolicy
 from fsdp_flat.wrap.plan import plan_units
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, seeded, square_loss, wrapped
-from tests.support.steps import Twin, assert_idle, batch, sgd, traced
+from tests.support.beside import CLOSE, Beside, assert_idle, batch, sgd
+from tests.support.kit import BLOCKS, seeded, square_loss, wrapped
+from tests.support.models import Block, Stack
+from tests.support.steps import traced
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -58,12 +58,12 @@ def through(run: Callable[..., Any], model: nn.Module) -> Callable[[nn.Module, A
     return lambda called, x: square_loss(run if called is model else called, x)
 
 
-def train(twin: Twin, run: Callable[..., Any] | None = None, **tolerances: float) -> None:
+def train(beside: Beside, run: Callable[..., Any] | None = None) -> None:
     """Four steps; the third and fourth must not compile anything, not even look at a new frame."""
-    loss_of = through(twin.model if run is None else run, twin.model)
+    loss_of = through(beside.ours if run is None else run, beside.ours)
     for step in range(4):
         with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):
-            twin.step(loss_of, **tolerances)
+            beside.train(loss_of)
 
 
 @on_ranks(2)
@@ -72,8 +72,8 @@ def test_a_compiled_wrapper_trains_as_the_reference_and_compiles_nothing_after_t
     strategy: ShardingStrategy,
 ) -> None:
     with fresh_compiler():
-        twin = Twin.of(Stack(), use_orig_params=True, sharding_strategy=strategy)
-        train(twin, compiled(twin.model))
+        beside = Beside(Stack(), "originals", sharding_strategy=strategy, note_outputs=False)
+        train(beside, compiled(beside.ours))
         assert num_graphs() > 0
 
 
@@ -97,26 +97,28 @@ def compile_after(model: FSDP) -> None:
 @pytest.mark.parametrize("how", ["block.compile() before", "torch.compile(block) before", "block.compile() after"])
 def test_blocks_compiled_inside_units_train_as_the_reference(how: str, strategy: ShardingStrategy) -> None:
     with fresh_compiler():
-        stack = Stack()
-        plain = copy.deepcopy(stack)
-        if how == "block.compile() before":
-            compile_before(stack)
-        elif how == "torch.compile(block) before":
-            replace_before(stack)
-        model = wrapped(stack, auto_wrap_policy=BLOCKS, use_orig_params=True, sharding_strategy=strategy)
-        if how == "block.compile() after":
-            compile_after(model)
-        assert len(units_of(model)) == 4
-        twin = Twin(model, plain, sgd(model.parameters()), sgd(plain.parameters()))
-        train(twin)
+
+        def shard(stack: Stack, apply: Callable[..., Any]) -> FSDP:
+            if how == "block.compile() before":
+                compile_before(stack)
+            elif how == "torch.compile(block) before":
+                replace_before(stack)
+            model = apply(stack, auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
+            if how == "block.compile() after":
+                compile_after(model)
+            return model
+
+        beside = Beside(Stack(), "originals", shard=shard, note_outputs=False)
+        assert len(units_of(beside.ours)) == 4
+        train(beside)
         assert num_graphs() == 1, "the blocks share their code, and parameters are inputs of the graph"
-        assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6, what="state dict")
+        assert_close(beside.ours.state_dict(), beside.plain.state_dict(), **CLOSE, what="state dict")
 
 
 @on_ranks(2)
 def test_compiled_forms_have_clean_names_and_state_dicts_go_both_ways() -> None:
     with fresh_compiler():
-        stack = Stack()
+        stack = Stack().double()
         expected = {name: value.clone() for name, value in stack.state_dict().items()}
         replace_before(stack)
         stack.head = compiled(stack.head)
@@ -149,7 +151,9 @@ def test_a_compiled_model_gathers_and_reduces_in_the_order_of_the_eager_one(stra
     with fresh_compiler():
         traces = []
         for compile_it in (False, True):
-            model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True, sharding_strategy=strategy)
+            model = wrapped(
+                seeded().double(), auto_wrap_policy=BLOCKS, use_orig_params=True, sharding_strategy=strategy
+            )
             run = compiled(model) if compile_it else model
             trace = traced(model)
             for step in range(3):
@@ -162,20 +166,20 @@ def test_a_compiled_model_gathers_and_reduces_in_the_order_of_the_eager_one(stra
 @on_ranks(2)
 def test_evaluation_between_steps_compiles_once_and_training_goes_on() -> None:
     with fresh_compiler():
-        twin = Twin.of(Stack(), use_orig_params=True)
-        run = compiled(twin.model)
-        loss_of = through(run, twin.model)
+        beside = Beside(Stack(), "originals", note_outputs=False)
+        run = compiled(beside.ours)
+        loss_of = through(run, beside.ours)
         x = batch(dist.get_rank())
         for step in range(4):
             with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):
-                twin.step(loss_of)
-                twin.model.eval()
-                twin.plain.eval()
+                beside.train(loss_of)
+                beside.ours.eval()
+                beside.plain.eval()
                 with torch.no_grad():
-                    assert_close(run(x), twin.plain(x), rtol=1e-5, atol=1e-6)
-                assert_idle_but_root(twin.model)
-                twin.model.train()
-                twin.plain.train()
+                    assert_close(run(x), beside.plain(x), rtol=1e-5, atol=1e-6)
+                assert_idle_but_root(beside.ours)
+                beside.ours.train()
+                beside.plain.train()
 
 
 def assert_idle_but_root(model: FSDP) -> None:
@@ -186,7 +190,7 @@ def assert_idle_but_root(model: FSDP) -> None:
 @on_ranks(2)
 def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None:
     with fresh_compiler():
-        model, twin = (wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True) for _ in range(2))
+        model, eager = (wrapped(seeded().double(), auto_wrap_policy=BLOCKS, use_orig_params=True) for _ in range(2))
 
         def step(model: FSDP, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
             loss = square_loss(model, x)
@@ -196,14 +200,14 @@ def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None
             return loss.detach()
 
         run = compiled(step)
-        optimizer, twins = sgd(model.parameters()), sgd(twin.parameters())
+        optimizer, twins = sgd(model), sgd(eager)
         for number in range(4):
             x = batch(dist.get_rank(), number)
             # The optimizer's own state appears in the first step, so its code is compiled in the second one too.
             with torch.compiler.set_stance("default" if number < 3 else "fail_on_recompile"):
                 loss = run(model, optimizer, x)
-            assert_close(loss, step(twin, twins, x), rtol=1e-5, atol=1e-6)
-        assert_close(model.state_dict(), twin.state_dict(), rtol=1e-5, atol=1e-6)
+            assert_close(loss, step(eager, twins, x), rtol=1e-5, atol=1e-6)
+        assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
         assert_idle(model)
 
 
@@ -211,15 +215,15 @@ def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_compiled_optimizer_step_takes_sharded_gradients_as_plain_ones(kind: type[torch.optim.Optimizer]) -> None:
     with fresh_compiler():
-        model, twin = (wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True) for _ in range(2))
-        optimizer, twins = (kind(each.parameters(), lr=0.01) for each in (model, twin))
+        model, eager = (wrapped(seeded().double(), auto_wrap_policy=BLOCKS, use_orig_params=True) for _ in range(2))
+        optimizer, twins = (kind(each.parameters(), lr=0.01) for each in (model, eager))
         for step in range(3):
-            for each, take_step in ((model, compiled(optimizer.step)), (twin, twins.step)):
+            for each, take_step in ((model, compiled(optimizer.step)), (eager, twins.step)):
                 square_loss(each, batch(dist.get_rank(), step)).backward()
                 take_step()
                 each.zero_grad()
         assert num_graphs() > 0
-        assert_close(model.state_dict(), twin.state_dict(), rtol=1e-5, atol=1e-6)
+        assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
         held = [value for state in optimizer.state.values() for value in state.values()]
         assert {type(value) for value in held if isinstance(value, torch.Tensor)} <= {torch.Tensor}
 
@@ -244,13 +248,10 @@ class FrozenStack(Stack):
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP])
 def test_compiled_units_with_frozen_and_unused_parameters_run_twice_in_a_forward(strategy: ShardingStrategy) -> None:
     with fresh_compiler():
-        twin = Twin.of(
-            FrozenStack(),
-            use_orig_params=True,
-            auto_wrap_policy=ModuleWrapPolicy({PartlyFrozen}),
-            sharding_strategy=strategy,
+        beside = Beside(
+            FrozenStack(), "originals", units=(PartlyFrozen,), sharding_strategy=strategy, note_outputs=False
         )
-        train(twin, compiled(twin.model))
+        train(beside, compiled(beside.ours))
 
 
 class CheckpointedBlock(Block):
@@ -267,12 +268,10 @@ class CheckpointedBlock(Block):
 @pytest.mark.parametrize("inside", [False, True])
 def test_activation_checkpointing_inside_compiled_blocks_trains_as_the_reference(inside: bool) -> None:
     with fresh_compiler():
-        twin = Twin.of(
-            Stack(block=CheckpointedBlock), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({CheckpointedBlock})
-        )
+        beside = Beside(Stack(block=CheckpointedBlock), "originals", units=(CheckpointedBlock,), note_outputs=False)
         if inside:
-            compile_after(twin.model)
-        train(twin, None if inside else compiled(twin.model))
+            compile_after(beside.ours)
+        train(beside, None if inside else compiled(beside.ours))
         assert num_graphs() > 0
 
 
@@ -282,8 +281,8 @@ def test_mixed_precision_in_a_compiled_model_is_that_of_the_eager_one() -> None:
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         models = []
         for compile_it in (False, True):
-            model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True, mixed_precision=precision)
-            run, optimizer = (compiled(model) if compile_it else model), sgd(model.parameters())
+            model = wrapped(seeded().double(), auto_wrap_policy=BLOCKS, use_orig_params=True, mixed_precision=precision)
+            run, optimizer = (compiled(model) if compile_it else model), sgd(model)
             for step in range(4):
                 with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):
                     output = run(batch(dist.get_rank(), step))
@@ -300,28 +299,27 @@ def test_mixed_precision_in_a_compiled_model_is_that_of_the_eager_one() -> None:
 @pytest.mark.parametrize("what", ["the wrapper", "the blocks"])
 def test_without_original_parameters_one_warning_says_that_nothing_is_compiled(what: str) -> None:
     with fresh_compiler():
-        twin = Twin.of(Stack(), use_orig_params=False)
-        run: Any = twin.model
+        beside = Beside(Stack(), "flat", note_outputs=False)
+        run: Any = beside.ours
         if what == "the wrapper":
-            run = compiled(twin.model)
+            run = compiled(beside.ours)
         else:
-            for block in twin.model.module.blocks:
+            for block in beside.ours.module.blocks:
                 block.module.compile(backend="aot_eager")
         with pytest.warns(UserWarning, match="use_orig_params=True") as caught:
             run(batch(0))
         assert len([w for w in caught if "torch.compile leaves modules" in str(w.message)]) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            loss_of = through(run, twin.model)
-            for _ in range(3):
-                twin.step(loss_of)
+            loss_of = through(run, beside.ours)
+            beside.train(loss_of, num_steps=3)
         assert num_graphs() == 0
 
 
 @on_ranks(2)
 def test_a_full_graph_over_units_is_refused_at_once_with_a_way_out() -> None:
     with fresh_compiler():
-        model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+        model = wrapped(Stack().double(), auto_wrap_policy=BLOCKS, use_orig_params=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the modules inside the units"):
             compiled(model, fullgraph=True)(batch(0))
         torch._dynamo.reset()
@@ -335,11 +333,11 @@ def test_inductor_trains_as_the_reference() -> None:
     with fresh_compiler():
         import torch._inductor.config as inductor
 
-        twin = Twin.of(Stack(1), use_orig_params=True)
+        beside = Beside(Stack(1), "originals", note_outputs=False)
         # What costs most of a first compilation: a pool of processes, trial programs, precompiled headers.
         cheap = {"compile_threads": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
         with inductor.patch(cheap):
-            train(twin, torch.compile(twin.model, backend="inductor"), atol=1e-5)
+            train(beside, torch.compile(beside.ours, backend="inductor"))
         assert num_graphs() > 0
 
 

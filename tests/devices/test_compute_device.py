@@ -22,7 +22,8 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime import compute_device
 from fsdp_flat.runtime.compute_device import compute_device_from, default_device
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, batch, square_loss
+from tests.support.kit import BLOCKS, batch, square_loss
+from tests.support.models import Stack
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 KINDS = ["cuda", "xpu", "hpu"]

@@ -17,7 +17,8 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, full_params, mesh, seeded, square_loss, wrapped
+from tests.support.kit import BLOCKS, full_params, mesh, seeded, square_loss, wrapped
+from tests.support.models import Block, Stack
 from tests.support.steps import recorded
 
 

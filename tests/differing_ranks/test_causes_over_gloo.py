@@ -15,8 +15,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import failures
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
-from tests.support.pairs import batch, by_policy
+from tests.support.beside import batch
+from tests.support.kit import BLOCKS, square_loss, wrapped
+from tests.support.models import Stack
 
 TIMEOUT_S = 3
 TRANSPORTS = pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
@@ -40,7 +41,7 @@ def ready(timeout_s: float = TIMEOUT_S, *, shared: bool = False) -> FSDP:
     """A model that has made a step over a group of its own."""
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(shared))
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    model = by_policy(Moody().double(), process_group=group, use_orig_params=True)
+    model = wrapped(Moody().double(), auto_wrap_policy=BLOCKS, process_group=group, use_orig_params=True)
     square_loss(model, batch(dist.get_rank())).backward()
     return model
 
@@ -160,7 +161,7 @@ def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(
 @on_ranks(2, timeout=50)
 def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(shared: bool, rank: int) -> None:
     model = ready(timeout_s=40, shared=shared)
-    other = by_policy(Stack().double(), process_group=model.process_group, use_orig_params=True)
+    other = wrapped(Stack().double(), auto_wrap_policy=BLOCKS, process_group=model.process_group, use_orig_params=True)
     model.module.bad = 0
     with pytest.raises(ValueError, match="an odd batch"):
         model(batch(rank))

@@ -12,8 +12,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import RankMismatchError
 from tests.support import on_ranks
-from tests.support.kit import Block, square_loss
-from tests.support.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
+from tests.support.beside import KINDS, WIDTH, Beside, batch, by_hand, by_policy, placed
+from tests.support.kit import square_loss
+from tests.support.models import Block
 
 
 class Ordered(nn.Module):
@@ -39,23 +40,23 @@ WHENS = pytest.mark.parametrize("when", list(WHEN))
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
 
 
-def check(layout: str, wrap: Callable[..., FSDP], when: str, kind: bool, shared_memory: bool, odd: list[int]) -> None:
+def check(layout: str, wrap: Callable[..., FSDP], when: str, front: str, shared_memory: bool, odd: list[int]) -> None:
     """The ranks of ``odd`` run the two units the other way round."""
     options = placed(layout, shared_memory=shared_memory)
-    pair = Pair.of(Ordered(), wrap=wrap, use_orig_params=kind, **options)
+    beside = Beside(Ordered(), front, shard=wrap, **options)
     before = WHEN[when]
     if before is not None:
-        pair.model.module.order = pair.plain.order = before
-        pair.train(num_steps=2)
+        beside.ours.module.order = beside.plain.order = before
+        beside.train(num_steps=2)
     rank = dist.get_rank()
-    pair.model.module.order = ["third", "beta", "alpha"] if rank in odd else ["third", "alpha", "beta"]
+    beside.ours.module.order = ["third", "beta", "alpha"] if rank in odd else ["third", "alpha", "beta"]
     # In later steps ranks do not wait for each other in backward, and find it before the next forward, except that
     # all-gathers of all ranks through shared memory show it.
     is_late = when == "after two steps" and not (shared_memory and layout in GATHERED_BY_ALL)
 
     def two_forwards() -> None:
-        square_loss(pair.model, batch(rank, 5)).backward()
-        pair.model(batch(rank, 6))
+        square_loss(beside.ours, batch(rank, 5)).backward()
+        beside.ours(batch(rank, 6))
 
     with pytest.raises(RankMismatchError) as caught:
         two_forwards()
@@ -65,7 +66,7 @@ def check(layout: str, wrap: Callable[..., FSDP], when: str, kind: bool, shared_
     if is_late:
         assert "if an optimizer has stepped since, weights are wrong" in text, text
     else:
-        assert all(param.grad is None for param in pair.model.parameters()), "nothing for an optimizer"
+        assert all(param.grad is None for param in beside.ours.parameters()), "nothing for an optimizer"
 
 
 @KINDS
@@ -74,9 +75,9 @@ def check(layout: str, wrap: Callable[..., FSDP], when: str, kind: bool, shared_
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2, timeout=20)
 def test_units_in_another_order_raise_on_every_rank_without_shared_memory(
-    layout: str, wrap: Callable[..., FSDP], when: str, use_orig_params: bool
+    layout: str, wrap: Callable[..., FSDP], when: str, front: str
 ) -> None:
-    check(layout, wrap, when, use_orig_params, False, [1])
+    check(layout, wrap, when, front, False, [1])
 
 
 @WHENS
@@ -86,7 +87,7 @@ def test_units_in_another_order_raise_on_every_rank_without_shared_memory(
 def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
     layout: str, wrap: Callable[..., FSDP], when: str
 ) -> None:
-    check(layout, wrap, when, True, True, [1])
+    check(layout, wrap, when, "originals", True, [1])
 
 
 @KINDS
@@ -94,9 +95,9 @@ def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
 @pytest.mark.parametrize("layout", NOTHING_GATHERED)
 @on_ranks(2, timeout=20)
 def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
-    layout: str, when: str, use_orig_params: bool
+    layout: str, when: str, front: str
 ) -> None:
-    check(layout, by_policy, when, use_orig_params, True, [1])
+    check(layout, by_policy, when, front, True, [1])
 
 
 @KINDS
@@ -105,11 +106,11 @@ def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 @on_ranks(4, timeout=20)
 def test_a_replica_that_runs_units_in_another_order_makes_every_rank_raise(
-    shared_memory: bool, wrap: Callable[..., FSDP], when: str, use_orig_params: bool
+    shared_memory: bool, wrap: Callable[..., FSDP], when: str, front: str
 ) -> None:
-    check("HYBRID_SHARD 2x2", wrap, when, use_orig_params, shared_memory, [2, 3])
+    check("HYBRID_SHARD 2x2", wrap, when, front, shared_memory, [2, 3])
 
 
 @on_ranks(4, timeout=20)
 def test_one_of_four_ranks_that_runs_units_in_another_order_makes_every_rank_raise() -> None:
-    check("FULL_SHARD", by_policy, "after two steps", True, False, [2])
+    check("FULL_SHARD", by_policy, "after two steps", "originals", False, [2])

@@ -15,11 +15,10 @@ from torch import nn
 
 from fsdp_flat import participate
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.compile.test_compile import fresh_compiler
 from tests.support import on_ranks
-from tests.support.kit import Block, wrapped
-from tests.support.pairs import KINDS, WIDTH, Pair, batch, placed
+from tests.support.beside import KINDS, WIDTH, Beside, batch, placed
+from tests.support.models import Block
 
 
 class Experts(nn.Module):
@@ -65,7 +64,7 @@ ROUTES: list[dict[int, tuple[int, ...]]] = [
 
 
 def routed(route: dict[int, tuple[int, ...]]) -> Any:
-    return lambda model, x, rank: model(x, route[rank]).pow(2).mean()
+    return lambda model, x: model(x, route[dist.get_rank()]).pow(2).mean()
 
 
 LAYOUTS = pytest.mark.parametrize(
@@ -84,35 +83,24 @@ LAYOUTS = pytest.mark.parametrize(
 @LAYOUTS
 @on_ranks(2, timeout=20)
 def test_ranks_that_take_part_in_units_which_others_run_train_as_the_replica(
-    layout: str, shared_memory: bool, use_orig_params: bool
+    layout: str, shared_memory: bool, front: str
 ) -> None:
-    pair = Pair.of(Experts(), use_orig_params=use_orig_params, **placed(layout, shared_memory=shared_memory))
-    for step, route in enumerate(ROUTES + ROUTES):
-        pair.backward(routed(route), step)
-        pair.check_gradients(f"gradients with {route}")
-        pair.step(lr=0.02)
-    pair.check_parameters()
+    beside = Beside(Experts(), front, **placed(layout, shared_memory=shared_memory))
+    for route in ROUTES + ROUTES:
+        beside.train(routed(route))
 
 
 @KINDS
 @pytest.mark.parametrize("trains_before", [True, False])
 @on_ranks(2, timeout=20)
-def test_frozen_units_take_part_in_backward_where_their_inputs_need_gradients(
-    trains_before: bool, use_orig_params: bool
-) -> None:
+def test_frozen_units_take_part_in_backward_where_their_inputs_need_gradients(trains_before: bool, front: str) -> None:
     module = GivingInputs()
     module.first.requires_grad_(trains_before)
     module.experts[0].requires_grad_(False)
     module.experts[1].requires_grad_(False)
-    pair = Pair.of(module, wrap=by_layer, use_orig_params=use_orig_params)
-    for step, route in enumerate(ROUTES + ROUTES):
-        pair.backward(routed(route), step)
-        pair.check_gradients(f"gradients with {route}")
-        pair.step(lr=0.02)
-
-
-def by_layer(module: nn.Module, **kwargs: Any) -> Any:
-    return wrapped(module, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Linear}), **kwargs)
+    beside = Beside(module, front, units=(Block, nn.Linear))
+    for route in ROUTES + ROUTES:
+        beside.train(routed(route))
 
 
 class Deep(nn.Module):
@@ -147,33 +135,24 @@ class DeepExperts(Experts):
 
 @KINDS
 @on_ranks(2, timeout=20)
-def test_nested_units_and_units_below_a_plain_module_take_part_too(use_orig_params: bool) -> None:
-    policy = ModuleWrapPolicy({Deep, Block})
-    pair = Pair.of(
-        DeepExperts(),
-        wrap=lambda module, **kwargs: wrapped(module, auto_wrap_policy=policy, **kwargs),
-        use_orig_params=use_orig_params,
-    )
-    for step, route in enumerate(ROUTES):
-        pair.backward(routed(route), step)
-        pair.check_gradients(f"gradients with {route}")
-        pair.step(lr=0.02)
+def test_nested_units_and_units_below_a_plain_module_take_part_too(front: str) -> None:
+    beside = Beside(DeepExperts(), front, units=(Deep, Block))
+    for route in ROUTES:
+        beside.train(routed(route))
     with torch.no_grad():
-        pair.model(batch(0), ROUTES[0][dist.get_rank()])
-    pair.check_parameters()
+        beside.ours(batch(0), ROUTES[0][dist.get_rank()])
+    beside.check_parameters()
 
 
 @KINDS
 @on_ranks(2, timeout=20)
-def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds(
-    use_orig_params: bool, rank: int
-) -> None:
-    pair = Pair.of(Experts(takes_part=False), use_orig_params=use_orig_params, **placed("FULL_SHARD"))
-    pair.backward(routed({0: (0, 2), 1: (0, 2)}))
-    pair.zero_grad()
+def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds(front: str, rank: int) -> None:
+    beside = Beside(Experts(takes_part=False), front, **placed("FULL_SHARD"))
+    beside.backward(routed({0: (0, 2), 1: (0, 2)}))
+    beside.zero_grad()
     begun = time.monotonic()
     with pytest.raises(RankMismatchError) as caught:
-        routed({0: (0, 2), 1: (0, 1, 2)})(pair.model, batch(rank), rank).backward()
+        routed({0: (0, 2), 1: (0, 1, 2)})(beside.ours, batch(rank)).backward()
     assert time.monotonic() - begun < 5
     named = set(re.findall(r"'(experts\.\d)'", str(caught.value)))
     assert "experts.1" in named, caught.value
@@ -184,10 +163,10 @@ def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds
 def test_over_gloo_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_when_the_group_times_out(rank: int) -> None:
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
     group = dist.new_group(timeout=timedelta(seconds=2))
-    pair = Pair.of(Experts(takes_part=False), process_group=group, use_orig_params=True)
-    pair.backward(routed({0: (0, 2), 1: (0, 2)}))
+    beside = Beside(Experts(takes_part=False), "originals", process_group=group)
+    beside.backward(routed({0: (0, 2), 1: (0, 2)}))
     with pytest.raises(PeerFailureError) as caught:
-        routed({0: (0, 2), 1: (0, 1, 2)})(pair.model, batch(rank), rank).backward()
+        routed({0: (0, 2), 1: (0, 1, 2)})(beside.ours, batch(rank)).backward()
     text = str(caught.value)
     assert f"Rank {rank} of the group was in the" in text, text
     assert f"Of the others: rank {1 - rank} was in the" in text, text
@@ -197,11 +176,11 @@ def test_over_gloo_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_when
 
 @on_ranks(2, timeout=60)
 def test_ranks_take_part_inside_compiled_models_too(rank: int) -> None:
-    pair = Pair.of(Experts(), use_orig_params=True, **placed("FULL_SHARD"))
+    beside = Beside(Experts(), "originals", **placed("FULL_SHARD"))
     with fresh_compiler():
-        model = torch.compile(pair.model, backend="eager")
+        model = torch.compile(beside.ours, backend="eager")
         for step, route in enumerate(ROUTES[:2]):
-            routed(route)(model, batch(rank, step), rank).backward()
-            pair.follow(routed(route), step)
-            pair.check_gradients(f"gradients with {route}")
-            pair.step(lr=0.02)
+            routed(route)(model, batch(rank, step)).backward()
+            beside.follow(routed(route), step)
+            beside.check_gradients(f"gradients with {route}")
+            beside.step()

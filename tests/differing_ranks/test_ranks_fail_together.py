@@ -13,7 +13,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, StateDictType
 from fsdp_flat.errors import PeerFailureError, PhaseError, RankMismatchError, UsageError
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Stack, batch, full_params, seeded, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, wrapped
+from tests.support.models import Stack
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Block, wrapped
-from tests.support.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, batch, by_hand, by_policy, placed
+from tests.support.beside import KINDS, MEMORY, ROWS, WIDTH, Beside, batch, by_hand, by_policy, placed
+from tests.support.kit import BLOCKS
+from tests.support.models import Block
 
 # For each block the ranks whose loss does not depend on it; -1 is the last rank.
 Skips = dict[int, tuple[int, ...]]
@@ -60,22 +60,18 @@ def skipped_by(rank: int, skips: Skips) -> tuple[int, ...]:
 def loss_with(*forwards: Skips) -> Any:
     """One forward after the other, then one backward through their sum."""
 
-    def loss_of(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
-        losses = [model(x + index, skipped_by(rank, skips)).pow(2).mean() for index, skips in enumerate(forwards)]
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        skipped = [skipped_by(dist.get_rank(), skips) for skips in forwards]
+        losses = [model(x + index, each).pow(2).mean() for index, each in enumerate(skipped)]
         return torch.stack(losses).sum()
 
     return loss_of
 
 
-def train(pair: Pair) -> None:
+def train(beside: Beside) -> None:
     """Two steps with each set of skips, then one where everything is used."""
-    for number, skips in enumerate(SKIPS):
-        for repeat in range(2):
-            step = 2 * number + repeat
-            pair.backward(loss_with(skips), step)
-            pair.check_gradients(f"gradients where {skips} are skipped, for the {repeat + 1}. time")
-            pair.step(lr=0.02)
-    pair.check_parameters()
+    for skips in SKIPS:
+        beside.train(loss_with(skips), num_steps=2)
 
 
 # The layout, and whether ranks share memory.
@@ -96,61 +92,56 @@ LAYOUTS = pytest.mark.parametrize(
 @KINDS
 @LAYOUTS
 @on_ranks(2, timeout=20)
-def test_a_unit_that_only_some_ranks_use_gets_the_mean_with_zeros(
-    layout: str, use_orig_params: bool, shared_memory: bool
-) -> None:
-    train(Pair.of(Skipping(), use_orig_params=use_orig_params, **placed(layout, shared_memory=shared_memory)))
+def test_a_unit_that_only_some_ranks_use_gets_the_mean_with_zeros(layout: str, front: str, shared_memory: bool) -> None:
+    train(Beside(Skipping(), front, **placed(layout, shared_memory=shared_memory)))
 
 
 @MEMORY
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x2", "HYBRID_SHARD 4x1"])
 @on_ranks(4, timeout=20)
 def test_a_unit_that_only_some_of_four_ranks_use_gets_the_mean_with_zeros(layout: str, shared_memory: bool) -> None:
-    train(Pair.of(Skipping(), use_orig_params=True, **placed(layout, shared_memory=shared_memory)))
+    train(Beside(Skipping(), "originals", **placed(layout, shared_memory=shared_memory)))
 
 
 @MEMORY
-@pytest.mark.parametrize("use_orig_params, layout", [(False, "FULL_SHARD"), (True, "SHARD_GRAD_OP")])
+@pytest.mark.parametrize("front, layout", [("flat", "FULL_SHARD"), ("originals", "SHARD_GRAD_OP")])
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_POST, None], ids=["after", "none"])
 @on_ranks(2, timeout=20)
 def test_the_same_holds_for_other_prefetches(
-    prefetch: BackwardPrefetch | None, layout: str, use_orig_params: bool, shared_memory: bool
+    prefetch: BackwardPrefetch | None, layout: str, front: str, shared_memory: bool
 ) -> None:
     options = placed(layout, shared_memory=shared_memory)
-    train(Pair.of(Skipping(), use_orig_params=use_orig_params, backward_prefetch=prefetch, **options))
+    train(Beside(Skipping(), front, backward_prefetch=prefetch, **options))
 
 
 @KINDS
 @pytest.mark.parametrize("wrap", [by_policy, by_hand])
 @pytest.mark.parametrize("skips", [SKIPS[0], SKIPS[2], SKIPS[5], SKIPS[7]], ids=str)
 @on_ranks(2, timeout=20)
-def test_the_same_holds_in_the_very_first_step(skips: Skips, wrap: Any, use_orig_params: bool) -> None:
-    Pair.of(Skipping(), wrap=wrap, use_orig_params=use_orig_params).train(loss_with(skips), num_steps=2)
+def test_the_same_holds_in_the_very_first_step(skips: Skips, wrap: Any, front: str) -> None:
+    Beside(Skipping(), front, shard=wrap).train(loss_with(skips), num_steps=2)
 
 
 @KINDS
 @LAYOUTS
 @on_ranks(2, timeout=20)
 def test_two_forwards_that_skip_different_units_before_one_backward_equal_the_replica(
-    layout: str, use_orig_params: bool, shared_memory: bool
+    layout: str, front: str, shared_memory: bool
 ) -> None:
-    pair = Pair.of(Skipping(), use_orig_params=use_orig_params, **placed(layout, shared_memory=shared_memory))
-    for step, (skips, others) in enumerate(zip(SKIPS, OTHERS, strict=True)):
-        pair.backward(loss_with(skips, others), step)
-        pair.check_gradients(f"gradients where {skips} and then {others} are skipped")
-        pair.step(lr=0.02)
-    pair.check_parameters()
+    beside = Beside(Skipping(), front, **placed(layout, shared_memory=shared_memory))
+    for skips, others in zip(SKIPS, OTHERS, strict=True):
+        beside.train(loss_with(skips, others))
 
 
 @KINDS
 @on_ranks(2, timeout=20)
-def test_a_unit_that_every_rank_runs_and_none_uses_keeps_no_gradient(use_orig_params: bool) -> None:
-    pair = Pair.of(Skipping(), use_orig_params=use_orig_params)
-    for step, block in enumerate([0, 1, 2, 1]):
-        pair.backward(loss_with({block: (0, -1)}), step)
-        assert pair.plain.blocks[block].up.weight.grad is None
-        pair.check_gradients(f"gradients where no rank uses block {block}")
-        pair.step(lr=0.02)
+def test_a_unit_that_every_rank_runs_and_none_uses_keeps_no_gradient(front: str) -> None:
+    beside = Beside(Skipping(), front)
+    for block in (0, 1, 2, 1):
+        beside.backward(loss_with({block: (0, -1)}))
+        assert beside.plain.blocks[block].up.weight.grad is None
+        beside.check_gradients(f"gradients where no rank uses block {block}")
+        beside.step()
 
 
 class SkippingItself(Block):
@@ -178,21 +169,18 @@ class StochasticDepth(nn.Module):
 @KINDS
 @MEMORY
 @on_ranks(2, timeout=20)
-def test_a_loss_of_the_step_before_that_is_still_held_changes_nothing(
-    use_orig_params: bool, shared_memory: bool
-) -> None:
+def test_a_loss_of_the_step_before_that_is_still_held_changes_nothing(front: str, shared_memory: bool) -> None:
     options = placed("FULL_SHARD", shared_memory=shared_memory)
-    options |= {"auto_wrap_policy": ModuleWrapPolicy({SkippingItself}), "use_orig_params": use_orig_params}
-    pair = Pair.of(StochasticDepth(), wrap=wrapped, **options)
-    held: dict[tuple[nn.Module, int], list[torch.Tensor]] = {}
+    beside = Beside(StochasticDepth(), front, units=(SkippingItself,), **options)
+    held: dict[nn.Module, list[torch.Tensor]] = {}
 
-    def held_loss(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
-        losses = held.setdefault((model, rank), [])
+    def held_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        losses = held.setdefault(model, [])
         # Ranks take turns to use the first blocks.
-        losses.append(model(x, (0, 1) if (rank + len(losses)) % 2 else ()).pow(2).mean())
+        losses.append(model(x, (0, 1) if (dist.get_rank() + len(losses)) % 2 else ()).pow(2).mean())
         return losses[-1]
 
-    pair.train(held_loss, num_steps=3)
+    beside.train(held_loss, num_steps=3)
 
 
 class Wide(nn.Module):
@@ -211,11 +199,13 @@ class Wide(nn.Module):
 
 
 @MEMORY
-@pytest.mark.parametrize("use_orig_params, layout", [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")])
+@pytest.mark.parametrize(
+    "front, layout", [("flat", "FULL_SHARD"), ("originals", "FULL_SHARD"), ("originals", "NO_SHARD")]
+)
 @pytest.mark.parametrize("skipping", [0, 1])
 @on_ranks(2, timeout=20)
 def test_a_unit_inside_another_that_one_rank_skips_equals_the_replica(
-    skipping: int, layout: str, use_orig_params: bool, shared_memory: bool
+    skipping: int, layout: str, front: str, shared_memory: bool
 ) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -226,13 +216,13 @@ def test_a_unit_inside_another_that_one_rank_skips_equals_the_replica(
         def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
             return self.head(self.wide(x, both))
 
-    def wrap(module: nn.Module, **kwargs: Any) -> Any:
-        module.wide = wrapped(module.wide, auto_wrap_policy=BLOCKS, **kwargs)
-        return wrapped(module, **kwargs)
+    def wrap(module: nn.Module, apply: Any, **kwargs: Any) -> Any:
+        module.wide = apply(module.wide, auto_wrap_policy=BLOCKS, **kwargs)
+        return apply(module, **kwargs)
 
     options = placed(layout, shared_memory=shared_memory)
-    pair = Pair.of(Outer(), wrap=wrap, use_orig_params=use_orig_params, **options)
-    pair.train(lambda model, x, rank: model(x, rank != skipping).pow(2).mean(), num_steps=3)
+    beside = Beside(Outer(), front, shard=wrap, **options)
+    beside.train(lambda model, x: model(x, dist.get_rank() != skipping).pow(2).mean(), num_steps=3)
 
 
 class Detached(nn.Module):
@@ -252,36 +242,31 @@ class Detached(nn.Module):
 @KINDS
 @on_ranks(2, timeout=20)
 def test_another_forward_follows_one_whose_outputs_need_gradients_on_some_ranks_only(
-    use_orig_params: bool, shared_memory: bool
+    front: str, shared_memory: bool
 ) -> None:
     options = placed("FULL_SHARD", shared_memory=shared_memory)
-    pair = Pair.of(Detached(), use_orig_params=use_orig_params, **options)
+    beside = Beside(Detached(), front, **options)
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
-    for step in range(3):
+    for _ in range(3):
         for detaching in (1, 0):
-            pair.model(x, detached=dist.get_rank() == detaching)
-        pair.backward(lambda model, x, rank: model(x, False).pow(2).mean(), step)
-        pair.check_gradients(f"gradients of step {step}")
-        pair.step(lr=0.02)
-    pair.check_parameters()
+            beside.ours(x, detached=dist.get_rank() == detaching)
+        beside.train(lambda model, x: model(x, False).pow(2).mean())
 
 
 @MEMORY
 @KINDS
 @on_ranks(2, 3)
-def test_a_retained_graph_and_a_later_one_go_backward_together(
-    use_orig_params: bool, shared_memory: bool, rank: int
-) -> None:
+def test_a_retained_graph_and_a_later_one_go_backward_together(front: str, shared_memory: bool, rank: int) -> None:
     skips: Skips = {0: (0,), 1: (-1,)}
     options = placed("FULL_SHARD", shared_memory=shared_memory)
-    pair = Pair.of(Skipping(), use_orig_params=use_orig_params, **options)
+    beside = Beside(Skipping(), front, **options)
     for step in range(3):
         rows, skipped = batch(rank, step), skipped_by(rank, skips)
-        losses = [pair.model(rows + index, skipped).pow(2).mean() for index in range(2)]
+        losses = [beside.ours(rows + index, skipped).pow(2).mean() for index in range(2)]
         losses[0].backward(retain_graph=True)
         torch.stack(losses).sum().backward()
-        pair.follow(loss_with(skips), step)
-        pair.follow(loss_with(skips, skips), step)
-        pair.check_gradients(f"gradients of step {step}")
-        pair.step(lr=0.02)
-    pair.check_parameters()
+        beside.follow(loss_with(skips), step)
+        beside.follow(loss_with(skips, skips), step)
+        beside.check_gradients(f"gradients of step {step}")
+        beside.step()
+    beside.check_parameters()

@@ -16,13 +16,15 @@ from torch import nn
 
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy, fully_shard, save_checkpoint, unshard_for
+from fsdp_flat import ShardingStrategy, save_checkpoint, unshard_for
 from fsdp_flat.core import units_of
 from fsdp_flat.core.exchange import BackwardExchange
 from fsdp_flat.errors import RankMismatchError
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss
-from tests.support.steps import WIDTH, Twin, batch, batches, mesh_for
+from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.kit import square_loss
+from tests.support.models import Block, Stack
+from tests.support.steps import mesh_for
 
 ALL_ROUND = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD]
 
@@ -46,26 +48,24 @@ def rank_one_exchanges_late() -> Iterator[None]:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", ALL_ROUND)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 def test_a_rank_whose_parameters_all_have_gradients_steps_without_the_other_hosts(
-    strategy: ShardingStrategy, use_orig_params: bool, rank: int
+    strategy: ShardingStrategy, front: str, rank: int
 ) -> None:
-    twin = Twin.of(Stack(3), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
-    twin.step()
+    beside = Beside(Stack(3), front, sharding_strategy=strategy, **mesh_for(strategy))
+    beside.train()
     for _ in range(2):
-        twin.optimizer.zero_grad()
+        beside.zero_grad()
         with rank_one_exchanges_late():
-            square_loss(twin.model, batch(rank)).backward()
-            twin.optimizer.step()
-        assert twin.model._fsdp_step().unread is not None
+            square_loss(beside.ours, batch(rank)).backward()
+            beside.optimizer.step()
+        assert beside.ours._fsdp_step().unread is not None
 
 
 @on_ranks(2, 4)
 def test_a_rank_of_fully_shard_whose_parameters_all_have_gradients_steps_without_the_other_hosts(rank: int) -> None:
-    model = Stack(3)
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    beside = Beside(Stack(3), "fully_shard")
+    model, optimizer = beside.ours, beside.optimizer
     square_loss(model, batch(rank)).backward()
     with rank_one_exchanges_late():
         square_loss(model, batch(rank)).backward()
@@ -93,8 +93,7 @@ class SometimesUsed(Stack):
         super().__init__(2)
         self.blocks[1] = _Sometimes()
 
-    def forward(self, marked: tuple[torch.Tensor, bool]) -> torch.Tensor:
-        x, uses = marked
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
         return self.head(self.blocks[1](self.blocks[0](self.first(x)), uses))
 
 
@@ -102,15 +101,15 @@ class SometimesUsed(Stack):
 def test_a_rank_with_an_unused_parameter_waits_and_gets_the_gradient_of_the_ranks_that_have_gone_on(rank: int) -> None:
     """After it all ranks wait, since such a rank may hold gradients that all have to reduce; then none does again."""
     everywhere = tuple(range(dist.get_world_size()))
-    twin = Twin.of(SometimesUsed(), use_orig_params=True)
+    beside = Beside(SometimesUsed(), "originals")
     for step in range(6):
         ranks = (1,) if step in (2, 3) else everywhere
-        inputs = [(x, other in ranks) for other, x in enumerate(batches(step))]
-        twin.optimizer.zero_grad()
-        square_loss(twin.model, inputs[rank]).backward()
+        beside.backward(lambda model, x, ranks=ranks: model(x, rank in ranks).pow(2).mean())
         has_gone_on = {0: False, 1: True, 2: rank == 1, 3: False, 4: False, 5: True}[step]
-        assert (twin.model._fsdp_step().unread is not None) == has_gone_on
-        twin.finish_step(inputs, square_loss, rtol=1e-5, atol=1e-6)
+        assert (beside.ours._fsdp_step().unread is not None) == has_gone_on
+        beside.check_gradients()
+        beside.step()
+        beside.check_parameters()
 
 
 def _forward(model: FSDP, _optimizer: Any, _folder: Path) -> None:
@@ -137,9 +136,9 @@ READERS: dict[str, Callable[[FSDP, Any, Path], object]] = {
 def test_ranks_that_train_different_parameters_are_told_before_anything_is_saved(
     reader: str, rank: int, tmp_path: Path
 ) -> None:
-    twin = Twin.of(Stack(3), use_orig_params=True)
-    twin.step()
-    model, optimizer = twin.model, twin.optimizer
+    beside = Beside(Stack(3), "originals")
+    beside.train()
+    model, optimizer = beside.ours, beside.optimizer
     optimizer.zero_grad()
     square_loss(model, batch(rank)).backward()
     model(batch(rank))  # reads that exchange
@@ -167,19 +166,16 @@ def _late_loss(model: FSDP, x: torch.Tensor, *, is_late: bool) -> torch.Tensor:
 def test_gradients_that_one_rank_alone_reduces_late_are_reduced_if_all_wait_and_else_an_error(
     num_before: int, rank: int
 ) -> None:
-    twin = Twin.of(Stack(3), use_orig_params=True)
-    model, optimizer = twin.model, twin.optimizer
+    beside = Beside(Stack(3), "originals")
+    model, optimizer = beside.ours, beside.optimizer
     for _ in range(num_before):
         _late_loss(model, batch(rank), is_late=False).backward()
     optimizer.zero_grad()
     _late_loss(model, batch(rank), is_late=rank == 0).backward()
     if num_before == 0:
-        inputs = batches()
-
-        def plain_loss(plain: Any, x: torch.Tensor) -> torch.Tensor:
-            return square_loss(plain, x + plain.blocks[1].up.weight.mean() if x is inputs[0] else x)
-
-        twin.finish_step(inputs, plain_loss, rtol=1e-5, atol=1e-6)
+        late = rank == 0
+        beside.follow(lambda plain, x: square_loss(plain, x + plain.blocks[1].up.weight.mean() if late else x))
+        beside.check_gradients()
         return
     optimizer.step()
     with pytest.raises(RankMismatchError) as raised:
@@ -190,7 +186,7 @@ def test_gradients_that_one_rank_alone_reduces_late_are_reduced_if_all_wait_and_
 
 @on_ranks(2)
 def test_a_root_that_takes_over_a_unit_reads_what_its_ranks_exchanged(rank: int) -> None:
-    model = Twin.of(Stack(3), use_orig_params=True).model
+    model = Beside(Stack(3), "originals").ours
     block = model.module.blocks[1]
     for _ in range(2):
         square_loss(block, batch(rank)).backward()
@@ -204,11 +200,11 @@ def test_a_root_that_takes_over_a_unit_reads_what_its_ranks_exchanged(rank: int)
 
 @on_ranks(2)
 def test_a_graph_that_one_rank_retains_serves_its_next_backward(rank: int) -> None:
-    twin = Twin.of(Stack(2), use_orig_params=True)
-    twin.step()
-    square_loss(twin.model, batch(rank)).backward()
-    loss = square_loss(twin.model, batch(rank))
+    beside = Beside(Stack(2), "originals")
+    beside.train()
+    square_loss(beside.ours, batch(rank)).backward()
+    loss = square_loss(beside.ours, batch(rank))
     loss.backward(retain_graph=rank == 0)
-    assert (twin.model._fsdp_step().unread is not None) == (rank == 1)
-    twin.optimizer.zero_grad()
-    twin.step()
+    assert (beside.ours._fsdp_step().unread is not None) == (rank == 1)
+    beside.zero_grad()
+    beside.train()

@@ -12,10 +12,11 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import Block, RaisesInBackward, Stack, Trouble, square_loss
-from tests.support.steps import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
+from tests.support.beside import KINDS, WIDTH, Beside, assert_idle, batch
+from tests.support.kit import RaisesInBackward, Trouble, square_loss
+from tests.support.models import Block, Stack
+from tests.support.steps import STRATEGIES, mesh_for
 
 
 class Fragile(Block):
@@ -45,25 +46,25 @@ WHERE = ["before", "after", "backward", "backward at the end"]
 def test_the_step_after_an_exception_in_any_unit_equals_the_reference(
     where: str, strategy: ShardingStrategy, rank: int
 ) -> None:
-    twin = Twin.of(
+    beside = Beside(
         Stack(block=Fragile),
-        auto_wrap_policy=ModuleWrapPolicy({Fragile}),
+        "flat" if strategy is ShardingStrategy.SHARD_GRAD_OP else "originals",
+        units=(Fragile,),
         sharding_strategy=strategy,
-        use_orig_params=strategy is not ShardingStrategy.SHARD_GRAD_OP,
         **mesh_for(strategy),
     )
     for index in (0, 1, 2, 2):
-        block = twin.model.blocks[index].module
+        block = beside.ours.blocks[index].module
         block.trouble = where
-        twin.optimizer.zero_grad()
+        beside.zero_grad()
         with pytest.raises(Trouble):
-            square_loss(twin.model, batch(rank)).backward()
+            square_loss(beside.ours, batch(rank)).backward()
         block.trouble = ""
         if "backward" not in where:
-            assert_idle(twin.model)
+            assert_idle(beside.ours)
         if index > 0:
-            twin.optimizer.zero_grad()
-            twin.step()
+            beside.zero_grad()
+            beside.train()
 
 
 @on_ranks(2)
@@ -78,61 +79,61 @@ def test_an_exception_that_an_outer_forward_catches_leaves_the_step_right() -> N
                     x = x * 2
             return self.head(x)
 
-    twin = Twin.of(Catching(block=Fragile), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
+    beside = Beside(Catching(block=Fragile), units=(Fragile,))
     for index in (None, 1, 0, 2, None):
-        for model in (twin.model, twin.plain):
+        for model in beside.models:
             for number, block in enumerate(model.blocks):
                 getattr(block, "module", block).trouble = "after" if number == index else ""
-        twin.step()
+        beside.train()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["backward", "backward at the end"])
 def test_after_an_exception_in_backward_whole_parameters_can_be_summoned_and_saved(where: str, rank: int) -> None:
-    twin = Twin.of(Stack(block=Fragile), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
-    twin.step()
-    twin.model.blocks[1].module.trouble = where
+    beside = Beside(Stack(block=Fragile), units=(Fragile,))
+    beside.train()
+    beside.ours.blocks[1].module.trouble = where
     with pytest.raises(Trouble):
-        square_loss(twin.model, batch(rank)).backward()
-    twin.model.blocks[1].module.trouble = ""
-    state = twin.model.state_dict()
+        square_loss(beside.ours, batch(rank)).backward()
+    beside.ours.blocks[1].module.trouble = ""
+    state = beside.ours.state_dict()
     assert state["head.weight"].shape == (5, WIDTH)
-    with FSDP.summon_full_params(twin.model, writeback=False):
+    with FSDP.summon_full_params(beside.ours, writeback=False):
         pass
-    twin.check_parameters()
-    twin.step()
+    beside.check_parameters()
+    beside.train()
 
 
 @on_ranks(2)
 def test_an_exception_under_no_sync_drops_what_was_accumulated_in_that_backward_only(rank: int) -> None:
-    twin = Twin.of(Stack(block=Fragile), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
-    twin.step()
-    twin.model.blocks[2].module.trouble = "backward"
-    with twin.model.no_sync(), pytest.raises(Trouble):
-        square_loss(twin.model, batch(rank)).backward()
-    twin.model.blocks[2].module.trouble = ""
-    twin.optimizer.zero_grad()
-    twin.step()
+    beside = Beside(Stack(block=Fragile), units=(Fragile,))
+    beside.train()
+    beside.ours.blocks[2].module.trouble = "backward"
+    with beside.ours.no_sync(), pytest.raises(Trouble):
+        square_loss(beside.ours, batch(rank)).backward()
+    beside.ours.blocks[2].module.trouble = ""
+    beside.zero_grad()
+    beside.train()
 
 
 @on_ranks(2)
 def test_an_exception_in_the_roots_own_layers_leaves_the_next_step_right(rank: int) -> None:
-    twin = Twin.of(Stack())
+    beside = Beside(Stack())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        twin.model(torch.zeros(2, WIDTH + 1))
-    assert_idle(twin.model)
-    twin.step()
+        beside.ours(torch.zeros(2, WIDTH + 1, dtype=torch.float64))
+    assert_idle(beside.ours)
+    beside.train()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        twin.model(torch.zeros(2, WIDTH + 1))
-    assert all(unit.is_sharded for unit in units_of(twin.model))
-    twin.step()
+        beside.ours(torch.zeros(2, WIDTH + 1, dtype=torch.float64))
+    assert all(unit.is_sharded for unit in units_of(beside.ours))
+    beside.train()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_conversion_after_a_backward_that_raised_converts(use_orig_params: bool, rank: int) -> None:
-    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
-    out = twin.model(batch(rank))
+@KINDS
+def test_a_conversion_after_a_backward_that_raised_converts(front: str, rank: int) -> None:
+    beside = Beside(Stack(), front, dtype=torch.float32)
+    out = beside.ours(beside.batch())
 
     def fail(_grad: torch.Tensor) -> None:
         raise ValueError("in backward")
@@ -141,8 +142,8 @@ def test_a_conversion_after_a_backward_that_raised_converts(use_orig_params: boo
     out.register_hook(fail)
     with pytest.raises(ValueError, match="in backward"):
         loss.backward()
-    twin.model.double()
-    assert all(param.dtype is torch.float64 for param in twin.model.parameters())
+    beside.ours.double()
+    assert all(param.dtype is torch.float64 for param in beside.ours.parameters())
 
 
 class NeverFinished:
@@ -154,11 +155,11 @@ class NeverFinished:
 
 @on_ranks(2)
 def test_clearing_gradients_of_one_model_waits_for_no_reduction_of_another(rank: int) -> None:
-    failed, other = Twin.of(Stack(2), use_orig_params=True), Twin.of(Stack(2), use_orig_params=True)
-    failed.step()
-    in_flight: list[Any] = units_of(failed.model)[0].step._in_flight
+    failed, other = Beside(Stack(2), "originals"), Beside(Stack(2), "originals")
+    failed.train()
+    in_flight: list[Any] = units_of(failed.ours)[0].step._in_flight
     in_flight.append(NeverFinished())
-    other.step()
+    other.train()
     other.optimizer.zero_grad()
     in_flight.clear()
 
@@ -168,4 +169,4 @@ def test_a_tree_of_units_that_do_not_fit_is_refused_at_each_use(rank: int) -> No
     model = FSDP(nn.Sequential(FSDP(Block(), use_orig_params=True), Block()), use_orig_params=False)
     for _ in range(2):
         with pytest.raises(OptionError, match="must have the same use_orig_params"):
-            model(batch(rank))
+            model(batch(rank).float())

@@ -18,7 +18,8 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import square_loss
-from tests.support.wrapper_models import Model, batch
+from tests.support.models import Model
+from tests.support.wrapper_models import batch
 
 
 @on_ranks(2)

@@ -17,7 +17,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType, ShardingStrategy, StateDictType, fully_shard, plan
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.wrapper_models import Block, seeded, shard
+from tests.support.models import BufferedBlock
+from tests.support.wrapper_models import seeded, shard
 
 
 class Failing(nn.Module):
@@ -92,7 +93,7 @@ def step(model: nn.Module) -> None:
 
 CALLS: dict[str, Callable[[Any, Any], object]] = {
     "policy without a match": lambda *_: FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({nn.LSTM})),
-    "policy with one match": lambda *_: FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block, nn.LSTM})),
+    "policy with one match": lambda *_: FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({BufferedBlock, nn.LSTM})),
     "plan": lambda *_: plan(seeded(), 2, auto_wrap_policy=ModuleWrapPolicy({nn.LSTM})),
     "container": lambda *_: FSDP(nn.ModuleList([nn.Linear(2, 2)])),
     "module that is ignored": lambda *_: ignore_itself(),

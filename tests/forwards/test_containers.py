@@ -18,8 +18,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.kit import Block, wrapped
-from tests.support.pairs import KINDS, WIDTH, Pair
+from tests.support.beside import KINDS, WIDTH, Beside
+from tests.support.models import Block
 
 
 @dataclasses.dataclass
@@ -104,10 +104,9 @@ class Holding(nn.Module):
 @KINDS
 @pytest.mark.parametrize("name", HOLDERS)
 @on_ranks(2)
-def test_containers_reach_a_unit_with_their_own_state(name: str, use_orig_params: bool) -> None:
-    policy = ModuleWrapPolicy({Reader})
-    pair = Pair.of(Holding(name), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    pair.train(lambda model, x, _: model(x).pow(2).mean(), num_steps=2)
+def test_containers_reach_a_unit_with_their_own_state(name: str, front: str) -> None:
+    beside = Beside(Holding(name), front, units=(Reader,))
+    beside.train(num_steps=2)
 
 
 class Caching(Block):
@@ -149,15 +148,14 @@ class Cached(nn.Module):
 @KINDS
 @pytest.mark.parametrize("returns", [True, False])
 @on_ranks(2)
-def test_a_caller_sees_what_units_write_into_their_inputs(returns: bool, use_orig_params: bool) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+def test_a_caller_sees_what_units_write_into_their_inputs(returns: bool, front: str) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out, losses = model(x)
         return sum(losses, out.pow(2).mean())
 
-    policy = ModuleWrapPolicy({Caching})
     model = Cached(returns=returns)
-    pair = Pair.of(model, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    pair.train(loss_of, num_steps=3)
+    beside = Beside(model, front, units=(Caching,))
+    beside.train(loss_of, num_steps=3)
 
 
 class Lending(Block):
@@ -184,13 +182,12 @@ class Borrowing(nn.Module):
 
 @KINDS
 @on_ranks(2)
-def test_weights_that_a_unit_writes_into_its_inputs_keep_their_values(use_orig_params: bool) -> None:
-    policy = ModuleWrapPolicy({Block, Lending})
-    pair = Pair.of(Borrowing(), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+def test_weights_that_a_unit_writes_into_its_inputs_keep_their_values(front: str) -> None:
+    beside = Beside(Borrowing(), front, units=(Block, Lending))
     x = torch.randn(3, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        assert_close({"output": pair.model(x)}, {"output": pair.plain(x)}, rtol=1e-5, atol=1e-6)
-    pair.train(lambda model, x, _: model(x).pow(2).mean(), num_steps=2)
+        assert_close({"output": beside.ours(x)}, {"output": beside.plain(x)}, rtol=1e-5, atol=1e-6)
+    beside.train(num_steps=2)
 
 
 class Raising(Block):
@@ -215,9 +212,9 @@ class Catching(nn.Module):
 
 @KINDS
 @on_ranks(2)
-def test_a_container_has_its_own_tensors_again_after_a_forward(use_orig_params: bool) -> None:
+def test_a_container_has_its_own_tensors_again_after_a_forward(front: str) -> None:
     policy = ModuleWrapPolicy({Block, Raising})
-    model = FSDP(Catching(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    model = FSDP(Catching(), auto_wrap_policy=policy, use_orig_params=front == "originals")
     given = torch.randn(3, WIDTH, requires_grad=True)
     held = {"x": given}
     out = model(held)
@@ -249,12 +246,12 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("inside", [False, True], ids=["around units", "inside units"])
 @on_ranks(2)
 def test_a_checkpoint_recomputes_with_the_inputs_of_the_forward(
-    inside: bool, cast: bool, use_orig_params: bool, rank: int
+    inside: bool, cast: bool, front: str, rank: int
 ) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True) if cast else None
 
     def shard(module: nn.Module) -> nn.Module:
-        return FSDP(module, mixed_precision=precision, use_orig_params=use_orig_params)
+        return FSDP(module, mixed_precision=precision, use_orig_params=front == "originals")
 
     def model_of(*, recomputes: bool) -> nn.Module:
         torch.manual_seed(0)

@@ -12,19 +12,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard
-from fsdp_flat.wrap import ModuleWrapPolicy
+from fsdp_flat import ShardingStrategy, fully_shard
 from tests.support import OWN_PARAMETERS, assert_close, on_ranks
-from tests.support.kit import Block, Stack, full_grads, square_loss, wrapped
-from tests.support.pairs import CLOSE, KINDS, WIDTH, Pair, batch
+from tests.support.beside import CLOSE, FRONTS, KINDS, WIDTH, Beside, average_gradients, batch
+from tests.support.kit import full_grads, square_loss
+from tests.support.models import Block, Stack
 
 STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full:FutureWarning")
 
 
 def strategy(layout: str) -> dict[str, Any]:
-    from fsdp_flat import ShardingStrategy
-
     return {"sharding_strategy": ShardingStrategy[layout]}
 
 
@@ -53,13 +51,8 @@ class Residual(nn.Module):
 @KINDS
 @STRATEGIES
 @on_ranks(2)
-def test_an_input_that_a_unit_changes_in_place_keeps_its_history(layout: str, use_orig_params: bool) -> None:
-    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
-        from fsdp_flat.wrap import ModuleWrapPolicy
-
-        return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({InPlace}), **kwargs)
-
-    Pair.of(Residual(), wrap=wrap, use_orig_params=use_orig_params, **strategy(layout)).train(num_steps=3)
+def test_an_input_that_a_unit_changes_in_place_keeps_its_history(layout: str, front: str) -> None:
+    Beside(Residual(), front, units=(InPlace,), **strategy(layout)).train(num_steps=3)
 
 
 class Head(nn.Module):
@@ -85,10 +78,10 @@ def test_a_trunk_shared_by_two_roots_and_both_heads_get_their_gradients(rank: in
         for model in (*sharded, plain):
             model.zero_grad()
         sum(square_loss(model, batch(rank, step + i)) for i, model in enumerate(sharded)).backward()
-        for other in range(dist.get_world_size()):
-            (sum(square_loss(model, batch(other, step + i)) for i, model in enumerate(plain)) / 2).backward()
-        for model, twin in zip(sharded, plain, strict=True):
-            expected = {name: param.grad for name, param in twin.named_parameters()}
+        sum(square_loss(model, batch(rank, step + i)) for i, model in enumerate(plain)).backward()
+        average_gradients(plain)
+        for model, replica in zip(sharded, plain, strict=True):
+            expected = {name: param.grad for name, param in replica.named_parameters()}
             assert_close(full_grads(model), expected, **CLOSE, what=f"gradients of step {step}")
 
 
@@ -101,11 +94,11 @@ PROGRAMS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("front", ["flat", "orig", "fully_shard"])
+@FRONTS
 @on_ranks(2)
 def test_roots_that_share_a_trunk_may_run_in_any_order(front: str, program: str, rank: int) -> None:
     def wrap(module: nn.Module) -> nn.Module:
-        return fully_shard(module) if front == "fully_shard" else FSDP(module, use_orig_params=front == "orig")
+        return fully_shard(module) if front == "fully_shard" else FSDP(module, use_orig_params=front == "originals")
 
     trunk = Block().double()
     models = [Head(trunk).double(), Head(trunk).double()]
@@ -120,8 +113,8 @@ def test_roots_that_share_a_trunk_may_run_in_any_order(front: str, program: str,
         which = ran if isinstance(ran, tuple) else (ran,)
         for loss in [square_loss(sharded[index], batch(rank, step)) for index in which]:
             loss.backward()
-        for other in range(dist.get_world_size()):
-            (sum(square_loss(plain[index], batch(other, step)) for index in which) / 2).backward()
+        sum(square_loss(plain[index], batch(rank, step)) for index in which).backward()
+        average_gradients(plain)
         # Gradients of all steps are summed.
         for index in (0, 1):
             expected = {name: param.grad for name, param in plain[index].named_parameters()}
@@ -134,14 +127,14 @@ def test_roots_that_share_a_trunk_may_run_in_any_order(front: str, program: str,
 @STRATEGIES
 @on_ranks(2)
 def test_a_forward_between_a_gradient_penalty_and_the_backward_frees_nothing_that_is_needed(
-    layout: str, use_orig_params: bool
+    layout: str, front: str
 ) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         inputs = x.clone().requires_grad_()
         (grad,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
         return model(x * 2).pow(2).mean() + (grad.norm() - 1).pow(2)
 
-    Pair.of(Stack(), use_orig_params=use_orig_params, **strategy(layout)).train(loss_of, num_steps=2)
+    Beside(Stack(), front, **strategy(layout)).train(loss_of, num_steps=2)
 
 
 class WithLeaf(Block):
@@ -168,43 +161,16 @@ class PassesLeaf(nn.Module):
 @OWN_PARAMETERS
 @on_ranks(2)
 def test_a_leaf_among_the_outputs_of_a_unit_does_not_bring_back_the_step_before() -> None:
-    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
-        module.block = FSDP(module.block, ignored_states=[module.block.scale], **kwargs)
-        return FSDP(module, ignored_states=[module.block.module.scale], **kwargs)
+    def wrap(module: nn.Module, apply: Any) -> Any:
+        module.block = apply(module.block, ignored_states=[module.block.scale])
+        return apply(module, ignored_states=[module.block.module.scale])
 
-    pair = Pair.of(PassesLeaf(), wrap=wrap, use_orig_params=True)
+    beside = Beside(PassesLeaf(), "originals", shard=wrap)
     for step in range(3):
-        square_loss(pair.model, batch(dist.get_rank(), step)).backward()
-        torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
-        pair.model.zero_grad()
-    assert not pair.model.block.module.scale._backward_hooks
-
-
-def clear(pair: Pair, part: str) -> None:
-    """Accumulate once inside ``no_sync``, then drop the gradients with ``part`` in their names."""
-    with pair.model.no_sync():
-        square_loss(pair.model, batch(dist.get_rank())).backward()
-    pair.follow()
-    for model in (pair.model, pair.plain):
-        for name, param in model.named_parameters():
-            if part in name:
-                param.grad = None
-
-
-@on_ranks(2)
-def test_gradients_of_one_unit_cleared_inside_no_sync_are_gone() -> None:
-    pair = Pair.of(Stack(), use_orig_params=True)
-    clear(pair, "blocks.1")
-    pair.backward(step=1)
-    pair.check_gradients("gradients after those of a block were cleared")
-
-
-@on_ranks(2)
-def test_a_part_of_a_units_gradients_may_be_cleared_inside_no_sync_wherever_the_elements_are() -> None:
-    pair = Pair.of(Stack(), use_orig_params=True)
-    clear(pair, "bias")
-    pair.backward(step=1)
-    pair.check_gradients("gradients after those of biases were cleared")
+        square_loss(beside.ours, batch(dist.get_rank(), step)).backward()
+        torch.optim.SGD(beside.ours.parameters(), lr=0.1).step()
+        beside.ours.zero_grad()
+    assert not beside.ours.block.module.scale._backward_hooks
 
 
 class Recycling(Stack):
@@ -218,12 +184,12 @@ class Recycling(Stack):
 
 @on_ranks(2)
 def test_a_pass_without_gradients_before_the_real_one_holds_no_unit_longer(rank: int) -> None:
-    pair = Pair.of(Recycling(), use_orig_params=True)
-    pair.train()
-    step = pair.model._fsdp_step()
+    beside = Beside(Recycling(), "originals")
+    beside.train()
+    step = beside.ours._fsdp_step()
     step.trace = trace = []
-    square_loss(pair.model, batch(rank)).backward()
-    last, before = ("blocks.2", "blocks.1") if len(pair.plain.blocks) > 2 else ("blocks.1", "blocks.0")
+    square_loss(beside.ours, batch(rank)).backward()
+    last, before = ("blocks.2", "blocks.1") if len(beside.plain.blocks) > 2 else ("blocks.1", "blocks.0")
     backward = trace[trace.index(("pre_backward", last)) :]
     assert backward.index(("reduce_scatter", last)) < backward.index(("reduce_scatter", before))
     assert backward.index(("reshard", last)) < backward.index(("pre_backward", before)) + 3
@@ -249,18 +215,10 @@ class FirstSometimes(nn.Module):
 
 @KINDS
 @on_ranks(2)
-def test_a_first_unit_whose_parameters_only_some_ranks_use_gets_the_mean_with_zeros(use_orig_params: bool) -> None:
-    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
-        from fsdp_flat.wrap import ModuleWrapPolicy
-
-        return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Sometimes, Block}), **kwargs)
-
-    pair = Pair.of(FirstSometimes(), wrap=wrap, use_orig_params=use_orig_params)
+def test_a_first_unit_whose_parameters_only_some_ranks_use_gets_the_mean_with_zeros(front: str) -> None:
+    beside = Beside(FirstSometimes(), front, units=(Sometimes, Block))
     for step in range(3):
-        uses = [(rank + step) % 2 == 0 for rank in range(2)]
-        pair.backward(lambda model, x, rank, uses=uses: model(x, uses[rank]).pow(2).mean(), step)
-        pair.check_gradients(f"gradients of step {step}")
-        pair.step(lr=0.02)
+        beside.train(lambda model, x, step=step: model(x, (dist.get_rank() + step) % 2 == 0).pow(2).mean())
 
 
 @on_ranks(2)
@@ -274,12 +232,12 @@ def test_a_frozen_unit_in_a_reentrant_checkpoint_is_freed_before_the_unit_below_
 
     model = Recomputed()
     model.blocks.requires_grad_(False)
-    pair = Pair.of(model, use_orig_params=True)
-    pair.train()
-    step = pair.model._fsdp_step()
+    beside = Beside(model, "originals")
+    beside.train()
+    step = beside.ours._fsdp_step()
     step.trace = trace = []
-    square_loss(pair.model, batch(rank)).backward()
-    names = [f"blocks.{index}" for index in range(len(pair.plain.blocks))]
+    square_loss(beside.ours, batch(rank)).backward()
+    names = [f"blocks.{index}" for index in range(len(beside.plain.blocks))]
     backward = trace[trace.index(("pre_backward", names[-1])) :]
     assert backward.index(("reshard", names[-1])) < backward.index(("pre_backward", names[-2]))
 
@@ -313,15 +271,13 @@ class Force(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [None, False], ids=["kept", "recomputed"])
 @on_ranks(2)
 def test_a_gradient_that_a_model_takes_in_its_forward_is_recomputed_too(
-    layout: str, use_orig_params: bool, use_reentrant: bool | None
+    layout: str, front: str, use_reentrant: bool | None
 ) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if use_reentrant is None:
             return model(x).square().mean()
         out: torch.Tensor = checkpoint(model, x, use_reentrant=use_reentrant)
         return out.square().mean()
 
-    policy = ModuleWrapPolicy({Energy})
-    options = {"auto_wrap_policy": policy, "use_orig_params": use_orig_params, **strategy(layout)}
-    pair = Pair.of(nn.Sequential(Force(), nn.Linear(WIDTH, 2)), wrap=wrapped, **options)
-    pair.train(loss_of, num_steps=2)
+    model = nn.Sequential(Force(), nn.Linear(WIDTH, 2))
+    Beside(model, front, units=(Energy,), **strategy(layout)).train(loss_of, num_steps=2)

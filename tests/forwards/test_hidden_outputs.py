@@ -14,10 +14,8 @@ from torch.utils import _pytree
 
 from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import wrapped
-from tests.support.pairs import KINDS, WIDTH, Pair, batch
+from tests.support.beside import KINDS, WIDTH, Beside, batch
 
 _shelf: list[torch.Tensor] = []
 
@@ -97,13 +95,12 @@ class Taker(nn.Module):
 
 @KINDS
 @on_ranks(2)
-def test_outputs_wherever_they_are_train_as_the_replica(use_orig_params: bool) -> None:
+def test_outputs_wherever_they_are_train_as_the_replica(front: str) -> None:
     for way, (give, take) in WAYS.items():
-        policy = ModuleWrapPolicy({Giver})
-        inside = Pair.of(Taker(way), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        inside = Beside(Taker(way), front, units=(Giver,))
         inside.train(num_steps=2)
-        outermost = Pair.of(Giver(give), wrap=wrapped, use_orig_params=use_orig_params)
-        outermost.train(lambda model, x, _, take=take: take(model(x)).pow(2).mean(), num_steps=2)
+        outermost = Beside(Giver(give), front, units=())
+        outermost.train(lambda model, x, take=take: take(model(x)).pow(2).mean(), num_steps=2)
         assert not _shelf
 
 
@@ -131,15 +128,14 @@ class Bypassed(nn.Module):
 
 @KINDS
 @on_ranks(2)
-def test_a_loss_around_the_outputs_of_a_unit_raises_with_its_name_while_it_is_gathered(use_orig_params: bool) -> None:
-    policy = ModuleWrapPolicy({Giver, Leaking})
-    pair = Pair.of(Bypassed(), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    out = pair.model(torch.randn(3, WIDTH, dtype=torch.float64))
+def test_a_loss_around_the_outputs_of_a_unit_raises_with_its_name_while_it_is_gathered(front: str) -> None:
+    beside = Beside(Bypassed(), front, units=(Giver, Leaking))
+    out = beside.ours(torch.randn(3, WIDTH, dtype=torch.float64))
     with pytest.raises(UsageError, match=r"unit 'giver'.*not among.*output"):
         (out.sum() + _shelf.pop().sum()).backward()
     # A step after it is as if nothing had been.
-    assert all(param.grad is None for param in pair.model.parameters())
-    pair.train(lambda model, x, _: model(x).pow(2).mean())
+    assert all(param.grad is None for param in beside.ours.parameters())
+    beside.train()
     _shelf.clear()
 
 
@@ -216,7 +212,7 @@ class Around(nn.Module):
 
 
 def loss_of_kept(way: str, *, alone: bool) -> Callable[..., torch.Tensor]:
-    def loss_of(model: Any, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
         out = model(x)
         kept = KEEPS[way][1](next(module for module in model.modules() if isinstance(module, Keeper)))
         return kept.square().mean() if alone else kept.square().mean() + out.square().mean()
@@ -224,28 +220,25 @@ def loss_of_kept(way: str, *, alone: bool) -> Callable[..., torch.Tensor]:
     return loss_of
 
 
-def around(way: str, *, use_orig_params: bool) -> Pair:
-    policy = ModuleWrapPolicy({Giver, Keeper})
-    return Pair.of(Around(KEEPS[way][0]), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+def around(way: str, *, front: str) -> Beside:
+    return Beside(Around(KEEPS[way][0]), front, units=(Giver, Keeper))
 
 
 @KINDS
 @on_ranks(2)
-def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(use_orig_params: bool) -> None:
+def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(front: str) -> None:
     for way in FOUND:
-        pair = around(way, use_orig_params=use_orig_params)
-        pair.train(loss_of_kept(way, alone=False), num_steps=2)
+        beside = around(way, front=front)
+        beside.train(loss_of_kept(way, alone=False), num_steps=2)
         # Alone: backward comes to none of the outputs, and not to the units after it.
-        pair.train(loss_of_kept(way, alone=True), num_steps=2, first=2)
+        beside.train(loss_of_kept(way, alone=True), num_steps=2)
 
 
 @KINDS
 @pytest.mark.parametrize("before", ["absent", "None", "zero", "an empty list"])
 @on_ranks(2)
-def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(
-    before: str, use_orig_params: bool
-) -> None:
-    def loss_of(model: Any, x: torch.Tensor, _rank: int) -> torch.Tensor:
+def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(before: str, front: str) -> None:
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
         keeper = next(module for module in model.modules() if isinstance(module, Keeper))
         out = model(x).square().mean()
         return out + (keeper.kept[0] if isinstance(keeper.kept, list) else keeper.kept).square().mean()
@@ -253,13 +246,12 @@ def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(
     model = Around(lambda *_: None)
     if before != "absent":
         model.keeper.kept = {"None": None, "zero": 0.0, "an empty list": []}[before]
-    policy = ModuleWrapPolicy({Giver, Keeper})
-    pair = Pair.of(model, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    pair.train(num_steps=2)
-    for keeper in (module for both in (pair.model, pair.plain) for module in both.modules()):
+    beside = Beside(model, front, units=(Giver, Keeper))
+    beside.train(num_steps=2)
+    for keeper in (module for both in beside.models for module in both.modules()):
         if isinstance(keeper, Keeper):
             keeper.keep = _kept_in_a_list if before == "an empty list" else _kept_as_attribute
-    pair.train(loss_of, num_steps=2, first=2)
+    beside.train(loss_of, num_steps=2)
 
 
 def _kept_in_a_list(module: Any, z: torch.Tensor) -> None:
@@ -271,21 +263,21 @@ def _kept_in_a_list(module: Any, z: torch.Tensor) -> None:
 @pytest.mark.parametrize("way", [way for way in KEEPS if way not in FOUND])
 @on_ranks(2)
 def test_a_loss_of_what_was_kept_out_of_sight_raises_where_the_unit_is_sharded(
-    way: str, alone: bool, use_orig_params: bool
+    way: str, alone: bool, front: str
 ) -> None:
-    pair = around(way, use_orig_params=use_orig_params)
+    beside = around(way, front=front)
     for step in range(2):
         with pytest.raises(RuntimeError, match=r"needed for gradient computation has been .* is at version 1\d{9};"):
-            pair.backward(loss_of_kept(way, alone=alone), step)
+            beside.backward(loss_of_kept(way, alone=alone), step)
         # A step after it is as if nothing had been, and one inside unshard_for is right.
-        assert all(param.grad is None for param in pair.model.parameters())
-        pair.train(lambda model, x, _: (model(x).square().mean(), _shelf.clear())[0])
+        assert all(param.grad is None for param in beside.ours.parameters())
+        beside.train(lambda model, x: (model(x).square().mean(), _shelf.clear())[0])
     loss_of = loss_of_kept(way, alone=alone)
-    with unshard_for(pair.model):
-        loss = loss_of(pair.model, batch(torch.distributed.get_rank()))
+    with unshard_for(beside.ours):
+        loss = loss_of(beside.ours, batch(torch.distributed.get_rank()))
     loss.backward()
-    pair.follow(loss_of)
-    pair.check_gradients()
+    beside.follow(loss_of)
+    beside.check_gradients()
 
 
 class Equilibrium(nn.Module):
@@ -310,11 +302,10 @@ class Equilibrium(nn.Module):
 
 @KINDS
 @on_ranks(2)
-def test_a_hook_that_a_module_puts_on_its_own_output_computes_with_the_weights(use_orig_params: bool) -> None:
+def test_a_hook_that_a_module_puts_on_its_own_output_computes_with_the_weights(front: str) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Equilibrium(), Equilibrium())
-    policy = ModuleWrapPolicy({Equilibrium})
-    pair = Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    pair.train(num_steps=2)
+    beside = Beside(module, front, units=(Equilibrium,))
+    beside.train(num_steps=2)
 
 
 class LocalLoss(Giver):
@@ -328,13 +319,12 @@ class LocalLoss(Giver):
 
 @KINDS
 @on_ranks(2)
-def test_losses_kept_elsewhere_beside_detached_outputs_train_as_the_replica(use_orig_params: bool) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+def test_losses_kept_elsewhere_beside_detached_outputs_train_as_the_replica(front: str) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         model(x)
         losses, _shelf[:] = torch.stack(_shelf), []
         return losses.sum()
 
     module = nn.Sequential(LocalLoss(_identity), LocalLoss(_identity))
-    policy = ModuleWrapPolicy({LocalLoss})
-    pair = Pair.of(module, wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    pair.train(loss_of, num_steps=2)
+    beside = Beside(module, front, units=(LocalLoss,))
+    beside.train(loss_of, num_steps=2)

@@ -12,7 +12,8 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard
 from tests.support import assert_close, on_ranks
-from tests.support.kit import Block, Stack, full_grads
+from tests.support.kit import full_grads
+from tests.support.models import Block, Stack
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 WRAPS: dict[str, Any] = {

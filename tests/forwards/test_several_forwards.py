@@ -4,79 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
+from fsdp_flat.wrap import CustomPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.kit import Block, Stack, square_loss
-from tests.support.steps import SHARDED, STRATEGIES, WIDTH, Twin, assert_idle, batch, batches, mesh_for
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+from tests.support.beside import CLOSE, KINDS, WIDTH, Beside, assert_idle, average_gradients, batch
+from tests.support.kit import square_loss
+from tests.support.models import Block, Stack
+from tests.support.steps import SHARDED, STRATEGIES, mesh_for
 
 
 def two_inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return batch(rank, 0), batch(rank, 1)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["f f b b", "f f b b reversed", "f f (b+b)", "f b f b"])
-def test_several_forwards_before_their_backwards_equal_the_reference(
-    how: str, strategy: ShardingStrategy, use_orig_params: bool, rank: int
-) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
-
-    def run(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if how == "f b f b":
-            for x in pair:
-                square_loss(model, x).backward()
-            return
-        losses = [square_loss(model, x) for x in pair]
-        if how == "f f (b+b)":
-            sum(losses).backward()
-        else:
-            for loss in reversed(losses) if "reversed" in how else losses:
-                loss.backward()
-
-    for _ in range(2):
-        twin.optimizer.zero_grad()
-        twin.plain_optimizer.zero_grad()
-        run(twin.model, two_inputs(rank))
-        for other in range(dist.get_world_size()):
-            run(twin.plain, two_inputs(other))
-        for param in twin.plain.parameters():
-            param.grad /= dist.get_world_size()
-        twin.check_gradients(**CLOSE)
-        twin.optimizer.step()
-        twin.plain_optimizer.step()
-        twin.check_parameters(**CLOSE)
-        assert_idle(twin.model)
-
-
-class Twice(nn.Module):
-    """One unit used twice in a forward, with another between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = Block()
-        self.between = Block()
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.shared(self.between(self.shared(x))))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_unit_used_twice_in_a_forward_equals_the_reference(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    twin = Twin.of(Twice(), sharding_strategy=strategy, use_orig_params=use_orig_params)
-    for _ in range(3):
-        twin.step()
 
 
 class Contrastive(nn.Module):
@@ -93,50 +34,42 @@ class Contrastive(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_shared_encoder_called_twice_equals_the_reference(strategy: ShardingStrategy) -> None:
-    policy = ModuleWrapPolicy({Stack, Block})
-    twin = Twin.of(Contrastive(), sharding_strategy=strategy, auto_wrap_policy=policy)
-    for _ in range(3):
-        twin.step()
+    beside = Beside(Contrastive(), sharding_strategy=strategy, units=(Stack, Block))
+    beside.train(num_steps=3)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_two_roots_trained_in_turn_equal_the_reference(use_orig_params: bool, rank: int) -> None:
+@KINDS
+def test_two_roots_trained_in_turn_equal_the_reference(front: str, rank: int) -> None:
     """As in a GAN: one loss goes through both, each has its own optimizer."""
-    first = Twin.of(Stack(), use_orig_params=use_orig_params)
+    first = Beside(Stack(), front)
     torch.manual_seed(3)
-    second = Twin.of(nn.Sequential(nn.Linear(5, 8), Block(), nn.Linear(8, 1)), use_orig_params=use_orig_params)
+    second = Beside(nn.Sequential(nn.Linear(5, 8), Block(), nn.Linear(8, 1)), front)
 
     def loss_of(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return b(a(x)).pow(2).mean()
 
     for step in range(2):
-        inputs = batches(step)
-        for twin in (first, second):
-            twin.optimizer.zero_grad()
-            twin.plain_optimizer.zero_grad()
-        loss_of(first.model, second.model, inputs[rank]).backward()
-        for x in inputs:
-            (loss_of(first.plain, second.plain, x) / len(inputs)).backward()
-        for twin in (first, second):
-            twin.check_gradients(**CLOSE)
-            twin.optimizer.step()
-            twin.plain_optimizer.step()
-            twin.check_parameters(**CLOSE)
-            assert_idle(twin.model)
+        for models in ((first.ours, second.ours), (first.plain, second.plain)):
+            loss_of(*models, batch(rank, step)).backward()
+        for beside in (first, second):
+            average_gradients(beside.plain)
+            beside.check_gradients()
+            beside.step()
+            beside.check_parameters()
+            assert_idle(beside.ours)
 
 
 @on_ranks(2)
 def test_backward_twice_through_one_graph_adds_twice_the_gradient(rank: int) -> None:
-    twin = Twin.of(Stack())
-    inputs = batches()
-    loss = square_loss(twin.model, inputs[rank])
+    beside = Beside(Stack())
+    loss = square_loss(beside.ours, batch(rank))
     loss.backward(retain_graph=True)
     loss.backward()
-    for x in inputs * 2:
-        (square_loss(twin.plain, x) / len(inputs)).backward()
-    twin.check_gradients(**CLOSE)
-    assert_idle(twin.model)
+    for _ in range(2):
+        beside.follow()
+    beside.check_gradients()
+    assert_idle(beside.ours)
 
 
 @on_ranks(2)
@@ -146,65 +79,61 @@ def test_a_backward_that_keeps_its_graph_reduces_what_no_sync_has_left_under_eve
     stack = Stack()
     of_block = dict(zip(stack.blocks, strategies, strict=False))
     policy = CustomPolicy(lambda module: {"sharding_strategy": of_block[module]} if module in of_block else False)
-    twin = Twin.of(stack, auto_wrap_policy=policy)
-    first, second = batches(), [batch(each, 1) for each in range(2)]
-    with twin.model.no_sync():
-        square_loss(twin.model, first[rank]).backward()
-    square_loss(twin.model, second[rank]).backward(retain_graph=True)
-    for x in (*first, *second):
-        (square_loss(twin.plain, x) / 2).backward()
-    twin.check_gradients(**CLOSE)
+    beside = Beside(stack, auto_wrap_policy=policy)
+    with beside.no_sync():
+        beside.backward()
+    square_loss(beside.ours, batch(rank, 1)).backward(retain_graph=True)
+    beside.follow(step=1)
+    beside.check_gradients()
 
 
 # -- pain 25 -----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
 def test_a_first_call_that_does_not_train_changes_nothing_about_training(
-    mode: str, strategy: ShardingStrategy, use_orig_params: bool, rank: int
+    mode: str, strategy: ShardingStrategy, front: str, rank: int
 ) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
+    beside = Beside(Stack(), front, sharding_strategy=strategy, **mesh_for(strategy))
     for _ in range(2):
         if mode == "eval":
-            twin.model.eval()
-            out = twin.model(batch(rank))
-            twin.model.train()
+            beside.ours.eval()
+            out = beside.ours(batch(rank))
+            beside.ours.train()
         else:
             with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-                out = twin.model(batch(rank))
+                out = beside.ours(batch(rank))
         with torch.no_grad():
-            assert_close(out.detach().clone(), twin.plain(batch(rank)), **CLOSE)
+            assert_close(out.detach().clone(), beside.plain(batch(rank)), **CLOSE)
         if mode != "eval":
-            assert_idle(twin.model)
-        twin.step()
+            assert_idle(beside.ours)
+        beside.train()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_unit_called_alone_before_its_root_changes_nothing_about_training(
-    trains: bool, strategy: ShardingStrategy, use_orig_params: bool, rank: int
+    trains: bool, strategy: ShardingStrategy, front: str, rank: int
 ) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    beside = Beside(Stack(), front, sharding_strategy=strategy)
     with torch.set_grad_enabled(trains):
-        out = twin.model.blocks[1](batch(rank))
-    assert_close(out.detach(), twin.plain.blocks[1](batch(rank)).detach(), **CLOSE)
+        out = beside.ours.blocks[1](batch(rank))
+    assert_close(out.detach(), beside.plain.blocks[1](batch(rank)).detach(), **CLOSE)
     if trains:
         out.pow(2).mean().backward()
-        for x in batches():
-            (twin.plain.blocks[1](x).pow(2).mean() / dist.get_world_size()).backward()
-        twin.check_gradients(**CLOSE)
-    for _ in range(2):
-        twin.step()
+        beside.follow(lambda model, x: model.blocks[1](x).pow(2).mean())
+        beside.check_gradients()
+    beside.train(num_steps=2)
 
 
 @on_ranks(2)
 def test_units_alone_and_the_root_in_any_order_equal_the_reference(rank: int) -> None:
-    twin = Twin.of(Stack())
+    beside = Beside(Stack())
 
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         alone = model.blocks[2](x).pow(2).mean()
@@ -212,48 +141,48 @@ def test_units_alone_and_the_root_in_any_order_equal_the_reference(rank: int) ->
         again = model.blocks[0](model.blocks[1](x)).pow(2).mean()
         return alone + whole_model + again
 
-    for _ in range(3):
-        twin.step(loss_of)
-    assert twin.model._is_root
+    beside.train(loss_of, num_steps=3)
+    assert beside.ours._is_root
 
 
 @on_ranks(2)
 def test_a_unit_whose_graph_was_made_before_the_root_took_it_over_still_trains(rank: int) -> None:
-    twin = Twin.of(Stack())
+    beside = Beside(Stack())
 
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model.blocks[1](x).pow(2).mean() + model(x).pow(2).mean()
 
-    twin.step(loss_of)
-    twin.step()
+    beside.train(loss_of)
+    beside.train()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_forward_whose_outputs_are_dropped_leaves_the_next_step_right(strategy: ShardingStrategy, rank: int) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy)
-    twin.step()
-    twin.model(batch(rank))
-    twin.step()
-    twin.model(batch(rank))
-    with FSDP.summon_full_params(twin.model, writeback=False):
-        assert twin.model.head.weight.shape == (5, WIDTH)
-    twin.step()
+    beside = Beside(Stack(), sharding_strategy=strategy)
+    beside.train()
+    beside.ours(batch(rank))
+    beside.train()
+    beside.ours(batch(rank))
+    with FSDP.summon_full_params(beside.ours, writeback=False):
+        assert beside.ours.head.weight.shape == (5, WIDTH)
+    beside.train()
 
 
 @on_ranks(2)
+@KINDS
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_weights_changed_between_a_kept_forward_and_the_next_one_are_seen(
-    strategy: ShardingStrategy, rank: int
+    strategy: ShardingStrategy, front: str, rank: int
 ) -> None:
     """After forward the root (and with SHARD_GRAD_OP every unit) stays gathered; an optimizer may step then."""
-    twin = Twin.of(Stack(), sharding_strategy=strategy)
-    twin.step()
-    before = twin.model(batch(rank)).detach().clone()
+    beside = Beside(Stack(), front, sharding_strategy=strategy)
+    beside.train()
+    before = beside.ours(batch(rank)).detach().clone()
     with torch.no_grad():
-        for model in (twin.model, twin.plain):
+        for model in beside.models:
             for param in model.parameters():
                 param.mul_(0.5)
-    after = twin.model(batch(rank)).detach()
+    after = beside.ours(batch(rank)).detach()
     assert not torch.allclose(before, after)
-    assert_close(after, twin.plain(batch(rank)).detach(), **CLOSE)
+    assert_close(after, beside.plain(batch(rank)).detach(), **CLOSE)

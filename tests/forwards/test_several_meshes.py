@@ -16,10 +16,10 @@ from fsdp_flat.core import step_of
 from fsdp_flat.core.unit import own_unit
 from tests.strategies.test_several_meshes import inputs
 from tests.support import on_ranks
-from tests.support.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
-from tests.support.fully_shard_beside import grads_of
-from tests.support.fully_shard_sides import assert_no_step_runs, average_gradients
+from tests.support.beside import assert_idle, average_gradients, grads_of
+from tests.support.experts import Meshes, needs_mesh_infos
 from tests.support.kit import seeded, square_loss
+from tests.support.models import Moe, MoeBlock
 
 pytestmark = needs_mesh_infos
 
@@ -56,7 +56,7 @@ def test_a_method_of_the_root_without_gradients_leaves_nothing_to_wait_for() -> 
     assert len(step._pending._iterations) == 1
     loss.backward()
     assert not step._pending._iterations
-    assert_no_step_runs(model)
+    assert_idle(model)
 
 
 class Encoder(nn.Sequential):
@@ -83,7 +83,7 @@ def test_a_method_of_a_nested_unit_without_gradients_leaves_nothing_to_wait_for(
     step = step_of(model, own_unit(model[0]))
     assert not step._pending._iterations
     if has_run:  # an outermost unit is not resharded after its forward
-        assert_no_step_runs(model)
+        assert_idle(model)
 
 
 @on_ranks(4)

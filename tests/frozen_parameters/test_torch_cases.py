@@ -18,8 +18,8 @@ from torch import nn
 
 from tests.support.both_sides import PLAIN, Layout
 from tests.support.kit import square_loss
+from tests.support.models import Layer
 from tests.support.torch_and_ours import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, step_input
-from tests.support.zoo import Layer
 
 FROZEN = {"first two": (0, 1), "alternate": (0, 2), "last two": (2, 3), "all but the first": (1, 2, 3)}
 

@@ -17,14 +17,15 @@ from fsdp_flat.composable import FSDPModule, UnshardHandle, fully_shard, share_c
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.fully_shard_sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
-from tests.support.kit import BLOCKS, Block, Stack, full_params, square_loss, train_on, wrapped
+from tests.support.beside import assert_idle, batch_of, blocks_and_root, by_steps, plain_sgd
+from tests.support.kit import BLOCKS, full_params, square_loss, train_on, wrapped
+from tests.support.models import Block, Stack
 from tests.support.peer import peer_fully_shard
 from tests.support.steps import acquaint, recorded
 
 
 def stack_of(front: str, num_blocks: int = 4, **kwargs: Any) -> Any:
-    model = Stack(num_blocks)
+    model = Stack(num_blocks).double()
     if front == "fully_shard":
         return blocks_and_root(model, fully_shard, **kwargs)
     return wrapped(model, auto_wrap_policy=BLOCKS, use_orig_params=front == "wrapper with original parameters")
@@ -115,12 +116,12 @@ def test_units_unsharded_before_they_run_train_as_those_of_torch(way: str, first
                     handle.wait()
         square_loss(model, batch_of(step)).backward()
 
-    Sides(Sums(way)).step(run, num_steps=3)
+    by_steps(Sums(way)).train(run, num_steps=3)
 
 
 @on_ranks(2)
 def test_wait_puts_unsharded_parameters_in_place_before_the_first_forward() -> None:
-    plain = Stack()
+    plain = Stack().double()
     expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
     model = blocks_and_root(plain, fully_shard)
     handles = [module.unshard(async_op=True) for module in model.modules() if isinstance(module, FSDPModule)]
@@ -134,13 +135,13 @@ def test_wait_puts_unsharded_parameters_in_place_before_the_first_forward() -> N
         module.reshard()
     assert all(param.to_local().numel() < expected[name].numel() for name, param in model.named_parameters())
     square_loss(model, batch_of(0)).backward()
-    assert_no_step_runs(model)
+    assert_idle(model)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_module_without_parameters_can_be_unsharded_and_resharded(async_op: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).double()
     for child in model:
         fully_shard(child)
     for _ in range(2):
@@ -154,27 +155,27 @@ def test_a_module_without_parameters_can_be_unsharded_and_resharded(async_op: bo
 
 @on_ranks(2)
 def test_a_wait_after_the_forward_has_resharded_does_nothing() -> None:
-    sides = Sides(Stack())
-    handle = sides.ours.blocks[0].unshard(async_op=True)
-    sides.step()
+    beside = by_steps(Stack())
+    handle = beside.ours.blocks[0].unshard(async_op=True)
+    beside.train()
     assert handle is not None
     handle.wait()
-    assert units_of(sides.ours)[1].is_sharded
-    sides.step()
+    assert units_of(beside.ours)[1].is_sharded
+    beside.train()
 
 
 @on_ranks(2)
 def test_an_unshard_after_an_optimizer_step_has_the_new_values() -> None:
-    sides = Sides(Stack())
-    sides.step()
-    for module in (sides.ours, *sides.ours.blocks):
+    beside = by_steps(Stack())
+    beside.train()
+    for module in (beside.ours, *beside.ours.blocks):
         module.unshard()
-    actual = {name: param.detach().clone() for name, param in sides.ours.named_parameters()}
-    close(actual, {name: param.detach() for name, param in sides.plain.named_parameters()})
+    actual = {name: param.detach().clone() for name, param in beside.ours.named_parameters()}
+    close(actual, {name: param.detach() for name, param in beside.plain.named_parameters()})
     with torch.no_grad():
-        sides.ours(batch_of(0))
-    sides.ours.reshard()
-    sides.step()
+        beside.ours(batch_of(0))
+    beside.ours.reshard()
+    beside.train()
 
 
 @on_ranks(2)
@@ -262,10 +263,10 @@ def test_wrong_lists_do_no_harm(reshards: bool | None) -> None:
     plain = Stack(4)
     # The last block never runs, though others prefetch it.
     plain.order = [0, 1, 2]
-    sides = Sides(plain, shard, optimizer=SGD)
-    sides.step(num_steps=3)
-    assert all(unit.is_sharded for unit in units_of(sides.ours))
-    assert_no_step_runs(sides.ours)
+    beside = by_steps(plain, shard=shard, optimizer=plain_sgd)
+    beside.train(num_steps=3)
+    assert all(unit.is_sharded for unit in units_of(beside.ours))
+    assert_idle(beside.ours)
 
 
 @on_ranks(2)
@@ -312,10 +313,10 @@ def test_a_unit_that_backward_does_not_read_is_not_gathered_there(reshards: bool
         tokens = torch.randint(10, (4,), generator=torch.Generator().manual_seed(step))
         model(tokens).pow(2).mean().backward()
 
-    sides = Sides(Embedded(), shard)
-    sides.step(run, num_steps=2)
-    with trace(sides.ours) as events:
-        sides.step(run)
+    beside = by_steps(Embedded(), shard=shard)
+    beside.train(run, num_steps=2)
+    with trace(beside.ours) as events:
+        beside.train(run)
     assert events.count(("unshard", "embedding")) == 1
     assert events.count(("reduce_scatter", "embedding")) == 1
 
@@ -345,8 +346,8 @@ def test_gradients_are_set_by_the_last_of_several_backwards(reshards: Any, sync:
                 model.set_requires_gradient_sync(sync or micro_batch == 2)
             square_loss(model, batch_of(10 * step + micro_batch)).backward()
 
-    sides = Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards))
-    sides.step(run, num_steps=2)
+    beside = by_steps(Stack(), reshard_after_forward=reshards)
+    beside.train(run, num_steps=2)
 
 
 @on_ranks(2)
@@ -375,25 +376,25 @@ def test_a_backward_left_open_exchanges_nothing_and_sets_no_gradient() -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_reset_after_an_exception_frees_everything_and_the_next_step_is_right(where: str) -> None:
-    sides = Sides(Stack())
-    sides.step()
+    beside = by_steps(Stack())
+    beside.train()
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    block = sides.ours.blocks[1]
+    block = beside.ours.blocks[1]
     register = block.register_forward_pre_hook if where == "forward" else block.register_full_backward_hook
     handle = register(fail)
     with pytest.raises(ZeroDivisionError):
-        square_loss(sides.ours, batch_of(0)).backward()
+        square_loss(beside.ours, batch_of(0)).backward()
     handle.remove()
     with pytest.raises(UsageError, match=r"outermost unit; 'blocks\.0' is nested in 'Stack'"):
-        sides.ours.blocks[0].reset_iter_state()
-    sides.ours.reset_iter_state()
-    assert_no_step_runs(sides.ours)
-    assert all(unit.param_groups[0].buffer.nbytes == 0 for unit in units_of(sides.ours))
-    sides.ours.zero_grad()
-    sides.step()
+        beside.ours.blocks[0].reset_iter_state()
+    beside.ours.reset_iter_state()
+    assert_idle(beside.ours)
+    assert all(unit.param_groups[0].buffer.nbytes == 0 for unit in units_of(beside.ours))
+    beside.ours.zero_grad()
+    beside.train()
 
 
 @on_ranks(2)
@@ -401,7 +402,7 @@ def test_a_reset_before_the_first_forward_changes_nothing() -> None:
     model = stack_of("fully_shard")
     model.blocks[0].unshard(async_op=True)
     model.reset_iter_state()
-    assert_no_step_runs(model)
+    assert_idle(model)
     square_loss(model, batch_of(0)).backward()
 
 
@@ -431,22 +432,24 @@ def test_several_roots_share_streams_and_memory(early: bool) -> None:
             share_comm_ctx(list(model.stages))
         return model
 
-    sides = Sides(Stages(), shard)
+    beside = by_steps(Stages(), shard=shard)
     if not early:
-        square_loss(sides.ours, batch_of(0))
-        share_comm_ctx(list(sides.ours.stages))
+        square_loss(beside.ours, batch_of(0))
+        share_comm_ctx(list(beside.ours.stages))
     for number in range(2):
-        for model in (sides.ours, sides.theirs):
+        for model in (beside.ours, beside.theirs):
             square_loss(model, batch_of(number)).backward()
-    contexts = {unit.step for unit in units_of(sides.ours)}
+    contexts = {unit.step for unit in units_of(beside.ours)}
     assert len(contexts) == 3
     assert len({context.pool for context in contexts}) == 1
     assert len({context.streams for context in contexts}) == 1
-    assert {handle.pool for unit in units_of(sides.ours) for handle in unit.param_groups} == {next(iter(contexts)).pool}
-    for one, other in zip(sides.ours.parameters(), sides.theirs.parameters(), strict=True):
+    assert {handle.pool for unit in units_of(beside.ours) for handle in unit.param_groups} == {
+        next(iter(contexts)).pool
+    }
+    for one, other in zip(beside.ours.parameters(), beside.theirs.parameters(), strict=True):
         close(one.grad.full_tensor(), other.grad.full_tensor())
     with pytest.raises(OptionError, match="Linear has none"):
-        share_comm_ctx([sides.ours.stages[0].first])
+        share_comm_ctx([beside.ours.stages[0].first])
     share_comm_ctx([])
 
 
@@ -456,11 +459,11 @@ def test_a_method_runs_with_unsharded_parameters_and_other_modules_are_ignored()
         def encode(self, x: torch.Tensor) -> torch.Tensor:
             return self.features(x)
 
-    sides = Sides(Headed())
+    beside = by_steps(Headed())
     register_forward_method(nn.Linear(2, 2), "missing")
-    register_forward_method(sides.ours, "encode")
-    torch_register(sides.theirs, "encode")
-    sides.step(lambda model, step: model.encode(batch_of(step)).pow(2).sum().backward(), num_steps=2)
+    register_forward_method(beside.ours, "encode")
+    torch_register(beside.theirs, "encode")
+    beside.train(lambda model, step: model.encode(batch_of(step)).pow(2).sum().backward(), num_steps=2)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -22,12 +23,13 @@ from fsdp_flat.composable import trace
 from fsdp_flat.core import is_managed, unsharded_shape
 from tests.support import on_ranks
 from tests.support.kit import full_params
+from tests.support.models import NormedBlock
 from tests.support.surface_models import (
-    Block,
     assert_near,
     batches,
     count_events,
     grads_or_zeros,
+    mean_grads,
     mean_loss,
     plain_grads,
     sharded,
@@ -43,9 +45,8 @@ def check_grads(
     model: nn.Module, plain: nn.Module, num_ranks: int, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]
 ) -> None:
     """The gradients on ``model`` are those of the mean over ranks of ``loss_of`` on the plain model."""
-    for batch in batches(num_ranks):
-        (loss_of(plain, batch) / num_ranks).backward()
-    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
+    expected = mean_grads(plain, loss_of(plain, batches(num_ranks)[dist.get_rank()]))
+    assert_near(grads_or_zeros(model), expected, 1e-5, "gradients")
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -385,9 +386,7 @@ def test_a_recurrent_module_trains_after_a_conversion(use_orig_params: bool, ran
         model.zero_grad()
         mean_loss(model, batches(num_ranks)[rank].double()).backward()
         plain = Recurrent().double()
-        for batch in batches(num_ranks).double():
-            (mean_loss(plain, batch) / num_ranks).backward()
-        assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
+        check_grads(model, plain, num_ranks, lambda module, batch: mean_loss(module, batch.double()))
 
 
 @on_ranks(2)
@@ -582,7 +581,7 @@ class Packed(nn.Module):
 
     def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = NormedBlock()
         self.pack = pack
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -621,7 +620,7 @@ class Caching(nn.Module):
 
     def __init__(self, store: str) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = NormedBlock()
         self.store = store
         self.cache: Any = None
 

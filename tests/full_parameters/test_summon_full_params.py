@@ -16,12 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import FsdpFlatError, PhaseError, UnsupportedError
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import average_gradients
 from tests.support.kit import full_grads, square_loss
+from tests.support.models import Tied
 from tests.support.peer import peer_warnings_silenced
-from tests.support.reference import replicated_gradients
 from tests.support.wrapper_models import (
     WIDTH,
-    Tied,
     assert_same_grads,
     batch,
     message,
@@ -486,7 +486,8 @@ def test_a_summon_between_forward_and_backward_leaves_the_root_gathered_if_it_wr
         loss.backward()
     # A unit may keep its memory for the backward besides; the root does, unless its shards may be newer from here on.
     assert [each[:2] for each in gathered] == [[not writeback, False], [True, False]]
-    replicated_gradients(plain, [batch(each) for each in range(2)], square_loss)
+    square_loss(plain, batch(rank)).backward()
+    average_gradients(plain)
     grads = full_grads(model)
     for name, param in plain.named_parameters():
         assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6, what=name)

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import assert_close, assert_equal
+from tests.support.beside import average_gradients
 from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
+from tests.support.models import Layer
 from tests.support.torch_and_ours import BLOCKS, ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
-from tests.support.zoo import CASES, Layer
+from tests.support.zoo import CASES
 
 CASE = BLOCKS
 UNEVEN = CASES["uneven sizes"]
@@ -190,8 +192,8 @@ def test_trees_below_a_plain_module_are_all_summoned(side: Side, layout: Layout,
 def mean_gradients(steps: int) -> list[torch.Tensor]:
     plain = build(UNEVEN)
     for step in range(steps):
-        for source in range(dist.get_world_size()):
-            (UNEVEN.loss_of(plain, batch_of(UNEVEN, source, step)) / dist.get_world_size()).backward()
+        UNEVEN.loss_of(plain, batch_of(UNEVEN, dist.get_rank(), step)).backward()
+        average_gradients(plain)
     return [param.grad for param in plain.parameters()]
 
 
@@ -206,17 +208,17 @@ def test_gradients_inside_are_whole_and_can_be_written(
     model = side.wrap_case(UNEVEN, layout, use_orig_params=use_orig_params)
     UNEVEN.loss_of(model, batch_of(UNEVEN, dist.get_rank(), 0)).backward()
     options = {"writeback": writeback, "rank0_only": rank0_only, "with_grads": True}
-    inside = []
+    inside, means = [], mean_gradients(1)
     with side.FSDP.summon_full_params(model, **options):
         if not rank0_only or dist.get_rank() == 0:
             inside = [param.grad.clone() for param in model.parameters()]
-            assert_close(inside, mean_gradients(1), **TOLERANCE)
+            assert_close(inside, means, **TOLERANCE)
             if layout.strategy != "NO_SHARD" or writeback:
                 for param in model.parameters():
                     param.grad.fill_(0.5)
     with side.FSDP.summon_full_params(model, with_grads=True, writeback=False):
         after = [param.grad.clone() for param in model.parameters()]
-    expected = [torch.full_like(grad, 0.5) for grad in after] if writeback else mean_gradients(1)
+    expected = [torch.full_like(grad, 0.5) for grad in after] if writeback else means
     assert_close(after, expected, **TOLERANCE)
     return [inside, after]
 

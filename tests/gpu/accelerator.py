@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.support.kit import Block, Stack
-from tests.support.steps import WIDTH, Twin
+from tests.support.beside import NEAR, WIDTH, Beside
+from tests.support.kit import batch
+from tests.support.models import Block, Stack
 
 NO_ACCELERATOR = "no accelerator"
 # What a test needs to run on an accelerator; also those of other folders may use it.
@@ -99,49 +101,39 @@ class Recomputed(nn.Module):
         return x
 
 
-class Trainer:
-    """A sharded model beside its plain copy on one device; ranks share an accelerator over gloo.
+class Trainer(Beside):
+    """A sharded model beside its plain copy on one device in float32; ranks share an accelerator over gloo.
 
     Args:
         where: ``"cpu"`` or ``"accelerator"``.
         module: builds the model from its width; three blocks of the kit between two layers if absent.
-        kwargs: the wrapper's arguments, and ``optimizer``.
+        kwargs: the wrapper's arguments, and further ones of :class:`Beside`.
     """
 
-    def __init__(self, where: str, module: Any = None, **kwargs: Any) -> None:
+    def __init__(self, where: str, module: Any = None, *, use_orig_params: bool = False, **kwargs: Any) -> None:
         self.device = compute_device(where)
         self._factor = FACTOR[where]
-        width = WIDTH * self._factor
         with self.device:
-            built = Stack(width=width) if module is None else module(width)
-        self.twin = Twin.of(built, device_id=self.device, **kwargs)
+            built = (Stack(width=WIDTH * self._factor) if module is None else module(WIDTH * self._factor)).float()
         # Matrix products of another shape may be summed in another order.
-        self.tolerance = {"atol": 1e-6, "rtol": 1e-5} if where == "cpu" else {"atol": 1e-5, "rtol": 1e-4}
+        kwargs.setdefault("tolerance", NEAR if where == "cpu" else {"atol": 1e-5, "rtol": 1e-4})
+        front = "originals" if use_orig_params else "flat"
+        super().__init__(built, front, batch=self._rows, dtype=torch.float32, device_id=self.device, **kwargs)
 
-    @property
-    def model(self) -> FSDP:
-        """Return the sharded model."""
-        return self.twin.model
+    def _rows(self, rank: int, step: int) -> torch.Tensor:
+        """Return the kit's rows of a rank, repeated to the width of the model."""
+        return batch(rank, step).to(self.device).repeat(self._factor, self._factor)
 
-    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Take the mean square of the output for the kit's rows ``x``, repeated to the width of the model."""
-        return model(self._rows(x)).pow(2).mean()
+    def _compare(self, front: str, actual: dict[str, Any], expected: dict[str, Any], *rest: Any) -> None:
+        # Offloaded shards and gradients are on the host.
+        on_host = (pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, values) for values in (actual, expected))
+        super()._compare(front, *on_host, *rest)
 
-    def low_loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """As :meth:`loss`, computed in bf16; a plain model takes its fp32 parameters through a cast."""
-        rows = self._rows(x).bfloat16()
-        if isinstance(model, FSDP):
-            return model(rows).float().pow(2).mean()
-        low = {name: param.bfloat16() for name, param in model.named_parameters()}
-        return functional_call(model, low, (rows,)).float().pow(2).mean()
 
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.device).repeat(self._factor, self._factor)
-
-    def step(self, *, low: bool = False) -> None:
-        """Train both by one step, in bf16 if ``low``; gradients and parameters have to agree."""
-        self.twin.step(self.low_loss if low else self.loss, **self.tolerance)
-
-    def check_parameters(self) -> None:
-        """Compare the parameters of both."""
-        self.twin.check_parameters(**self.tolerance)
+def low_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Take the mean square of the output in bf16; a plain model takes its fp32 parameters through a cast."""
+    rows = x.bfloat16()
+    if isinstance(model, FSDP):
+        return model(rows).float().pow(2).mean()
+    low = {name: param.bfloat16() for name, param in model.named_parameters()}
+    return functional_call(model, low, (rows,)).float().pow(2).mean()

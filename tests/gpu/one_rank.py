@@ -19,8 +19,8 @@ from torch import nn
 from fsdp_flat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.gpu.accelerator import FACTOR, Recomputed, compute_device
-from tests.support.kit import BLOCKS, Stack, wrapped
-from tests.support.steps import ROWS, WIDTH
+from tests.support.kit import BLOCKS, ROWS, WIDTH, wrapped
+from tests.support.models import Stack
 
 NUM_RANKS = 8
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_flat import CPUOffload, ShardingStrategy, StateDictType, load_checkpoint, save_checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.gpu.accelerator import Trainer, on_devices
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import full_params
-from tests.support.steps import batches
+from tests.support.kit import full_params, square_loss
 
 BOTH_KINDS = [False, True]
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -33,7 +31,7 @@ def trainer_of(where: str, use_orig_params: bool, offload: bool = False, **kwarg
         where,
         use_orig_params=use_orig_params,
         cpu_offload=CPUOffload(offload_params=True) if offload else None,
-        optimizer=torch.optim.AdamW,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         **kwargs,
     )
 
@@ -41,17 +39,17 @@ def trainer_of(where: str, use_orig_params: bool, offload: bool = False, **kwarg
 def train(trainer: Trainer, steps: range) -> None:
     """Train the sharded model alone."""
     for step in steps:
-        trainer.loss(trainer.model, batches(step)[dist.get_rank()]).backward()
-        trainer.twin.optimizer.step()
-        trainer.twin.optimizer.zero_grad()
+        square_loss(trainer.ours, trainer.batch(step)).backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
 
 
 def assert_train_alike(one: Trainer, other: Trainer) -> None:
     """Compare the parameters of two models before and after one more step of each."""
-    assert_equal(full_params(other.model), full_params(one.model), what="loaded parameters")
+    assert_equal(full_params(other.ours), full_params(one.ours), what="loaded parameters")
     for trainer in (one, other):
         train(trainer, range(7, 8))
-    assert_equal(full_params(other.model), full_params(one.model), what="parameters after another step")
+    assert_equal(full_params(other.ours), full_params(one.ours), what="parameters after another step")
 
 
 @on_devices("kind, use_orig_params, offload", KINDS, [(FULL, True, False), (SHARDED, False, False)], case_id)
@@ -63,19 +61,19 @@ def test_state_dicts_of_model_and_optimizer_come_back(
     train(saved, range(2))
     torch.manual_seed(1)
     loaded = trainer_of(where, use_orig_params, offload)
-    assert not torch.equal(full_params(loaded.model)["first.weight"], full_params(saved.model)["first.weight"])
-    with FSDP.state_dict_type(saved.model, kind), FSDP.state_dict_type(loaded.model, kind), warnings.catch_warnings():
+    assert not torch.equal(full_params(loaded.ours)["first.weight"], full_params(saved.ours)["first.weight"])
+    with FSDP.state_dict_type(saved.ours, kind), FSDP.state_dict_type(loaded.ours, kind), warnings.catch_warnings():
         # torch's ShardedTensor, which sharded state dicts are made of, is deprecated in some versions.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-        state = saved.model.state_dict()
-        optim_state = FSDP.optim_state_dict(saved.model, saved.twin.optimizer)
-        loaded.model.load_state_dict(state)
-        own = FSDP.optim_state_dict_to_load(loaded.model, loaded.twin.optimizer, optim_state)
-        loaded.twin.optimizer.load_state_dict(own)
+        state = saved.ours.state_dict()
+        optim_state = FSDP.optim_state_dict(saved.ours, saved.optimizer)
+        loaded.ours.load_state_dict(state)
+        own = FSDP.optim_state_dict_to_load(loaded.ours, loaded.optimizer, optim_state)
+        loaded.optimizer.load_state_dict(own)
     if kind is FULL:
         assert_equal(
             {name: value.cpu() for name, value in state.items()},
-            {name: value.cpu() for name, value in full_params(saved.model).items()},
+            {name: value.cpu() for name, value in full_params(saved.ours).items()},
             what="full state dict",
         )
     assert_train_alike(saved, loaded)
@@ -91,18 +89,18 @@ def test_state_dicts_of_model_and_optimizer_come_back(
 def test_a_checkpoint_is_saved_and_loaded(where: str, background: bool, use_orig_params: bool, tmp_path: Path) -> None:
     saved = trainer_of(where, use_orig_params)
     train(saved, range(2))
-    save = save_checkpoint(tmp_path, saved.model, saved.twin.optimizer, {"step": 2}, background=background)
-    before = full_params(saved.model)
+    save = save_checkpoint(tmp_path, saved.ours, saved.optimizer, {"step": 2}, background=background)
+    before = full_params(saved.ours)
     if background:
         # The save has copied what it writes: training goes on meanwhile.
         train(saved, range(2, 4))
     save.wait()
     torch.manual_seed(1)
     loaded = trainer_of(where, use_orig_params, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    found = load_checkpoint(tmp_path, loaded.model, loaded.twin.optimizer)
+    found = load_checkpoint(tmp_path, loaded.ours, loaded.optimizer)
     assert found is not None
-    assert_equal(full_params(loaded.model), before, what="loaded parameters")
+    assert_equal(full_params(loaded.ours), before, what="loaded parameters")
     if background:
         train(loaded, range(2, 4))
-    assert_close(full_params(loaded.model), full_params(saved.model), rtol=0, atol=0)
+    assert_close(full_params(loaded.ours), full_params(saved.ours), rtol=0, atol=0)
     assert_train_alike(saved, loaded)

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.support import Ranks, assert_equal
-from tests.support.kit import BLOCKS, Stack, batch, normal, square_loss
+from tests.support.kit import BLOCKS, batch, normal, square_loss
+from tests.support.models import Stack
 from tests.support.pool import WarmPools
 from tests.support.transport import GLOO, NCCL, CreatesOn, mesh_type, rank_device
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
-from tests.gpu.accelerator import Recomputed, Trainer, compute_device, kind_id, on_devices
+from tests.gpu.accelerator import Recomputed, Trainer, compute_device, kind_id, low_loss, on_devices
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import full_params
-from tests.support.reference import replicated_gradients
-from tests.support.steps import STRATEGIES, assert_idle, batches
+from tests.support.kit import full_params, square_loss
+from tests.support.steps import STRATEGIES
 
 FULL = ShardingStrategy.FULL_SHARD
 GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
@@ -57,15 +54,14 @@ def test_every_strategy_trains_as_a_replica_does(
     where: str, strategy: ShardingStrategy, shape: tuple[int, int] | None, use_orig_params: bool
 ) -> None:
     trainer = Trainer(where, sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_on(where, shape))
-    for _ in range(NUM_STEPS):
-        trainer.step()
+    trainer.train(num_steps=NUM_STEPS)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "forward_prefetch": {"forward_prefetch": True},
     "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
     "unlimited": {"limit_all_gathers": False},
-    "one_unit": {"auto_wrap_policy": None},
+    "one_unit": {"units": ()},
 }
 
 
@@ -73,8 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 def test_other_schedules_train_as_a_replica_does(where: str, name: str, use_orig_params: bool) -> None:
     trainer = Trainer(where, use_orig_params=use_orig_params, **OPTIONS[name])
-    for _ in range(NUM_STEPS):
-        trainer.step()
+    trainer.train(num_steps=NUM_STEPS)
 
 
 @on_devices("strategy, use_orig_params", list(itertools.product([FULL, GRAD_OP], BOTH_KINDS)), [(FULL, True)], kind_id)
@@ -82,11 +77,11 @@ def test_other_schedules_train_as_a_replica_does(where: str, name: str, use_orig
 def test_bf16_parameters_with_fp32_reductions_train_as_a_replica_does(
     where: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    trainer = Trainer(where, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=LOW)
-    trainer.tolerance = {"atol": 1e-4, "rtol": 1e-2}
-    for _ in range(NUM_STEPS):
-        trainer.step(low=True)
-    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
+    options = {"sharding_strategy": strategy, "mixed_precision": LOW, "note_outputs": False}
+    tolerance = {"atol": 1e-4, "rtol": 1e-2}
+    trainer = Trainer(where, use_orig_params=use_orig_params, tolerance=tolerance, **options)
+    trainer.train(low_loss, num_steps=NUM_STEPS)
+    assert {param.dtype for param in trainer.ours.parameters()} == {torch.float32}
 
 
 @on_devices(
@@ -100,34 +95,17 @@ def test_offloaded_shards_are_pinned_and_train_as_a_replica_does(
     where: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     trainer = Trainer(where, sharding_strategy=strategy, use_orig_params=use_orig_params, cpu_offload=OFFLOAD)
-    twin = trainer.twin
-    for step in range(NUM_STEPS):
-        inputs = batches(step)
-        twin.optimizer.zero_grad()
-        trainer.loss(twin.model, inputs[dist.get_rank()]).backward()
-        for param in trainer.model.parameters():
+    for _ in range(NUM_STEPS):
+        trainer.backward()
+        for param in trainer.ours.parameters():
             if param.numel() > 0:
                 assert param.device.type == "cpu"
                 assert param.data.is_pinned() == (where == "accelerator")
                 assert param.grad is not None
                 assert param.grad.device.type == "cpu"
-        assert_gradients_on_any_device(trainer, inputs)
-        twin.optimizer.step()
-    expected = {name: param.detach().cpu() for name, param in twin.plain.named_parameters()}
-    found = {name: param.cpu() for name, param in full_params(trainer.model).items()}
-    assert_close(found, expected, what="parameters", **trainer.tolerance)
-
-
-def assert_gradients_on_any_device(trainer: Trainer, inputs: list[Any]) -> None:
-    """Step the plain copy, after its gradients were compared with the sharded ones on the host."""
-    twin = trainer.twin
-    twin.plain_optimizer.zero_grad()
-    _, expected = replicated_gradients(twin.plain, inputs, trainer.loss)
-    with FSDP.summon_full_params(twin.model, writeback=False, with_grads=True):
-        found = {name: param.grad.cpu() for name, param in twin.model.named_parameters() if param.grad is not None}
-    wanted = {name: grad.cpu() for name, grad in expected.items() if grad is not None}
-    assert_close(found, wanted, what="gradients", **trainer.tolerance)
-    twin.plain_optimizer.step()
+        trainer.check_gradients()
+        trainer.step()
+    trainer.check_parameters()
 
 
 @on_devices("strategy, use_orig_params", list(itertools.product([FULL, GRAD_OP], BOTH_KINDS)), [(FULL, True)], kind_id)
@@ -138,11 +116,11 @@ def test_the_scaler_skips_a_step_of_fp16_that_overflowed_on_one_rank(
     precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     trainer = Trainer(where, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     scaler = ShardedGradScaler(trainer.device.type, init_scale=1024.0)
-    model, optimizer = trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+    model, optimizer = trainer.ours, torch.optim.SGD(trainer.ours.parameters(), lr=0.01)
     states = [full_params(model)]
     for step in range(3):
         # In fp32, or the scaled square of the output would not fit.
-        loss = trainer.loss(model, batches(step)[rank]).float()
+        loss = square_loss(model, trainer.batch(step)).float()
         factor = float("inf") if step == 1 and rank == 1 else 1.0
         scaler.scale(loss * factor).backward()
         scaler.step(optimizer)
@@ -168,8 +146,7 @@ def test_recomputed_activations_train_as_a_replica_does(
 ) -> None:
     build = functools.partial(Recomputed, use_reentrant=use_reentrant)
     trainer = Trainer(where, build, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    for _ in range(NUM_STEPS):
-        trainer.step()
+    trainer.train(num_steps=NUM_STEPS)
 
 
 @on_devices(
@@ -188,24 +165,11 @@ def test_gradients_accumulate_inside_no_sync(
         use_orig_params=use_orig_params,
         cpu_offload=OFFLOAD if offload else None,
     )
-    twin = trainer.twin
-    for step in range(2):
-        micro = [batches(3 * step + index) for index in range(3)]
-        twin.optimizer.zero_grad()
-        for index, inputs in enumerate(micro):
-            with twin.model.no_sync() if index < 2 else nullcontext():
-                trainer.loss(twin.model, inputs[rank]).backward()
-        twin.plain_optimizer.zero_grad()
-        for inputs in micro:
-            replicated_gradients(twin.plain, inputs, trainer.loss)
-        if not offload:
-            twin.check_gradients(**trainer.tolerance)
-        twin.optimizer.step()
-        twin.plain_optimizer.step()
-        assert_idle(twin.model)
-    expected = {name: param.detach().cpu() for name, param in twin.plain.named_parameters()}
-    found = {name: param.cpu() for name, param in full_params(twin.model).items()}
-    assert_close(found, expected, what="parameters", **trainer.tolerance)
+    for _ in range(2):
+        with trainer.no_sync():
+            trainer.backward()
+            trainer.backward()
+        trainer.train()
 
 
 @on_devices(
@@ -219,38 +183,35 @@ def test_gradients_are_clipped_by_the_norm_of_a_replica(
     where: str, norm_type: float, use_orig_params: bool, offload: bool, rank: int
 ) -> None:
     trainer = Trainer(where, use_orig_params=use_orig_params, cpu_offload=OFFLOAD if offload else None)
-    twin, inputs = trainer.twin, batches()
-    trainer.loss(twin.model, inputs[rank]).backward()
-    replicated_gradients(twin.plain, inputs, trainer.loss)
-    norm = twin.model.clip_grad_norm_(1e-3, norm_type)
-    expected = nn.utils.clip_grad_norm_(twin.plain.parameters(), 1e-3, norm_type)
+    trainer.backward()
+    norm = trainer.ours.clip_grad_norm_(1e-3, norm_type)
+    expected = nn.utils.clip_grad_norm_(trainer.plain.parameters(), 1e-3, norm_type)
     assert_close(norm.cpu(), expected.detach().cpu(), what="norm", **trainer.tolerance)
-    if not offload:
-        twin.check_gradients(**trainer.tolerance)
+    trainer.check_gradients()
 
 
 @on_devices("use_orig_params", BOTH_KINDS, [True], kind_id)
 @on_ranks(2)
 def test_changes_inside_summon_full_params_are_written_back(where: str, use_orig_params: bool) -> None:
     trainer = Trainer(where, use_orig_params=use_orig_params)
-    trainer.step()
-    with FSDP.summon_full_params(trainer.model), torch.no_grad():
-        for param in trainer.model.parameters():
+    trainer.train()
+    with FSDP.summon_full_params(trainer.ours), torch.no_grad():
+        for param in trainer.ours.parameters():
             assert param.device == trainer.device
             param.mul_(0.5)
     with torch.no_grad():
-        for param in trainer.twin.plain.parameters():
+        for param in trainer.plain.parameters():
             param.mul_(0.5)
     trainer.check_parameters()
-    trainer.step()
+    trainer.train()
 
 
 @on_devices("", [()], [()])
 @on_ranks(2)
 def test_a_replica_that_was_changed_is_seen_to_differ(where: str) -> None:
     trainer = Trainer(where)
-    trainer.step()
+    trainer.train()
     with torch.no_grad():
-        trainer.twin.plain.head.weight[0, 0] += 1e-2
+        trainer.plain.head.weight[0, 0] += 1e-2
     with pytest.raises(AssertionError, match="parameters"):
         trainer.check_parameters()

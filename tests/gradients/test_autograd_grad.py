@@ -17,8 +17,9 @@ from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.guards.torch_functions import grad
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
+from tests.support.models import Model
 from tests.support.peer import peer_fsdp
-from tests.support.wrapper_models import Model, batch, seeded, shard
+from tests.support.wrapper_models import batch, seeded, shard
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 

@@ -16,8 +16,9 @@ from fsdp_flat.composable import FSDPModule
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError, UsageError
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import Sides, batch_of, blocks_and_root
-from tests.support.kit import Stack, patience, square_loss
+from tests.support.beside import batch_of, blocks_and_root, by_steps
+from tests.support.kit import patience, square_loss
+from tests.support.models import Stack
 
 
 @on_ranks(2, 4)
@@ -50,12 +51,12 @@ def test_several_backwards_are_finalized_at_once(reshards: Any, sync: bool, wait
             assert all(unit.is_sharded for unit in units_of(model))
             model.set_manual_backward_finalization(False)
 
-    Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(run, num_steps=2)
+    by_steps(Stack(), reshard_after_forward=reshards).train(run, num_steps=2)
 
 
 @on_ranks(2)
 def test_a_backward_is_finalized_by_hand_only_where_it_was_said_so() -> None:
-    model = blocks_and_root(Stack())
+    model = blocks_and_root(Stack().double())
     assert model.finalize_backward() is None
     square_loss(model, batch_of(0)).backward()
     with pytest.raises(UsageError, match="without set_manual_backward_finalization"):
@@ -85,7 +86,7 @@ def test_a_backward_is_finalized_by_hand_only_where_it_was_said_so() -> None:
 
 @on_ranks(2)
 def test_kept_memory_of_unsharded_parameters_stays_in_place() -> None:
-    plain = Stack()
+    plain = Stack().double()
     model, reference = blocks_and_root(copy.deepcopy(plain)), blocks_and_root(copy.deepcopy(plain))
     found: dict[int, set[int]] = {}
 
@@ -123,7 +124,7 @@ def test_kept_memory_of_unsharded_parameters_stays_in_place() -> None:
 
 @on_ranks(2)
 def test_one_unit_keeps_its_memory() -> None:
-    model = blocks_and_root(Stack())
+    model = blocks_and_root(Stack().double())
     model.set_keep_unsharded_storage(True, recurse=False)
     with torch.no_grad():
         model(batch_of(0))
@@ -152,7 +153,7 @@ def raising_backward(model: Any, step: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("is_followed", [False, True])
 def test_a_backward_that_raised_is_an_error_of_finalize_backward(is_followed: bool) -> None:
-    model = blocks_and_root(Stack())
+    model = blocks_and_root(Stack().double())
     model.set_manual_backward_finalization(True)
     square_loss(model, batch_of(0)).backward()
     raising_backward(model, 1)
@@ -170,7 +171,7 @@ def test_a_backward_that_raised_is_an_error_of_finalize_backward(is_followed: bo
 def test_a_backward_that_raised_on_one_rank_is_an_error_of_finalize_backward_on_all(rank: int) -> None:
     own = DeviceMesh.from_group(dist.new_group(), "cpu")  # its ranks are out of step afterwards
     with patience(failures, 0.5):
-        model = blocks_and_root(Stack(), mesh=own)
+        model = blocks_and_root(Stack().double(), mesh=own)
         model.set_manual_backward_finalization(True)
         if rank == 0:
             square_loss(model, batch_of(0)).backward()
@@ -183,24 +184,8 @@ def test_a_backward_that_raised_on_one_rank_is_an_error_of_finalize_backward_on_
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_clears_gradients_that_are_reduced_and_not_set_yet(set_to_none: bool) -> None:
-    model = blocks_and_root(Stack())
-    square_loss(model, batch_of(1)).backward()
-    expected = [param.grad.to_local().clone() for param in model.parameters()]
-    model.zero_grad()
-    model.set_is_last_backward(False)
-    square_loss(model, batch_of(0)).backward()
-    model.zero_grad(set_to_none=set_to_none)
-    model.set_is_last_backward(True)
-    square_loss(model, batch_of(1)).backward()
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.grad.to_local(), grad)
-
-
-@on_ranks(2)
 def test_finalization_by_hand_of_a_nested_unit_is_an_error_in_the_first_forward() -> None:
-    model = blocks_and_root(Stack())
+    model = blocks_and_root(Stack().double())
     model.blocks[0].set_manual_backward_finalization(True)
     with pytest.raises(UsageError, match=r"'blocks\.0', which is nested"):
         model(batch_of(0))

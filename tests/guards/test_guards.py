@@ -15,7 +15,8 @@ from fsdp_flat.core import Guard, use_guards
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.guards import DEFAULT, guards_off
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Stack, normal, seeded, square_loss, train_on
+from tests.support.kit import BLOCKS, normal, seeded, square_loss, train_on
+from tests.support.models import Stack
 
 
 def original(model: nn.Module) -> nn.Module:

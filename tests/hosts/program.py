@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, load_checkpoint, save_checkpoint
+from tests.support.beside import OUR_WRAPPERS, Beside
 from tests.support.hosts import train_fully_shard_beside_a_replica
-from tests.support.kit import BLOCKS, Stack, batch, full_params, square_loss, wrapped
-from tests.support.steps import STRATEGIES, Twin, mesh_for
+from tests.support.kit import BLOCKS, batch, full_params, square_loss, wrapped
+from tests.support.models import Stack
+from tests.support.steps import STRATEGIES, mesh_for
 
 # Of the group whose ranks wait for a host in vain.
 TIMEOUT_S = 10
@@ -35,11 +37,9 @@ def train() -> None:
     """Train every strategy with both values of ``use_orig_params``, and both fronts, beside a plain replica."""
     torch.manual_seed(0)
     for strategy in STRATEGIES:
-        for use_orig_params in (False, True):
-            arguments = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, **mesh_for(strategy)}
-            twin = Twin.of(Stack(), **arguments)
-            for _ in range(3):
-                twin.step()
+        for front in OUR_WRAPPERS:
+            beside = Beside(Stack(), front, sharding_strategy=strategy, **mesh_for(strategy))
+            beside.train(num_steps=3)
     for shape in ((4,), (2, 2)):
         torch.manual_seed(0)
         train_fully_shard_beside_a_replica(shape)

@@ -16,8 +16,9 @@ from fsdp_flat import compare_with
 from fsdp_flat.errors import OptionError
 from fsdp_flat.extras.compare import Difference
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
-from tests.support.steps import STRATEGIES, batch, mesh_for
+from tests.support.kit import BLOCKS, batch, square_loss, wrapped
+from tests.support.models import Stack
+from tests.support.steps import STRATEGIES, mesh_for
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

@@ -17,8 +17,8 @@ from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.memory.test_memory import sampled
 from tests.mixed_precision.test_units_of_several_dtypes import Mixed
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, mesh, square_loss, wrapped
-from tests.support.steps import batch
+from tests.support.kit import BLOCKS, batch, mesh, square_loss, wrapped
+from tests.support.models import Block, Stack
 from tests.wrapping.test_tied_weights import Language
 
 

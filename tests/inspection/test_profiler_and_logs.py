@@ -10,8 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_flat import ShardingStrategy
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
-from tests.support.pairs import KINDS, Pair, batch
+from tests.support.beside import KINDS, Beside, batch
+from tests.support.kit import square_loss
+from tests.support.models import Stack
 
 
 class Lines(logging.Handler):
@@ -37,11 +38,11 @@ class Lines(logging.Handler):
 
 @KINDS
 @on_ranks(2)
-def test_a_profiled_step_has_ranges_of_every_unit_with_the_labels_of_fsdp(use_orig_params: bool, rank: int) -> None:
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
-    pair.train()
+def test_a_profiled_step_has_ranges_of_every_unit_with_the_labels_of_fsdp(front: str, rank: int) -> None:
+    beside = Beside(Stack(), front)
+    beside.train()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        square_loss(pair.model, batch(rank)).backward()
+        square_loss(beside.ours, batch(rank)).backward()
     labels = {event.key for event in profiled.key_averages()}
     for operation in ("pre_forward", "all_gather", "post_forward", "pre_backward", "post_backward", "reduce_scatter"):
         assert f"FSDP::{operation} (blocks.0)" in labels, sorted(label for label in labels if "FSDP" in label)
@@ -53,12 +54,12 @@ def test_a_profiled_step_has_ranges_of_every_unit_with_the_labels_of_fsdp(use_or
 def test_the_first_use_logs_units_and_the_way_tensors_move_and_later_steps_nothing(rank: int) -> None:
     group = dist.new_group()
     with Lines(logging.INFO) as lines:
-        pair = Pair.of(Stack(), process_group=group, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-        pair.train(num_steps=1)
+        beside = Beside(Stack(), process_group=group, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        beside.train(num_steps=1)
         num_lines = len(lines)
-        pair.train(num_steps=2, first=1)
+        beside.train(num_steps=2)
     units = [line for line in lines if line.startswith("unit ")]
-    assert len(units) == 1 + len(pair.plain.blocks)
+    assert len(units) == 1 + len(beside.plain.blocks)
     assert "SHARD_GRAD_OP over 2 ranks" in units[0], units
     assert "bytes a rank" in units[0]
     assert [line for line in lines if "tensors on the CPU move by" in line]
@@ -68,8 +69,8 @@ def test_the_first_use_logs_units_and_the_way_tensors_move_and_later_steps_nothi
 @on_ranks(2)
 @pytest.mark.parametrize("event", ["unshard", "wait_for_unshard", "reshard", "pre_backward", "reduce_scatter"])
 def test_each_transition_is_logged_for_debugging(event: str, rank: int) -> None:
-    pair = Pair.of(Stack())
-    pair.train()
+    beside = Beside(Stack())
+    beside.train()
     with Lines(logging.DEBUG) as lines:
-        square_loss(pair.model, batch(rank)).backward()
+        square_loss(beside.ours, batch(rank)).backward()
     assert f"{event} of unit 'blocks.1'" in lines

@@ -11,7 +11,8 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy, describe, fully_shard, unwrap
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, mesh
+from tests.support.kit import BLOCKS, mesh
+from tests.support.models import Stack
 from tests.support.peer import PeerFSDP
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16)

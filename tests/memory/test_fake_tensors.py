@@ -41,7 +41,8 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import PhaseError, UsageError
-from tests.support.kit import BLOCKS, Block, Stack, no_shard_allowed, wrapped
+from tests.support.kit import BLOCKS, no_shard_allowed, wrapped
+from tests.support.models import Block, Stack
 
 NUM_RANKS = 8
 TOLERANCE = 0.03

@@ -15,8 +15,10 @@ from torch import nn
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.core import units_of
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss
-from tests.support.steps import SHARDED, Twin, batch, recorded
+from tests.support.beside import APPLY, KINDS, sgd
+from tests.support.kit import BLOCKS, batch, square_loss, wrapped
+from tests.support.models import Stack
+from tests.support.steps import SHARDED, recorded
 
 WIDTH = 256
 
@@ -55,44 +57,45 @@ def sampled(model: nn.Module, run: Callable[[], None], measure: Callable[[], int
 
 @on_ranks(2)
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 def test_at_most_the_outermost_unit_and_two_others_are_gathered_in_a_step(
-    use_orig_params: bool, prefetch: BackwardPrefetch | None, rank: int
+    front: str, prefetch: BackwardPrefetch | None, rank: int
 ) -> None:
-    twin = Twin.of(Stack(6, WIDTH), backward_prefetch=prefetch, use_orig_params=use_orig_params)
-    root, *blocks = whole_bytes(twin.model)
+    model = APPLY[front](Stack(6, WIDTH), auto_wrap_policy=BLOCKS, backward_prefetch=prefetch)
+    root, *blocks = whole_bytes(model)
     limit = root + 2 * max(blocks)
+    optimizer = sgd(model)
     for _ in range(3):
-        samples = sampled(twin.model, lambda: square_loss(twin.model, batch(rank, width=WIDTH)).backward())
+        samples = sampled(model, lambda: square_loss(model, batch(rank, width=WIDTH)).backward())
         assert root + max(blocks) <= max(samples) <= limit
-        assert gathered_bytes(twin.model) == 0
-        twin.optimizer.step()
+        assert gathered_bytes(model) == 0
+        optimizer.step()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_after_a_forward_without_gradients_nothing_is_gathered(strategy: ShardingStrategy, rank: int) -> None:
-    twin = Twin.of(Stack(6, WIDTH), sharding_strategy=strategy)
-    root, *blocks = whole_bytes(twin.model)
+    model = wrapped(Stack(6, WIDTH), auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
+    root, *blocks = whole_bytes(model)
 
     def evaluate() -> None:
         with torch.no_grad():
-            twin.model(batch(rank, width=WIDTH))
+            model(batch(rank, width=WIDTH))
 
     for _ in range(3):
-        samples = sampled(twin.model, evaluate)
+        samples = sampled(model, evaluate)
         assert root < max(samples) <= root + 2 * max(blocks)
-        assert gathered_bytes(twin.model) == 0
+        assert gathered_bytes(model) == 0
 
 
 @on_ranks(2)
 def test_after_a_training_forward_full_shard_keeps_the_first_and_last_unit_and_shard_grad_op_all(rank: int) -> None:
     for strategy in SHARDED:
-        twin = Twin.of(Stack(3, WIDTH), sharding_strategy=strategy)
-        twin.model(batch(rank, width=WIDTH))
-        root, *blocks = whole_bytes(twin.model)
+        model = wrapped(Stack(3, WIDTH), auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
+        model(batch(rank, width=WIDTH))
+        root, *blocks = whole_bytes(model)
         expected = root + (blocks[-1] if strategy is ShardingStrategy.FULL_SHARD else sum(blocks))
-        assert gathered_bytes(twin.model) == expected
+        assert gathered_bytes(model) == expected
 
 
 class MallInfo(ctypes.Structure):
@@ -126,11 +129,11 @@ def settled_bytes() -> int:
     return lowest
 
 
-def warm_up(twin: Twin, x: torch.Tensor) -> None:
+def warm_up(model: nn.Module, x: torch.Tensor) -> None:
     """Steps that make what is made once."""
     for _ in range(3):
-        square_loss(twin.model, x).backward()
-        twin.optimizer.zero_grad()
+        square_loss(model, x).backward()
+        model.zero_grad()
 
 
 def growth(run: Callable[[], Any]) -> int:
@@ -145,31 +148,29 @@ SLACK = 250_000
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_after_backward_the_only_gradients_alive_are_shards(
-    strategy: ShardingStrategy, use_orig_params: bool, rank: int
-) -> None:
-    twin = Twin.of(Stack(6, WIDTH), sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_after_backward_the_only_gradients_alive_are_shards(strategy: ShardingStrategy, front: str, rank: int) -> None:
+    model = APPLY[front](Stack(6, WIDTH), auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
     x = batch(rank, width=WIDTH)
-    warm_up(twin, x)
-    shards = sum(whole_bytes(twin.model)) // 2
-    end = growth(lambda: square_loss(twin.model, x).backward())
+    warm_up(model, x)
+    shards = sum(whole_bytes(model)) // 2
+    end = growth(lambda: square_loss(model, x).backward())
     assert abs(end - shards) < SLACK, f"{end} bytes alive, shards have {shards}"
-    assert min(whole_bytes(twin.model)) > SLACK, "a whole gradient of any unit would show"
-    twin.optimizer.zero_grad()
+    assert min(whole_bytes(model)) > SLACK, "a whole gradient of any unit would show"
+    model.zero_grad()
 
 
 @on_ranks(2)
 def test_a_full_shard_step_peaks_at_the_shards_and_a_few_units(rank: int) -> None:
     """Gathered: the root and two units; gradients: the shards, one that is being collected, and for up to two
     reductions in flight and one that begins, what is sent and what is received."""
-    twin = Twin.of(Stack(16, WIDTH))
+    model = wrapped(Stack(16, WIDTH), auto_wrap_policy=BLOCKS)
     x = batch(rank, width=WIDTH)
-    warm_up(twin, x)
-    root, *blocks = whole_bytes(twin.model)
+    warm_up(model, x)
+    root, *blocks = whole_bytes(model)
     before = settled_bytes()
-    samples = sampled(twin.model, lambda: square_loss(twin.model, x).backward(), live_bytes)
+    samples = sampled(model, lambda: square_loss(model, x).backward(), live_bytes)
     shards = (root + sum(blocks)) // 2
     peak = max(samples) - before
     limit = shards + root + (2 + 1 + 2 * 3) * max(blocks) + SLACK
@@ -178,23 +179,23 @@ def test_a_full_shard_step_peaks_at_the_shards_and_a_few_units(rank: int) -> Non
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_accumulation_inside_no_sync_holds_one_whole_gradient(use_orig_params: bool, rank: int) -> None:
-    twin = Twin.of(Stack(6, WIDTH), use_orig_params=use_orig_params)
+@KINDS
+def test_accumulation_inside_no_sync_holds_one_whole_gradient(front: str, rank: int) -> None:
+    model = APPLY[front](Stack(6, WIDTH), auto_wrap_policy=BLOCKS)
     x = batch(rank, width=WIDTH)
-    warm_up(twin, x)
-    total = sum(whole_bytes(twin.model))
+    warm_up(model, x)
+    total = sum(whole_bytes(model))
 
     def accumulate() -> None:
-        with twin.model.no_sync():
-            square_loss(twin.model, x).backward()
+        with model.no_sync():
+            square_loss(model, x).backward()
 
     first = growth(accumulate)
     second = growth(accumulate)
     assert abs(first - total) < SLACK
     assert abs(second) < SLACK
-    assert sum(handle.grads._buffer.nbytes for unit in units_of(twin.model) for handle in unit.param_groups) == total
-    last = growth(lambda: square_loss(twin.model, x).backward())
+    assert sum(handle.grads._buffer.nbytes for unit in units_of(model) for handle in unit.param_groups) == total
+    last = growth(lambda: square_loss(model, x).backward())
     assert abs(last + total - total // 2) < SLACK, "what is left is the shards"
 
 
@@ -202,11 +203,10 @@ def test_accumulation_inside_no_sync_holds_one_whole_gradient(use_orig_params: b
 def test_a_frozen_unit_keeps_no_gradient_bytes(rank: int) -> None:
     module = Stack(4, WIDTH)
     module.blocks.requires_grad_(False)
-    twin = Twin.of(module)
+    model = wrapped(module, auto_wrap_policy=BLOCKS)
     x = batch(rank, width=WIDTH)
-    warm_up(twin, x)
-    root, *blocks = whole_bytes(twin.model)
-    end = growth(lambda: square_loss(twin.model, x).backward())
+    warm_up(model, x)
+    root, *blocks = whole_bytes(model)
+    end = growth(lambda: square_loss(model, x).backward())
     assert abs(end - root // 2) < SLACK
     assert min(blocks) // 2 > SLACK
-    assert isinstance(twin.plain.blocks[0], Block)

@@ -17,9 +17,9 @@ from fsdp_flat.composable import fully_shard, trace
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
 from tests.support import assert_equal, on_ranks
-from tests.support.fully_shard_sides import blocks_and_root
+from tests.support.beside import assert_idle, blocks_and_root, sgd
 from tests.support.kit import BLOCKS, Block, Stack, Trouble, batch, full_params, mesh, seeded, square_loss, wrapped
-from tests.support.steps import acquaint, assert_idle, recorded, sgd
+from tests.support.steps import acquaint, recorded
 
 NUM_BLOCKS = 5
 # Of a Block: 8 x 17 + 17 + 17 x 8 elements of 4 bytes, and padding.
@@ -52,7 +52,7 @@ def budget_for(num_blocks: float, *, itemsize: int = 4) -> str:
 
 
 def train(model: nn.Module, rank: int, num_steps: int, *, first: int = 0, loss_of: Any = square_loss) -> None:
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(model)
     for step in range(first, first + num_steps):
         loss_of(model, batch(rank, step)).backward()
         optimizer.step()

@@ -14,7 +14,8 @@ from fsdp_flat.core.memory import TRANSITIONS, MemoryEvent, MemoryState
 from fsdp_flat.core.unit import own_unit
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import Block, batch, wrapped
+from tests.support.kit import batch, wrapped
+from tests.support.models import Block
 
 S, E = MemoryState, MemoryEvent
 

@@ -22,7 +22,7 @@ from fsdp_flat.core import step_of, units_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime.activation_offload import ActivationOffload, storages_of
 from tests.support import assert_equal, on_ranks
-from tests.support.fully_shard_sides import blocks_and_root
+from tests.support.beside import blocks_and_root
 from tests.support.host_swap import HostSwapOnCpu
 from tests.support.kit import BLOCKS, Block, Stack, batch, full_grads, seeded, square_loss, wrapped
 

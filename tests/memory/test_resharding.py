@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -15,21 +14,18 @@ from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import Sides, batch_of, blocks_and_root
-from tests.support.kit import Stack, mesh, seeded, square_loss
+from tests.support.beside import batch_of, blocks_and_root, by_steps
+from tests.support.kit import mesh, seeded, square_loss
+from tests.support.models import Stack
 from tests.support.steps import acquaint, recorded
 
-ITEMSIZE = 4
-
-
-def to_groups_of(size: int | bool | None, **kwargs: Any) -> Any:
-    return functools.partial(blocks_and_root, reshard_after_forward=size, **kwargs)
+ITEMSIZE = 8
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2, 4, True, False])
 def test_training_with_parameters_held_by_smaller_groups_equals_a_replica_and_torch(size: int) -> None:
-    Sides(Stack(), to_groups_of(size)).step(num_steps=3)
+    by_steps(Stack(), reshard_after_forward=size).train(num_steps=3)
 
 
 @on_ranks(4)
@@ -38,21 +34,21 @@ def test_rows_of_uneven_and_of_other_dims_come_back_in_backward() -> None:
         return Shard(1) if param.dim() == 2 and param.shape[1] % 4 == 0 and param.shape[0] % 4 else None
 
     # torch fails on a row that the smaller group has to itself.
-    sides = Sides(Stack(), to_groups_of(2, shard_placement_fn=dim_of), with_torch=False)
-    assert {dim for unit in units_of(sides.ours) for handle in unit.param_groups for dim in handle.layout.dims} == {
+    beside = by_steps(Stack(), "fully_shard", reshard_after_forward=2, shard_placement_fn=dim_of)
+    assert {dim for unit in units_of(beside.ours) for handle in unit.param_groups for dim in handle.layout.dims} == {
         0,
         1,
     }
-    sides.step(num_steps=2)
+    beside.train(num_steps=2)
 
 
 @on_ranks(4)
 def test_the_smaller_group_holds_parameters_in_their_low_precision() -> None:
-    model = seeded()
+    model = seeded().double()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     losses = []
     for size in (2, True):
-        copy = seeded()
+        copy = seeded().double()
         copy.load_state_dict(model.state_dict())
         blocks_and_root(copy, fully_shard, reshard_after_forward=size, mp_policy=policy)
         loss = square_loss(copy, batch_of(0))
@@ -68,7 +64,7 @@ def test_the_smaller_group_holds_parameters_in_their_low_precision() -> None:
 
 @on_ranks(4)
 def test_backward_gathers_fewer_bytes_over_the_smaller_group_and_each_rank_holds_its_part() -> None:
-    model = blocks_and_root(Stack(), fully_shard, reshard_after_forward=2)
+    model = blocks_and_root(Stack().double(), fully_shard, reshard_after_forward=2)
     acquaint(model)
     square_loss(model, batch_of(0)).backward()
     root, *blocks = units_of(model)
@@ -96,7 +92,7 @@ def test_several_forwards_before_one_backward_train_right_with_smaller_groups() 
         first = square_loss(model, batch_of(2 * step))
         (first + square_loss(model, batch_of(2 * step + 1))).backward()
 
-    Sides(Stack(), to_groups_of(2)).step(run, num_steps=2)
+    by_steps(Stack(), reshard_after_forward=2).train(run, num_steps=2)
 
 
 @on_ranks(4)
@@ -107,24 +103,24 @@ def test_a_forward_without_backward_leaves_no_old_rows_behind() -> None:
             model(batch_of(60 + step))
         square_loss(model, batch_of(step)).backward()
 
-    sides = Sides(Stack(), to_groups_of(2))
-    sides.step(run, num_steps=3)
-    sides.ours(batch_of(0))
-    for param in sides.ours.parameters():
+    beside = by_steps(Stack(), reshard_after_forward=2)
+    beside.train(run, num_steps=3)
+    beside.ours(batch_of(0))
+    for param in beside.ours.parameters():
         with torch.no_grad():
             param.add_(1.0)
-    expected = torch.stack([param.full_tensor().sum() for param in sides.ours.parameters()])
-    sides.ours(batch_of(0))
-    for module in (sides.ours, *sides.ours.blocks):
+    expected = torch.stack([param.full_tensor().sum() for param in beside.ours.parameters()])
+    beside.ours(batch_of(0))
+    for module in (beside.ours, *beside.ours.blocks):
         module.unshard()
-    assert torch.allclose(torch.stack([param.sum() for param in sides.ours.parameters()]), expected, rtol=1e-4)
-    for module in (sides.ours, *sides.ours.blocks):
+    assert torch.allclose(torch.stack([param.sum() for param in beside.ours.parameters()]), expected, rtol=1e-4)
+    for module in (beside.ours, *beside.ours.blocks):
         module.reshard()
 
 
 @on_ranks(4)
 def test_weights_changed_between_forward_and_backward_are_refused_as_without_groups() -> None:
-    model = blocks_and_root(Stack(), fully_shard, reshard_after_forward=2)
+    model = blocks_and_root(Stack().double(), fully_shard, reshard_after_forward=2)
     loss = square_loss(model, batch_of(0))
     with torch.no_grad():
         next(model.blocks[0].parameters()).mul_(2.0)
@@ -143,27 +139,27 @@ def test_one_rank_may_take_a_state_dict_between_forward_and_backward(size: int, 
             model.state_dict()
         loss.backward()
 
-    Sides(Stack(), to_groups_of(size), with_torch=False).step(run, num_steps=2)
+    by_steps(Stack(), "fully_shard", reshard_after_forward=size).train(run, num_steps=2)
 
 
 @on_ranks(4)
 def test_a_switch_to_true_or_false_replaces_the_number_of_ranks() -> None:
-    sides = Sides(Stack(), to_groups_of(2))
-    acquaint(sides.ours)
+    beside = by_steps(Stack(), reshard_after_forward=2)
+    acquaint(beside.ours)
     for wanted, num_gathers, other_ranks in ((True, 3, 3), (False, 0, 3)):
-        for side in (sides.ours, sides.theirs):
+        for side in (beside.ours, beside.theirs):
             side.set_reshard_after_forward(wanted)
-        sides.step()
-        loss = square_loss(sides.ours, batch_of(9))
+        beside.train()
+        loss = square_loss(beside.ours, batch_of(9))
         with recorded() as record:
             loss.backward()
         # The last unit keeps its buffers if units reshard; the root does as it is told, too.
         assert record.count("gather") == num_gathers
-        numels = [unit.param_groups[0].layout.shard_numel for unit in units_of(sides.ours)]
+        numels = [unit.param_groups[0].layout.shard_numel for unit in units_of(beside.ours)]
         assert record.sent("gather") == (sum(numels[:-1]) * other_ranks * ITEMSIZE if num_gathers else 0)
-        sides.ours.zero_grad()
+        beside.ours.zero_grad()
     with pytest.raises(OptionError, match="must be True or False"):
-        sides.ours.set_reshard_after_forward(2)
+        beside.ours.set_reshard_after_forward(2)
 
 
 @on_ranks(4)
@@ -194,9 +190,9 @@ def test_parameters_freed_by_hand_after_forward_come_back_in_backward() -> None:
                 module.reshard()
         loss.backward()
 
-    sides = Sides(Stack(), to_groups_of(False))
-    sides.step(run, num_steps=2)
-    assert all(unit.is_sharded for unit in units_of(sides.ours))
+    beside = by_steps(Stack(), reshard_after_forward=False)
+    beside.train(run, num_steps=2)
+    assert all(unit.is_sharded for unit in units_of(beside.ours))
 
 
 @on_ranks(2)
@@ -212,15 +208,15 @@ def test_parameters_kept_after_backward_are_not_gathered_again_until_they_change
             model.set_requires_gradient_sync(True)
         square_loss(model, batch_of(2 * step + 1)).backward()
 
-    sides = Sides(Stack(), to_groups_of(None))
-    sides.step(run, num_steps=2)
-    acquaint(sides.ours)
-    sides.ours.set_reshard_after_backward(False)
-    square_loss(sides.ours, batch_of(1)).backward()
+    beside = by_steps(Stack(), reshard_after_forward=None)
+    beside.train(run, num_steps=2)
+    acquaint(beside.ours)
+    beside.ours.set_reshard_after_backward(False)
+    square_loss(beside.ours, batch_of(1)).backward()
     with recorded() as record:
-        sides.ours(batch_of(1))
+        beside.ours(batch_of(1))
     assert record.count("gather") == 0
-    sides.ours.zero_grad()
+    beside.ours.zero_grad()
 
 
 @on_ranks(2)
@@ -261,7 +257,7 @@ def test_changes_of_parameters_that_are_kept_after_backward_are_seen(way: str, r
                 change(model)
 
     # Modules of torch's fully_shard hold unsharded parameters here, whose changes are lost.
-    Sides(Stack(), with_torch=False).step(run, num_steps=2)
+    by_steps(Stack(), "fully_shard").train(run, num_steps=2)
 
 
 @on_ranks(4)
@@ -270,7 +266,7 @@ def test_frozen_and_trainable_parameters_of_a_unit_come_back_together(size: int)
     model = Stack()
     for block in model.blocks:
         block.up.weight.requires_grad_(False)
-    Sides(model, to_groups_of(size)).step(num_steps=2)
+    by_steps(model, reshard_after_forward=size).train(num_steps=2)
 
 
 @on_ranks(4)
@@ -281,4 +277,4 @@ def test_a_switch_between_forward_and_backward_drops_the_rows_of_the_smaller_gro
             model.set_reshard_after_forward(True)
         loss.backward()
 
-    Sides(Stack(), to_groups_of(2), with_torch=False).step(run, num_steps=2)
+    by_steps(Stack(), "fully_shard", reshard_after_forward=2).train(run, num_steps=2)

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import blocks_and_root
-from tests.support.kit import Stack, seeded
+from tests.support.beside import blocks_and_root
+from tests.support.kit import seeded
+from tests.support.models import Stack
 
 X = torch.ones(2, 8)
 

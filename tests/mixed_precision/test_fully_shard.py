@@ -13,16 +13,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from tests.support import assert_equal, on_ranks
-from tests.support.fully_shard_beside import Beside, grads_of, whole
-from tests.support.kit import Block, Stack, batch, mesh, seeded, square_loss, train_on
+from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import BOTH, Beside, grads_of, whole
+from tests.support.kit import batch, mesh, seeded, square_loss, train_on
+from tests.support.models import Block, Stack
 from tests.support.peer import peer_fully_shard
 
 LOW = {"atol": 2e-3, "rtol": 2e-2}
 
 
-def beside(policy: MixedPrecisionPolicy, model: Stack | None = None, **kwargs: Any) -> Beside:
-    return Beside.of(model, mp_policy=policy, **kwargs)
+def both(policy: MixedPrecisionPolicy, *, dtype: torch.dtype = torch.float32, **options: Any) -> Beside:
+    """Models of the library and of torch; the replica computes in the dtype of the parameters."""
+    tolerance = {"atol": 5e-2, "rtol": 5e-2}
+    return Beside(Stack(), BOTH, mp_policy=policy, dtype=dtype, tolerance=tolerance, **options)
+
+
+def check_same_gradients(beside: Beside, **tolerance: float) -> None:
+    """Gradients are torch's, whose low precision is the same."""
+    assert_close(grads_of(beside.ours), grads_of(beside.theirs), **tolerance)
 
 
 class Seen:
@@ -42,28 +50,22 @@ class Seen:
 def test_training_in_mixed_precision_equals_torch(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> None:
-    models = beside(MixedPrecisionPolicy(param_dtype, reduce_dtype))
-    seen = [Seen(model.blocks[1]) for model in models.both]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models.both]
+    beside = both(MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    seen = [Seen(model.blocks[1]) for model in beside.sharded.values()]
     # The compute is the same; only sums over ranks round in another order.
     exact = dist.get_world_size() == 2 or torch.bfloat16 not in (param_dtype, reduce_dtype)
     tolerance = {"atol": 1e-6, "rtol": 1e-5} if exact else LOW
-    for number in range(3):
-        losses = [square_loss(model, batch(dist.get_rank(), number)) for model in models.both]
-        for loss in losses:
-            loss.backward()
-        torch.testing.assert_close(losses[0], losses[1], **tolerance)
-        models.check_grads(replica=False, **tolerance)
-        for own, other in zip(models.ours.parameters(), models.theirs.parameters(), strict=True):
+    for _ in range(3):
+        beside.backward()
+        check_same_gradients(beside, **tolerance)
+        for own, other in zip(beside.ours.parameters(), beside.theirs.parameters(), strict=True):
             assert isinstance(own.grad, DTensor)
             assert own.dtype == own.grad.dtype == other.grad.dtype == torch.float32
             assert own.grad.placements == other.grad.placements
             assert own.grad.to_local().shape == other.grad.to_local().shape
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for own, other in zip(models.ours.parameters(), models.theirs.parameters(), strict=True):
-            torch.testing.assert_close(whole(own), whole(other), **tolerance)
+        beside.step()
+        for own, other in zip(beside.ours.parameters(), beside.theirs.parameters(), strict=True):
+            assert_close(whole(own), whole(other), **tolerance)
     assert seen[0].dtypes == seen[1].dtypes
     assert set(seen[0].dtypes) == {(param_dtype or torch.float32,) * 3}
 
@@ -72,9 +74,10 @@ def test_training_in_mixed_precision_equals_torch(
 def test_reductions_in_fp32_are_more_exact_than_in_the_compute_dtype() -> None:
     grads = {}
     for reduce_dtype in (torch.bfloat16, torch.float32):
-        models = beside(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
-        models.backward(0)
-        grads[reduce_dtype] = grads_of(models.ours)
+        torch.manual_seed(0)
+        beside = both(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+        beside.backward()
+        grads[reduce_dtype] = grads_of(beside.ours)
     low, exact = (torch.cat([grad.flatten() for grad in found.values()]) for found in grads.values())
     assert not torch.equal(low, exact)
     assert_equal(low, low.to(torch.bfloat16).float())
@@ -150,24 +153,24 @@ def test_tensors_in_sets_are_cast(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_gradients_accumulate_in_the_reduce_dtype(reduce_dtype: torch.dtype | None, hybrid: bool) -> None:
     given = {"mesh": mesh(2, dist.get_world_size() // 2)} if hybrid else {}
-    models = beside(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype), **given)
+    beside = both(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype), **given)
     for number in range(4):
-        for model in models.both:
+        for model in beside.sharded.values():
             model.set_requires_gradient_sync(number == 3)
-        models.backward(number)
-        assert (grads_of(models.ours)["head.bias"] is None) is (number < 3)
+        beside.backward()
+        assert (grads_of(beside.ours)["head.bias"] is None) is (number < 3)
     exact = reduce_dtype is torch.float32
-    models.check_grads(replica=False, **({"atol": 1e-6, "rtol": 1e-5} if exact else {"atol": 1e-2, "rtol": 5e-2}))
+    check_same_gradients(beside, **({"atol": 1e-6, "rtol": 1e-5} if exact else {"atol": 1e-2, "rtol": 5e-2}))
 
 
 @pytest.mark.filterwarnings("ignore:.*is sharded in torch.bfloat16")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_gradients_have_the_dtype_of_low_precision_parameters(reduce_dtype: torch.dtype | None) -> None:
-    models = beside(MixedPrecisionPolicy(None, reduce_dtype), dtype=torch.bfloat16)
-    models.backward(0)
-    assert {param.grad.dtype for param in models.ours.parameters()} == {torch.bfloat16}
-    models.check_grads(replica=False, **LOW)
+    beside = both(MixedPrecisionPolicy(None, reduce_dtype), dtype=torch.bfloat16)
+    beside.backward()
+    assert {param.grad.dtype for param in beside.ours.parameters()} == {torch.bfloat16}
+    check_same_gradients(beside, **LOW)
 
 
 @on_ranks(2)

@@ -18,15 +18,15 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import OWN_STATISTICS, assert_equal, on_ranks
+from tests.support.models import NormedBlock
 from tests.support.surface_models import (
     ALL_STRATEGIES,
     STRATEGIES,
     WIDTH,
-    Block,
     assert_near,
     batches,
     grads_or_zeros,
-    plain_mean_grads,
+    mean_grads,
     sgd_step,
     sharded,
     sharded_by_peer,
@@ -67,7 +67,9 @@ class Downcast(nn.Module):
 
 def model_for(setting: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(5, WIDTH), Block(), Block(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+    layers = nn.Sequential(
+        nn.Linear(5, WIDTH), NormedBlock(), NormedBlock(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+    )
     return layers if setting.get("cast_root_forward_inputs", True) else Downcast(layers)
 
 
@@ -183,7 +185,7 @@ def test_a_custom_policy_overrides_precision_unit_by_unit(use_orig_params: bool,
         own = {"mixed_precision": library(param_dtype=FP16, reduce_dtype=FP32, cast_forward_inputs=True)}
         model = build(
             plain,
-            auto_wrap_policy=policy(lambda module, own=own: own if isinstance(module, Block) else False),
+            auto_wrap_policy=policy(lambda module, own=own: own if isinstance(module, NormedBlock) else False),
             mixed_precision=library(param_dtype=BF16),
             use_orig_params=use_orig_params,
         )
@@ -233,7 +235,7 @@ def test_full_precision_in_eval_equals_the_plain_model(
 
     # A backward of an eval forward runs in full precision too.
     model(x).pow(2).mean().backward()
-    expected = plain_mean_grads(plain, num_ranks)
+    expected = mean_grads(plain, plain(x).pow(2).mean())
     assert_near(grads_or_zeros(model), expected, 1e-5, "gradients")
     # ... and the next training forward in the low one again.
     assert model.train()(x).dtype == BF16
@@ -271,7 +273,7 @@ def test_a_first_evaluation_in_full_precision_and_inference_mode_leaves_training
     with torch.inference_mode():
         assert_near(model.eval()(x), plain(x), 1e-5, "eval output")
     model(x).pow(2).mean().backward()
-    assert_near(grads_or_zeros(model), plain_mean_grads(plain, num_ranks), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), mean_grads(plain, plain(x).pow(2).mean()), 1e-5, "gradients")
 
 
 @on_ranks(2)

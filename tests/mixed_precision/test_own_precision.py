@@ -15,6 +15,7 @@ from fsdp_flat.composable import trace
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
+from tests.support.beside import average_gradients
 from tests.support.kit import full_params
 from tests.support.surface_models import (
     ALL_STRATEGIES,
@@ -109,8 +110,8 @@ def test_masters_compute_as_the_bf16_model_does(use_orig_params: bool, rank: int
     output = model(x[rank])
     assert_near(output.detach(), plain(x[rank]).detach(), 1e-6, "output")
     output.float().pow(2).mean().backward()
-    for batch in x:
-        (plain(batch).float().pow(2).mean() / num_ranks).backward()
+    plain(x[rank]).float().pow(2).mean().backward()
+    average_gradients(plain)
     expected = {name: param.grad.float() for name, param in plain.named_parameters() if param.grad is not None}
     assert_near(grads_or_zeros(model), expected, 1e-2, "gradients")
 
@@ -158,8 +159,8 @@ def test_norms_stay_in_fp32_and_are_gathered_with_their_unit(strategy: str, rank
         block.norm = AroundNorm(original.norm)
         block.shift = original.shift
     assert_near(output.detach(), reference(x.to(BF16)).detach(), 1e-2, "output")
-    for batch in batches(num_ranks):
-        (reference(batch.to(BF16)).float().pow(2).mean() / num_ranks).backward()
+    reference(x.to(BF16)).float().pow(2).mean().backward()
+    average_gradients(reference)
     expected = {
         name.replace(".inner", ""): param.grad.float()
         for name, param in reference.named_parameters()

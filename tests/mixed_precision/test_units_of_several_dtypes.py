@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import Block, Stack, square_loss, wrapped
-from tests.support.steps import WIDTH, Twin, acquaint, recorded
+from tests.support import assert_close, assert_equal, kit, on_ranks
+from tests.support.beside import CLOSE, KINDS, WIDTH, Beside, batch_of
+from tests.support.kit import square_loss, wrapped
+from tests.support.models import Block, Stack
+from tests.support.steps import acquaint, recorded
 
 
 class Mixed(nn.Module):
@@ -33,13 +34,13 @@ class Mixed(nn.Module):
 @on_ranks(2, 4)
 def test_a_unit_of_several_dtypes_with_integers_and_a_scalar_trains_as_the_reference() -> None:
     torch.manual_seed(5)
-    twin = Twin.of(Mixed(), auto_wrap_policy=None, use_orig_params=True)
-    assert len(twin.model._unit.param_groups) == 4
+    # bf16 sums over ranks round in another order than the replica's.
+    tolerance = {"atol": 2e-2, "rtol": 2e-2}
+    beside = Beside(Mixed(), "originals", units=(), dtype=None, batch=kit.batch, tolerance=tolerance)
+    assert len(beside.ours._unit.param_groups) == 4
     with pytest.warns(UserWarning, match="'short.weight' of unit 'Mixed' is sharded in torch.bfloat16"):
-        twin.step(atol=2e-2, rtol=2e-2)
-    for _ in range(2):
-        # bf16 sums over ranks round in another order than the reference's.
-        twin.step(atol=2e-2, rtol=2e-2)
+        beside.train()
+    beside.train(num_steps=2)
 
 
 @on_ranks(2)
@@ -78,9 +79,9 @@ class Adapted(nn.Module):
 
 @on_ranks(2)
 def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
-    twin = Twin.of(Adapted(), auto_wrap_policy=None, use_orig_params=True)
-    twin.step()
-    frozen, trainable = twin.model._unit.param_groups
+    beside = Beside(Adapted(), "originals", units=())
+    beside.train()
+    frozen, trainable = beside.ours._unit.param_groups
     assert [param_info.fqn for param_info in frozen.layout.param_infos] == ["big.weight"]
     sizes: list[tuple[int, int]] = []
     on_grad_ready = trainable.grads.on_ready
@@ -93,64 +94,37 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
 
     trainable.grads.on_ready = spy
     with recorded() as record:
-        twin.step()
-    assert sizes == [(64 * 2 * 4, 0)]
+        beside.train()
+    assert sizes == [(64 * 2 * 8, 0)]
     reduced = [call.nbytes for call in record.calls if call.name == "reduction"]
-    assert reduced == [64 * 2 * 4 // 2], "half of it goes to the other rank"
+    assert reduced == [64 * 2 * 8 // 2], "half of it goes to the other rank"
     assert not frozen.shown.num_trainable
 
 
 @on_ranks(2)
-def test_unfreezing_in_the_middle_of_a_run_equals_the_reference() -> None:
-    twin = Twin.of(Adapted(), auto_wrap_policy=None, use_orig_params=True)
-    twin.step()
-    twin.step()
-    twin.model.big.weight.requires_grad_(True)
-    twin.plain.big.weight.requires_grad_(True)
-    before = twin.plain.big.weight.detach().clone()
-    for _ in range(3):
-        twin.step()
-    assert not torch.equal(before, twin.plain.big.weight), "the layer trains from here on"
-
-
-@on_ranks(2)
-def test_freezing_in_the_middle_of_a_run_equals_the_reference() -> None:
-    twin = Twin.of(Stack(), use_orig_params=True)
-    twin.step()
-    for model in (twin.model, twin.plain):
-        for name, param in model.named_parameters():
-            if "blocks.1" in name.replace("_fsdp_wrapped_module.", ""):
-                param.requires_grad_(False)
-    for _ in range(2):
-        twin.step()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 @pytest.mark.parametrize("frozen", [[0], [1], [0, 1, 2], [2]])
-def test_wholly_frozen_units_anywhere_train_as_the_reference(use_orig_params: bool, frozen: list[int]) -> None:
+def test_wholly_frozen_units_anywhere_train_as_the_reference(front: str, frozen: list[int]) -> None:
     module = Stack()
     for index in frozen:
         module.blocks[index].requires_grad_(False)
-    twin = Twin.of(module, use_orig_params=use_orig_params)
-    for _ in range(2):
-        twin.step()
+    beside = Beside(module, front)
+    beside.train(num_steps=2)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_wholly_frozen_model_gives_input_gradients_and_reduces_nothing(use_orig_params: bool) -> None:
-    plain = Stack().requires_grad_(False)
-    model = Twin.of(plain, use_orig_params=use_orig_params)
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
-    acquaint(model.model)
+@KINDS
+def test_a_wholly_frozen_model_gives_input_gradients_and_reduces_nothing(front: str) -> None:
+    beside = Beside(Stack().requires_grad_(False), front)
+    x = batch_of(0).requires_grad_()
+    acquaint(beside.ours)
     with recorded() as record:
-        square_loss(model.model, x).backward()
+        square_loss(beside.ours, x).backward()
     ours, x.grad = x.grad, None
-    square_loss(model.plain, x).backward()
-    assert_close(ours, x.grad, rtol=1e-5, atol=1e-6)
+    square_loss(beside.plain, x).backward()
+    assert_close(ours, x.grad, **CLOSE)
     assert set(record.counts()) == {"gather"}
-    assert all(param.grad is None for param in model.model.parameters())
+    assert all(param.grad is None for param in beside.ours.parameters())
 
 
 @on_ranks(2)

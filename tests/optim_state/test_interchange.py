@@ -22,10 +22,11 @@ from fsdp_flat import OptimStateKeyType, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import LoadError, OptionError
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, groups_of, peer_quiet, save, train
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import average_gradients
 from tests.support.kit import square_loss
+from tests.support.models import BufferedBlock, Model
 from tests.support.peer import PeerFSDP, peer_fully_shard
-from tests.support.reference import replicated_step
-from tests.support.wrapper_models import Block, Model, batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 PEER = peer_library.StateDictType
@@ -184,7 +185,10 @@ def test_a_plain_optimizers_state_goes_both_ways(use_orig_params: bool, rank: in
 
     def plain_steps(steps: range) -> None:
         for step in steps:
-            replicated_step(plain, plain_optimizer, [batch(r, step) for r in range(num_ranks)], square_loss)
+            square_loss(plain, batch(rank, step)).backward()
+            average_gradients(plain)
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
 
     plain_steps(range(2))
     model = shard(seeded(seed=1), use_orig_params=use_orig_params)
@@ -205,7 +209,8 @@ def test_states_in_another_order_and_positions_for_names_are_refused() -> None:
     plain, model = seeded(), shard(seeded())
     optimizer = torch.optim.AdamW(model.parameters())
     shuffled = torch.optim.AdamW(list(plain.parameters())[::-1])
-    replicated_step(plain, shuffled, [batch(0)], square_loss)
+    square_loss(plain, batch(0)).backward()
+    shuffled.step()
     state = shuffled.state_dict()
     with pytest.raises(OptionError, match=r"State 'exp_avg' at position 0 has shape .* another order of parameters"):
         FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, plain)
@@ -225,7 +230,7 @@ def test_fsdp2_and_we_read_each_others_checkpoints(use_orig_params: bool, tmp_pa
     def second(seed: int) -> tuple[Any, Any]:
         model = seeded(Even, seed)
         for child in model.modules():
-            if isinstance(child, Block):
+            if isinstance(child, BufferedBlock):
                 peer_fully_shard(child, mesh=mesh)
         peer_fully_shard(model, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -25,10 +25,12 @@ from torch import nn
 
 from tests.state_dict.test_torch_cases import plain
 from tests.support import assert_close, assert_equal
+from tests.support.beside import average_gradients
 from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.support.kit import train_on
+from tests.support.models import Layer, Outside, TiedInside
 from tests.support.torch_and_ours import FULL, ORIG, STRATEGIES, Side, on_both_sides, state_of, train
-from tests.support.zoo import CASES, Case, Layer, Outside, TiedInside, squared_error, vectors
+from tests.support.zoo import CASES, Case, squared_error, vectors
 
 
 class Even(nn.Module):
@@ -100,11 +102,10 @@ def unwrapped_states(case: Case, optim: str = "adam", num_steps: int = 2) -> dic
     """The states by name after the same steps of a replicated model."""
     model = build(case)
     optimizer = OPTIMIZERS[optim](model.parameters())
-    num_ranks = dist.get_world_size()
     for index in range(num_steps):
         optimizer.zero_grad()
-        for source in range(num_ranks):
-            (case.loss_of(model, batch_of(case, source, index)) / num_ranks).backward()
+        case.loss_of(model, batch_of(case, dist.get_rank(), index)).backward()
+        average_gradients(model)
         optimizer.step()
     names = [name for name, _ in model.named_parameters()]
     return {names[index]: state for index, state in optimizer.state_dict()["state"].items()}
@@ -158,12 +159,15 @@ def test_full_states_are_on_the_ranks_that_asked(
 ) -> Any:
     case = CASES["uneven sizes"]
     model, optimizer = trained_pair(side, layout, use_orig_params, case)
-    states = save(side, model, optimizer, rank0_only=rank0_only, offload_to_cpu=offload)
+    states, expected = (
+        save(side, model, optimizer, rank0_only=rank0_only, offload_to_cpu=offload),
+        unwrapped_states(case),
+    )
     if rank0_only and dist.get_rank() != 0:
         if layout.strategy != "NO_SHARD":
             assert states == {}
         return None
-    assert_close(values(states)["state"], unwrapped_states(case), **TOLERANCE)
+    assert_close(values(states)["state"], expected, **TOLERANCE)
     return values(states)
 
 

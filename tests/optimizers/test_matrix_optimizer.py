@@ -26,7 +26,8 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, groups_of, load, save
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_grads, square_loss, train_on
-from tests.support.wrapper_models import Model, Tied, batch, seeded, shard, whole_state
+from tests.support.models import Model, Tied
+from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD mesh"]
 Muon = getattr(torch.optim, "Muon", None)

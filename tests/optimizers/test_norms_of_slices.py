@@ -14,7 +14,8 @@ from fsdp_flat import MatrixOptimizer, ShardingStrategy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params, seeded, square_loss, train_on, wrapped
-from tests.support.wrapper_models import Model, batch
+from tests.support.models import Model
+from tests.support.wrapper_models import batch
 
 NAMES = (
     *("LAMB", "Lamb", "FusedLAMB", "FusedLamb", "LAMB8bit", "LARS", "Lars", "LARS8bit"),

@@ -22,7 +22,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.core.optimizer_states import OffloadedStates
 from fsdp_flat.errors import OptionTypeError, UsageError
 from tests.support import assert_equal, on_ranks
-from tests.support.fully_shard_sides import blocks_and_root
+from tests.support.beside import blocks_and_root
 from tests.support.host_swap import HostSwapOnCpu
 from tests.support.kit import BLOCKS, Stack, batch, full_params, seeded, square_loss, train_on, wrapped
 
@@ -87,8 +87,7 @@ def test_states_are_on_the_host_from_the_next_forward_to_the_next_step(front: st
             places.append({each.data_ptr() for each in locals_of(optimizer) if each.numel() > 1})
         loss.backward()
         optimizer.step()
-        for tensor in locals_of(optimizer):
-            swap.note(tensor)
+        swap.note(*locals_of(optimizer))
         optimizer.zero_grad()
         assert all(swap.noted_alive())
         with torch.no_grad():

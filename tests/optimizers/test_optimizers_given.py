@@ -15,7 +15,8 @@ from fsdp_flat.core import Guard, guards_in_use, use_guards
 from fsdp_flat.errors import OptionError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss, train_on
-from tests.support.wrapper_models import Model, batch
+from tests.support.models import Model
+from tests.support.wrapper_models import batch
 
 BUILDERS = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),

@@ -11,16 +11,22 @@ from torch import nn
 
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
 from fsdp_flat.api import FullOptimStateDictConfig
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, groups_of
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import Beside
 from tests.support.kit import square_loss, train_on
-from tests.support.reference import replicated_gradients
+from tests.support.models import BufferedBlock
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+
+
+def of_originals(**options: Any) -> Beside:
+    return Beside(seeded(), "originals", units=(BufferedBlock,), batch=batch, **options)
 
 
 def hybrid_groups(strategy: str) -> dict[str, Any]:
@@ -46,23 +52,18 @@ def assert_grads_where_elements_are(model: nn.Module) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_parameter_without_elements_here_has_no_gradient_once_it_is_reduced(strategy: str, rank: int) -> None:
-    model = shard(seeded(), strategy, use_orig_params=True, **hybrid_groups(strategy))
-    elsewhere(model)
-    with model.no_sync():
-        for step in range(2):
-            square_loss(model, batch(rank, step)).backward()
+    options = {"sharding_strategy": ShardingStrategy[strategy], **hybrid_groups(strategy)}
+    beside = of_originals(**options)
+    elsewhere(beside.ours)
+    with beside.no_sync():
+        for _ in range(2):
+            beside.backward()
             # Unreduced gradients are unsharded, on every rank.
-            assert all(param.grad is not None and param.grad.numel() > 0 for param in model.parameters())
-    square_loss(model, batch(rank, 2)).backward()
-    assert_grads_where_elements_are(model)
-    plain = seeded()
-    for step in range(3):
-        replicated_gradients(plain, [batch(each, step) for each in range(2)], square_loss)
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        # Every rank sees every whole gradient, its own and others'.
-        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_close(param.grad, other.grad, **CLOSE, what=name)
-    assert_grads_where_elements_are(model)
+            assert all(param.grad is not None and param.grad.numel() > 0 for param in beside.ours.parameters())
+    beside.backward()
+    assert_grads_where_elements_are(beside.ours)
+    beside.check_gradients()
+    assert_grads_where_elements_are(beside.ours)
 
 
 @on_ranks(2)
@@ -75,38 +76,6 @@ def test_the_peer_has_no_gradients_of_those_either(rank: int) -> None:
         optimizer.step()
         for name, param in model.named_parameters():
             assert (param in optimizer.state) == (param.numel() > 0), name
-
-
-@on_ranks(2)
-def test_clearing_inside_no_sync_clears_what_is_elsewhere_too(rank: int) -> None:
-    model = shard(seeded(), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.no_sync():
-        square_loss(model, batch(rank, 7)).backward()
-        optimizer.zero_grad()
-        square_loss(model, batch(rank, 0)).backward()
-    square_loss(model, batch(rank, 1)).backward()
-    plain = seeded()
-    for step in range(2):
-        replicated_gradients(plain, [batch(each, step) for each in range(2)], square_loss)
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_close(param.grad, other.grad, **CLOSE, what=name)
-
-
-@on_ranks(2)
-def test_clearing_one_of_a_unit_inside_no_sync_clears_it_wherever_its_elements_are(rank: int) -> None:
-    model, plain = shard(seeded(), use_orig_params=True, by_blocks=False), seeded()
-    with model.no_sync():
-        square_loss(model, batch(rank, 7)).backward()
-        next(model.parameters()).grad = None
-    replicated_gradients(plain, [batch(each, 7) for each in range(2)], square_loss)
-    next(plain.parameters()).grad = None
-    square_loss(model, batch(rank, 1)).backward()
-    replicated_gradients(plain, [batch(each, 1) for each in range(2)], square_loss)
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_close(param.grad, other.grad, **CLOSE, what=name)
 
 
 @on_ranks(3)

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import assert_close, assert_equal
-from tests.support.both_sides import PLAIN, TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.beside import adamw, average_gradients
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build
+from tests.support.models import Layer
 from tests.support.torch_and_ours import (
     BLOCKS,
     ORIG,
@@ -35,7 +37,7 @@ from tests.support.torch_and_ours import (
     state_of,
     train,
 )
-from tests.support.zoo import CASES, Layer
+from tests.support.zoo import CASES
 
 UNEVEN = CASES["uneven sizes"]
 
@@ -99,7 +101,7 @@ def test_several_optimizers_of_which_some_skip_steps_train_as_unwrapped(
             torch.optim.SGD([param for name, param in named if "weight" not in name], lr=0.1, momentum=0.5),
         ]
 
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     model, plain = side.wrap_case(UNEVEN, layout, use_orig_params=use_orig_params), build(UNEVEN)
     ours, theirs = optimizers(model), optimizers(plain)
     # In the second step only the first optimizer clears and steps, so that the others' gradients add up.
@@ -107,8 +109,8 @@ def test_several_optimizers_of_which_some_skip_steps_train_as_unwrapped(
         for index in active:
             ours[index].zero_grad()
             theirs[index].zero_grad()
-        for source in range(num_ranks):
-            (UNEVEN.loss_of(plain, batch(source, step)) / num_ranks).backward()
+        UNEVEN.loss_of(plain, batch(rank, step)).backward()
+        average_gradients(plain)
         UNEVEN.loss_of(model, batch(rank, step)).backward()
         for index in active:
             ours[index].step()

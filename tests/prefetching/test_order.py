@@ -14,8 +14,10 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, square_loss, wrapped
-from tests.support.steps import SHARDED, WIDTH, Twin, batch, traced
+from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.kit import BLOCKS, square_loss, wrapped
+from tests.support.models import Block, Stack
+from tests.support.steps import SHARDED, traced
 
 Trace = list[tuple[str, str]]
 
@@ -27,20 +29,19 @@ def at(trace: Trace, event: str, unit: str, nth: int = 0) -> int:
     return found[nth]
 
 
-def step_trace(twin: Twin, rank: int, num_before: int = 1) -> Trace:
-    for _ in range(num_before):
-        twin.step()
-    trace = traced(twin.model)
-    twin.optimizer.zero_grad()
-    square_loss(twin.model, batch(rank)).backward()
+def step_trace(beside: Beside, rank: int, num_before: int = 1) -> Trace:
+    beside.zero_grad()
+    beside.train(num_steps=num_before)
+    trace = traced(beside.ours)
+    square_loss(beside.ours, batch(rank)).backward()
     return list(trace)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(use_orig_params: bool, rank: int) -> None:
-    twin = Twin.of(Stack(4), use_orig_params=use_orig_params, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
-    trace = step_trace(twin, rank)
+@KINDS
+def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(front: str, rank: int) -> None:
+    beside = Beside(Stack(4), front, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    trace = step_trace(beside, rank)
     for index in (3, 2, 1):
         own, previous = f"blocks.{index}", f"blocks.{index - 1}"
         begins = at(trace, "unshard", previous, 1)
@@ -53,8 +54,8 @@ def test_backward_post_begins_the_previous_gather_after_the_current_gradients_an
     rank: int,
 ) -> None:
     """As in FSDP1: on one communicator the all-gather would wait for a reduction that comes first."""
-    twin = Twin.of(Stack(4), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-    trace = step_trace(twin, rank)
+    beside = Beside(Stack(4), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    trace = step_trace(beside, rank)
     for index in (3, 2, 1):
         own, previous = f"blocks.{index}", f"blocks.{index - 1}"
         begins = at(trace, "unshard", previous, 1)
@@ -64,8 +65,8 @@ def test_backward_post_begins_the_previous_gather_after_the_current_gradients_an
 
 @on_ranks(2)
 def test_without_backward_prefetch_each_gather_begins_when_it_is_needed(rank: int) -> None:
-    twin = Twin.of(Stack(4), backward_prefetch=None)
-    trace = step_trace(twin, rank)
+    beside = Beside(Stack(4), backward_prefetch=None)
+    trace = step_trace(beside, rank)
     for index in range(3):
         unit = f"blocks.{index}"
         assert at(trace, "unshard", unit, 1) == at(trace, "pre_backward", unit) + 1
@@ -78,8 +79,8 @@ def test_forward_begins_the_next_gather_once_the_own_one_is_there_and_before_it_
     forward_prefetch: bool, rank: int
 ) -> None:
     """On the CPU with and without the option: nothing overlaps there unless it is begun early."""
-    twin = Twin.of(Stack(4), forward_prefetch=forward_prefetch)
-    trace = step_trace(twin, rank)
+    beside = Beside(Stack(4), forward_prefetch=forward_prefetch)
+    trace = step_trace(beside, rank)
     order = ["Stack", *[f"blocks.{index}" for index in range(4)]]
     for own, following in itertools.pairwise(order):
         begins = at(trace, "unshard", following)
@@ -89,8 +90,8 @@ def test_forward_begins_the_next_gather_once_the_own_one_is_there_and_before_it_
 
 @on_ranks(2)
 def test_the_first_forward_knows_no_order_and_begins_each_gather_when_it_is_needed(rank: int) -> None:
-    twin = Twin.of(Stack(4))
-    trace = step_trace(twin, rank, num_before=0)
+    beside = Beside(Stack(4))
+    trace = step_trace(beside, rank, num_before=0)
     for index in range(4):
         unit = f"blocks.{index}"
         assert at(trace, "unshard", unit) == at(trace, "pre_forward", unit) + 1
@@ -102,8 +103,8 @@ def test_the_first_forward_knows_no_order_and_begins_each_gather_when_it_is_need
 def test_each_unit_is_freed_before_its_reduction_begins_and_nothing_is_left_at_the_end(
     strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, rank: int
 ) -> None:
-    twin = Twin.of(Stack(4), sharding_strategy=strategy, backward_prefetch=prefetch)
-    trace = step_trace(twin, rank)
+    beside = Beside(Stack(4), sharding_strategy=strategy, backward_prefetch=prefetch)
+    trace = step_trace(beside, rank)
     units = ["Stack", *[f"blocks.{index}" for index in range(4)]]
     for unit in units:
         events = [event for event, name in trace if name == unit]
@@ -113,28 +114,28 @@ def test_each_unit_is_freed_before_its_reduction_begins_and_nothing_is_left_at_t
     assert trace[-1] == ("root_post_backward", "Stack")
     reduced = [name for event, name in trace if event == "reduce_scatter"]
     assert reduced[:4] == [f"blocks.{index}" for index in (3, 2, 1, 0)]
-    twin.optimizer.zero_grad()
-    twin.step()
+    beside.zero_grad()
+    beside.train()
 
 
 @on_ranks(2)
 def test_full_shard_frees_after_forward_and_shard_grad_op_after_backward(rank: int) -> None:
     for strategy, number in ((ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.SHARD_GRAD_OP, 1)):
-        twin = Twin.of(Stack(2), sharding_strategy=strategy)
-        trace = step_trace(twin, rank)
+        beside = Beside(Stack(2), sharding_strategy=strategy)
+        trace = step_trace(beside, rank)
         assert sum(entry == ("reshard", "blocks.0") for entry in trace) == number
         first = at(trace, "reshard", "blocks.0")
         assert (first < at(trace, "pre_backward", "blocks.0")) == (number == 2)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 def test_a_unit_is_freed_once_the_next_all_gather_has_begun_so_the_last_stays_for_backward(
-    use_orig_params: bool, rank: int
+    front: str, rank: int
 ) -> None:
-    twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
+    beside = Beside(Stack(3), front)
     for num_before in (0, 1):
-        trace = step_trace(twin, rank, num_before)
+        trace = step_trace(beside, rank, num_before)
         for index in range(2):
             own, following = f"blocks.{index}", f"blocks.{index + 1}"
             freed = at(trace, "reshard", own)
@@ -146,46 +147,46 @@ def test_a_unit_is_freed_once_the_next_all_gather_has_begun_so_the_last_stays_fo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(use_orig_params: bool, rank: int) -> None:
-    twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
-    loss = square_loss(twin.model, batch(rank))
-    last = units_of(twin.model)[-1]
+@KINDS
+def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(front: str, rank: int) -> None:
+    beside = Beside(Stack(3), front)
+    loss = square_loss(beside.ours, batch(rank))
+    last = units_of(beside.ours)[-1]
     assert last.is_sharded
     assert last.param_groups[0].buffer.nbytes > 0
     with pytest.raises(UsageError, match=r"while its parameter .* is sharded"):
         last.module(torch.ones(2, WIDTH))
-    shown = list(twin.model.parameters())
+    shown = list(beside.ours.parameters())
     with FSDP.summon_full_params(last.module, recurse=False, writeback=False):
         pass
-    whole = {name: value.clone() for name, value in twin.model.state_dict().items()}
-    assert_equal(whole, dict(twin.plain.state_dict()))
-    assert all(a is b for a, b in zip(shown, twin.model.parameters(), strict=True))
+    whole = {name: value.clone() for name, value in beside.ours.state_dict().items()}
+    assert_equal(whole, dict(beside.plain.state_dict()))
+    assert all(a is b for a, b in zip(shown, beside.ours.parameters(), strict=True))
     loss.backward()
     assert last.param_groups[0].buffer.nbytes == 0
-    twin.optimizer.zero_grad()
-    twin.step()
+    beside.zero_grad()
+    beside.train()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@KINDS
 def test_a_rank_that_changed_its_last_unit_after_forward_raises_without_waiting_for_the_others(
-    use_orig_params: bool, rank: int
+    front: str, rank: int
 ) -> None:
-    twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
-    loss = square_loss(twin.model, batch(rank))
+    beside = Beside(Stack(3), front)
+    loss = square_loss(beside.ours, batch(rank))
     if rank == 1:
         with torch.no_grad():
-            next(units_of(twin.model)[-1].module.parameters()).mul_(0.5)
+            next(units_of(beside.ours)[-1].module.parameters()).mul_(0.5)
         with pytest.raises(PhaseError, match=r"unit 'blocks.2' were changed after the forward"):
             loss.backward()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_forward_after_a_forward_sees_what_was_written_past_every_version(use_orig_params: bool, rank: int) -> None:
+@KINDS
+def test_a_forward_after_a_forward_sees_what_was_written_past_every_version(front: str, rank: int) -> None:
     model = wrapped(
-        nn.Sequential(Block(WIDTH)), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+        nn.Sequential(Block(WIDTH)), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=front == "originals"
     )
     first = model(torch.ones(2, WIDTH))
     for param in model.parameters():
@@ -196,24 +197,24 @@ def test_a_forward_after_a_forward_sees_what_was_written_past_every_version(use_
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_method_without_gradients_leaves_nothing_gathered(strategy: ShardingStrategy, rank: int) -> None:
-    twin = Twin.of(Stack(3), sharding_strategy=strategy)
-    inner = twin.model.module
+    beside = Beside(Stack(3), sharding_strategy=strategy)
+    inner = beside.ours.module
     inner.evaluate = torch.no_grad()(inner.forward)
-    register_forward_method(twin.model, "evaluate")
-    twin.model.evaluate(batch(rank))
-    assert not [unit.name for unit in units_of(twin.model) if unit.param_groups[0].buffer.nbytes]
+    register_forward_method(beside.ours, "evaluate")
+    beside.ours.evaluate(batch(rank))
+    assert not [unit.name for unit in units_of(beside.ours) if unit.param_groups[0].buffer.nbytes]
 
 
 @on_ranks(2)
 def test_a_last_unit_that_backward_does_not_need_first_is_freed_before_another_is_gathered(rank: int) -> None:
-    twin = Twin.of(Stack(3))
-    trace = traced(twin.model)
+    beside = Beside(Stack(3))
+    trace = traced(beside.ours)
     kept: list[torch.Tensor] = []
-    twin.model.module.blocks[1].register_forward_hook(lambda _module, _args, output: kept.append(output))
-    twin.model(batch(rank))
+    beside.ours.module.blocks[1].register_forward_hook(lambda _module, _args, output: kept.append(output))
+    beside.ours(batch(rank))
     kept[0].sum().backward()
     assert at(list(trace), "reshard", "blocks.2") < at(list(trace), "pre_backward", "blocks.1")
-    assert all(unit.is_sharded for unit in units_of(twin.model))
+    assert all(unit.is_sharded for unit in units_of(beside.ours))
 
 
 @on_ranks(2)
@@ -222,21 +223,21 @@ def test_a_last_unit_that_backward_does_not_need_first_is_freed_before_another_i
 def test_an_order_that_changes_from_step_to_step_equals_the_reference(
     strategy: ShardingStrategy, prefetch: BackwardPrefetch | None
 ) -> None:
-    twin = Twin.of(Stack(4), sharding_strategy=strategy, backward_prefetch=prefetch, use_orig_params=True)
+    beside = Beside(Stack(4), "originals", sharding_strategy=strategy, backward_prefetch=prefetch)
     orders = ([0, 1, 2, 3], [3, 2, 1, 0], [0, 3], [1], [], [0, 1, 2, 3], [2, 2, 0], [3, 1, 2, 0, 3])
     for order in orders:
-        twin.model.module.order = order
-        twin.plain.order = order
-        twin.step()
+        beside.ours.module.order = order
+        beside.plain.order = order
+        beside.train()
 
 
 @on_ranks(2)
 def test_a_wrong_guess_of_the_next_unit_is_freed_and_the_right_one_gathered(rank: int) -> None:
-    twin = Twin.of(Stack(4))
-    twin.step()
-    twin.model.module.order = [0, 2]
-    trace = traced(twin.model)
-    square_loss(twin.model, batch(rank)).backward()
+    beside = Beside(Stack(4))
+    beside.train()
+    beside.ours.module.order = [0, 2]
+    trace = traced(beside.ours)
+    square_loss(beside.ours, batch(rank)).backward()
     assert at(trace, "unshard", "blocks.1") < at(trace, "pre_forward", "blocks.2")
     assert at(trace, "reshard", "blocks.1") > 0
     assert ("pre_forward", "blocks.1") not in trace
@@ -246,8 +247,8 @@ def test_a_wrong_guess_of_the_next_unit_is_freed_and_the_right_one_gathered(rank
 @pytest.mark.parametrize("prefetch", list(BackwardPrefetch))
 def test_units_in_units_prefetch_in_the_order_of_their_outputs(prefetch: BackwardPrefetch, rank: int) -> None:
     module = nn.Sequential(nn.Sequential(Stack(2), nn.Linear(5, 8)), Stack(2))
-    twin = Twin.of(module, auto_wrap_policy=BLOCKS, backward_prefetch=prefetch)
-    trace = step_trace(twin, rank)
+    beside = Beside(module, auto_wrap_policy=BLOCKS, backward_prefetch=prefetch)
+    trace = step_trace(beside, rank)
     reduced = [name for event, name in trace if event == "reduce_scatter"]
     assert [name for name in reduced if "blocks" in name] == [
         "1.blocks.1",

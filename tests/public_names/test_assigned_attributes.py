@@ -16,8 +16,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING
 from fsdp_flat.errors import OptionError
 from tests.support import assert_close, on_ranks
+from tests.support.beside import KINDS, batch
 from tests.support.kit import BLOCKS, mesh, seeded, square_loss, wrapped
-from tests.support.pairs import KINDS, batch
 from tests.support.peer import peer_fsdp
 
 FACTORS = [(1.0, 1.0), (4.0, 2.0), (1.0, 8.0)]
@@ -31,9 +31,9 @@ def _grads(model: nn.Module) -> dict[str, Any]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def _pair(strategy: str, dtype: torch.dtype | None, use_orig_params: bool) -> tuple[Any, Any]:
+def _pair(strategy: str, dtype: torch.dtype | None, front: str) -> tuple[Any, Any]:
     """Return our wrapper and torch's of the same model."""
-    options: dict[str, Any] = {"use_orig_params": use_orig_params, "auto_wrap_policy": BLOCKS}
+    options: dict[str, Any] = {"use_orig_params": front == "originals", "auto_wrap_policy": BLOCKS}
     if strategy == "HYBRID_SHARD":
         options["device_mesh"] = mesh(dist.get_world_size() // 2, 2)
     precision = [None if dtype is None else kind(reduce_dtype=dtype) for kind in (MixedPrecision, PeerMixedPrecision)]
@@ -61,11 +61,9 @@ def _assign(owner: Any, name: str, value: Any) -> bool:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 @on_ranks(2, 4)
-def test_divide_factors_divide_as_on_fsdp1(
-    dtype: torch.dtype | None, strategy: str, use_orig_params: bool, rank: int
-) -> None:
+def test_divide_factors_divide_as_on_fsdp1(dtype: torch.dtype | None, strategy: str, front: str, rank: int) -> None:
     """Part 1.2, as the case has it; the siblings are 16-bit gradients, which are divided before the sum."""
-    own, peer = _pair(strategy, dtype, use_orig_params)
+    own, peer = _pair(strategy, dtype, front)
     for step, factors in enumerate(FACTORS):
         for model in (own, peer):
             for unit in _units(model):
@@ -112,9 +110,9 @@ def test_a_divide_factor_below_one_divides_nothing_as_on_fsdp1_and_warns(rank: i
 
 @KINDS
 @on_ranks(2)
-def test_no_attribute_of_fsdp1s_wrapper_can_be_made_that_nothing_reads(use_orig_params: bool, rank: int) -> None:
+def test_no_attribute_of_fsdp1s_wrapper_can_be_made_that_nothing_reads(front: str, rank: int) -> None:
     """Part 1.2: every attribute that torch's wrapper has after a step, and every one of its class."""
-    own, peer = _pair("FULL_SHARD", None, use_orig_params)
+    own, peer = _pair("FULL_SHARD", None, front)
     for model in (own, peer):
         square_loss(model, _x(rank)).backward()
     state = {name for name in (*vars(peer), *INSTEAD_OF_ASSIGNING) if name not in vars(nn.Module())}

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import full_grads, square_loss, train_on
+from tests.support import assert_equal, on_ranks
+from tests.support.beside import FRONTS, KINDS, Beside, batch_of, grads_of, placed, plain_sgd
+from tests.support.kit import square_loss
+from tests.support.models import BufferedBlock, Model, Stack
 from tests.support.wrapper_models import (
     WIDTH,
-    Block,
-    Model,
     assert_same_grads,
     batch,
     message,
@@ -31,13 +29,6 @@ from tests.support.wrapper_models import (
 
 BOTH = pytest.mark.parametrize("use_orig_params", [False, True])
 PREFIX = "_fsdp_wrapped_module."
-
-
-def mean_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, num_ranks: int) -> None:
-    """One step of the plain model on all ranks' batches."""
-    optimizer.zero_grad()
-    sum(square_loss(model, batch(rank, step)) for rank in range(num_ranks)).div(num_ranks).backward()
-    optimizer.step()
 
 
 # ------------------------------------------------------------------------------------------- what is forwarded
@@ -61,7 +52,7 @@ def test_attributes_methods_and_items_come_from_the_wrapped_module() -> None:
 
 @on_ranks(2)
 def test_module_looks_through_a_checkpoint_wrapper() -> None:
-    block = Block()
+    block = BufferedBlock()
     inside = FSDP(checkpoint_wrapper(block))
     assert inside.module is block
     assert inside.up is block.up
@@ -185,55 +176,6 @@ def test_apply_inside_summon_full_params_is_an_error_and_the_context_goes_on() -
     assert "inside summon_full_params" in text
 
 
-# ------------------------------------------------------------------------------------------- no_sync
-
-
-@BOTH
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-@on_ranks(4)
-def test_no_sync_accumulates_to_the_reference_and_to_the_peer(
-    strategy: str, use_orig_params: bool, rank: int, num_ranks: int
-) -> None:
-    groups = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
-    ours = shard(seeded(), strategy, use_orig_params=use_orig_params, **groups)
-    theirs = shard_by_peer(seeded(), strategy, use_orig_params=use_orig_params, **groups)
-    for model in (ours, theirs):
-        with model.no_sync():
-            for step in range(2):
-                square_loss(model, batch(rank, step)).backward()
-        square_loss(model, batch(rank, 2)).backward()
-    assert_same_grads(ours, theirs)
-    plain = seeded()
-    for step in range(3):
-        sum(square_loss(plain, batch(other, step)) for other in range(num_ranks)).div(num_ranks).backward()
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(full_grads(ours), expected, rtol=1e-4, atol=1e-6)
-
-
-@on_ranks(2)
-def test_no_sync_twice_or_on_a_nested_wrapper_is_an_error(rank: int) -> None:
-    model = shard(seeded())
-
-    def enter(wrapper: Any) -> Callable[[], None]:
-        def call() -> None:
-            with wrapper.no_sync():
-                pytest.fail("entered")
-
-        return call
-
-    assert model.check_is_root()
-    text = message(UsageError, RuntimeError, enter(model.blocks[0]))
-    assert "no_sync" in text
-    assert "'blocks.0'" in text
-    with model.no_sync():
-        assert "inside no_sync" in message(PhaseError, AssertionError, enter(model))
-        square_loss(model, batch(rank)).backward()
-    # After the errors, and after an exception inside, gradients are reduced again.
-    with pytest.raises(KeyError), model.no_sync():
-        raise KeyError
-    assert all(wrapper._unit.control.sync_gradients for wrapper in FSDP.fsdp_modules(model))
-
-
 # ------------------------------------------------------------------------------------------- conversions
 
 
@@ -245,42 +187,41 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
 }
 
 
-@BOTH
+@KINDS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("moment", ["before the first step", "after a step", "with gradients"])
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:.* is sharded in torch.bfloat16")
 def test_a_conversion_gives_what_it_gives_a_plain_model(
-    conversion: str, moment: str, strategy: str, use_orig_params: bool, rank: int, num_ranks: int
+    conversion: str, moment: str, strategy: str, front: str
 ) -> None:
     convert, dtype = CONVERSIONS[conversion]
-    model, plain = shard(seeded(), strategy, use_orig_params=use_orig_params), seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    close = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    beside = Beside(
+        seeded(),
+        front,
+        units=(BufferedBlock,),
+        optimizer=plain_sgd,
+        batch=batch,
+        dtype=None,
+        tolerance={"rtol": close, "atol": close},
+        **placed(strategy),
+    )
     if moment != "before the first step":
-        optimizer.zero_grad()
-        square_loss(model, batch(rank)).backward()
-        if moment == "after a step":
-            optimizer.step()
-            mean_step(plain, reference, 0, num_ranks)
-    assert convert(model) is model
-    convert(plain)
+        beside.backward()
+    if moment == "after a step":
+        beside.step()
+    names = [name for name, _ in beside.ours.named_parameters()]
+    for model in beside.models:
+        assert convert(model) is model
+    assert [name for name, _ in beside.ours.named_parameters()] == names
     if moment == "with gradients":
-        optimizer.step()
-        seeded_plain = seeded()
-        sum(square_loss(seeded_plain, batch(other)) for other in range(num_ranks)).div(num_ranks).backward()
-        for param, other in zip(plain.parameters(), seeded_plain.parameters()):
-            param.grad = other.grad.to(dtype)
-        reference.step()
-    assert {param.dtype for param in model.parameters()} == {dtype}
-    assert {buffer.dtype for buffer in model.buffers()} == {dtype}
-    train_on(model, optimizer, [batch(rank, 1).to(dtype)])
-    reference.zero_grad()
-    sum(square_loss(plain, batch(other, 1).to(dtype)) for other in range(num_ranks)).div(num_ranks).backward()
-    reference.step()
-    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
-    assert_close(whole_state(model), dict(plain.state_dict()), rtol=tolerance, atol=tolerance)
+        beside.step()
+    assert {param.dtype for param in beside.ours.parameters()} == {dtype}
+    assert {buffer.dtype for buffer in beside.ours.buffers()} == {dtype}
+    beside.train(lambda model, x: square_loss(model, x.to(dtype)))
+    beside.check_state_dict()
 
 
 @BOTH
@@ -301,106 +242,42 @@ def test_train_and_eval_reach_every_module_and_eval_gives_the_plain_output(use_o
 # ------------------------------------------------------------------------------------------- zero_grad, requires_grad
 
 
-@BOTH
+@FRONTS
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("moment", ["before any step", "between forward and backward", "in no_sync", "after backward"])
 @on_ranks(2)
 def test_zero_grad_drops_what_came_before_it_and_nothing_else(
-    moment: str, set_to_none: bool, use_orig_params: bool, rank: int, num_ranks: int
+    moment: str, set_to_none: bool, front: str, rank: int
 ) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
+    beside = Beside(Stack(), front)
+    model = beside.ours
 
     def clear() -> None:
         model.zero_grad(set_to_none=set_to_none)
 
     if moment == "before any step":
         clear()
-        loss = square_loss(model, batch(rank))
+        loss = square_loss(model, batch_of(0))
     elif moment == "between forward and backward":
-        square_loss(model, batch(rank, 5)).backward()
-        loss = square_loss(model, batch(rank))
+        square_loss(model, batch_of(5)).backward()
+        loss = square_loss(model, batch_of(0))
         clear()
     elif moment == "in no_sync":
-        with model.no_sync():
-            square_loss(model, batch(rank, 5)).backward()
+        with beside.no_sync():
+            square_loss(model, batch_of(5)).backward()
             clear()
-        loss = square_loss(model, batch(rank))
+        loss = square_loss(model, batch_of(0))
     else:
-        square_loss(model, batch(rank, 5)).backward()
+        square_loss(model, batch_of(5)).backward()
         clear()
         if set_to_none:
             assert all(param.grad is None for param in model.parameters())
         else:
-            assert all(not param.grad.any() for param in model.parameters() if param.numel() > 0)
-        loss = square_loss(model, batch(rank))
+            assert not any(grad.any() for grad in grads_of(model).values())
+        loss = square_loss(model, batch_of(0))
     loss.backward()
-    plain = seeded()
-    sum(square_loss(plain, batch(other)) for other in range(num_ranks)).div(num_ranks).backward()
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(full_grads(model), expected, rtol=1e-4, atol=1e-6)
-
-
-@BOTH
-@on_ranks(2)
-def test_requires_grad_can_be_switched_between_steps(use_orig_params: bool, rank: int, num_ranks: int) -> None:
-    model, plain = shard(seeded(), use_orig_params=use_orig_params), seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    # Frozen: nothing, a block, everything but the other block, nothing.
-    schedule: list[list[int]] = [[], [0], [1], []]
-    for step, frozen in enumerate(schedule):
-        for index in range(2):
-            for which in (model, plain):
-                which.blocks[index].requires_grad_(index not in frozen)
-        optimizer.zero_grad()
-        square_loss(model, batch(rank, step)).backward()
-        for index in frozen:
-            assert all(param.grad is None for param in model.blocks[index].parameters())
-        optimizer.step()
-        mean_step(plain, reference, step, num_ranks)
-        assert_close(whole_state(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6, what=f"step {step}")
-
-
-@on_ranks(2)
-def test_single_original_parameters_can_be_frozen_between_steps(rank: int, num_ranks: int) -> None:
-    model, plain = shard(seeded(), use_orig_params=True), seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    schedule = [{"up.bias"}, set(), {"up.weight", "first.weight"}, {"up", "down", "first", "last.bias"}, set()]
-    for step, frozen in enumerate(schedule):
-        for which in (model, plain):
-            for name, param in which.named_parameters():
-                param.requires_grad_(not any(word in name for word in frozen))
-        train_on(model, optimizer, [batch(rank, step)])
-        mean_step(plain, reference, step, num_ranks)
-        assert_close(whole_state(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6, what=f"step {step}")
-
-
-@on_ranks(2)
-def test_freezing_everything_makes_a_forward_without_graph(rank: int) -> None:
-    model = shard(seeded())
-    model.requires_grad_(False)
-    assert not model(batch(rank)).requires_grad
-    model.requires_grad_(True)
-    square_loss(model, batch(rank)).backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
-@BOTH
-@on_ranks(2)
-def test_parameters_changed_in_place_between_steps_are_used_by_the_next_forward(
-    use_orig_params: bool, rank: int
-) -> None:
-    model = shard(seeded(), "SHARD_GRAD_OP", use_orig_params=use_orig_params)
-    plain = seeded()
-    model(batch(rank))
-    with torch.no_grad():
-        for which in (model, plain):
-            for param in which.parameters():
-                param.mul_(0.5)
-    with torch.no_grad():
-        assert_close(model(batch(rank)), plain(batch(rank)), rtol=1e-6, atol=1e-6)
-    assert_equal(whole_state(model), dict(plain.state_dict()))
+    beside.follow()
+    beside.check_gradients()
 
 
 @on_ranks(2)

@@ -30,7 +30,8 @@ from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
-from tests.support.wrapper_models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer
+from tests.support.models import BufferedBlock, Model, Tied
+from tests.support.wrapper_models import batch, message, seeded, shard, shard_by_peer
 
 SURFACE = json.loads((Path(__file__).parent / "fsdp1_surface.json").read_text())["modules"]
 PEER = "torch.distributed.fsdp"
@@ -401,7 +402,7 @@ def test_clean_named_modules_are_the_plain_models(use_orig_params: bool) -> None
     model = shard(seeded(), use_orig_params=use_orig_params)
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
     expected = {
-        id(module) for module in model.modules() if isinstance(module, (Model, Block, nn.Linear, nn.ModuleList))
+        id(module) for module in model.modules() if isinstance(module, (Model, BufferedBlock, nn.Linear, nn.ModuleList))
     }
     found = list(clean_named_modules(model))
     assert [(name, type(module)) for name, module in found] == plain

@@ -16,8 +16,8 @@ from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE, fake_accelerator
 from tests.rehearsal.memory import MemoryRecorder
 from tests.rehearsal.streams import Machine
-from tests.support.kit import BLOCKS, Stack, wrapped
-from tests.support.steps import ROWS, WIDTH
+from tests.support.kit import BLOCKS, ROWS, WIDTH, wrapped
+from tests.support.models import Stack
 
 NUM_RANKS = 4
 END_OF_BACKWARD = "end of backward"

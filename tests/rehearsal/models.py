@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import CPUOffload, MixedPrecision, ShardingStrategy
 from tests.rehearsal.fake_device import DEVICE
-from tests.support.kit import Block
-from tests.support.steps import STRATEGIES, WIDTH
+from tests.support.kit import WIDTH
+from tests.support.models import Block
+from tests.support.steps import STRATEGIES
 
 BOTH_KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)

@@ -21,7 +21,8 @@ from tests.rehearsal.models import (
     EVERY_STRATEGY,
     PAIRS,
 )
-from tests.support.steps import WIDTH, mesh_for
+from tests.support.kit import WIDTH
+from tests.support.steps import mesh_for
 
 
 @BOTH_KINDS

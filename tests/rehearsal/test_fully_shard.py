@@ -18,7 +18,7 @@ from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal
 from tests.rehearsal.kit import train as train_with
-from tests.support.kit import Block, Stack
+from tests.support.models import Block, Stack
 
 
 class LocalUpdates(torch.optim.Optimizer):

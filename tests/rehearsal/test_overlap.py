@@ -18,8 +18,9 @@ from tests.rehearsal.kit import Rehearsal, batch, rehearsal, train
 from tests.rehearsal.models import BOTH_KINDS, LOW, OFFLOAD, Checkpointed, on_device
 from tests.rehearsal.overlap import Overlap, watched
 from tests.rehearsal.test_fully_shard import LocalUpdates, sharded
-from tests.support.kit import Block, Stack
-from tests.support.steps import WIDTH, mesh_for
+from tests.support.kit import WIDTH
+from tests.support.models import Block, Stack
+from tests.support.steps import mesh_for
 
 # Units with unsharded buffers at once besides the root: the one that computes, and the next or the one before.
 MOST_IN_FORWARD, MOST_IN_BACKWARD = 2, 3

@@ -18,7 +18,8 @@ from tests.rehearsal import seam
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import NUM_RANKS, rehearsal
 from tests.rehearsal.test_fully_shard import LocalUpdates, sharded
-from tests.support.kit import BLOCKS, Block, Stack, square_loss
+from tests.support.kit import BLOCKS, square_loss
+from tests.support.models import Block, Stack
 
 TOLERANCE = 0.03
 WIDTH = 64

@@ -26,7 +26,7 @@ from tests.rehearsal.models import (
     Twice,
     on_device,
 )
-from tests.support.kit import Stack
+from tests.support.models import Stack
 from tests.support.steps import mesh_for
 
 

@@ -18,8 +18,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
 from tests.support import wrapper_models as models
+from tests.support.models import BufferedBlock, Model, Tied
 from tests.support.peer import peer_warnings_silenced
-from tests.support.wrapper_models import WIDTH, Block, Model, Tied, batch, shard
+from tests.support.wrapper_models import WIDTH, batch, shard
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 ON_DEVICE: dict[StateDictType, OptimStateDictConfig] = {
@@ -36,7 +37,7 @@ class Normed(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.blocks = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH, affine=False), Block())
+        self.blocks = nn.Sequential(BufferedBlock(), nn.BatchNorm1d(WIDTH, affine=False), BufferedBlock())
         self.last = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.layout import clean_fqn
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, mesh, normal, square_loss, train_on, wrapped
+from tests.support.kit import BLOCKS, mesh, normal, square_loss, train_on, wrapped
+from tests.support.models import Stack
 
 # "flat" and "orig": wrapper units; "rows": fully_shard; "inner": fully_shard-ed blocks in a wrapper; "outer": the
 # reverse; "groups": a unit of several modules; "columns": Shard(1) where it can be.

@@ -20,9 +20,10 @@ from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, State
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.state import BoxedTensor
 from tests.support import Ranks, assert_equal, on_ranks
+from tests.support.models import Tied
 from tests.support.peer import peer_warnings_silenced
 from tests.support.steps import recorded
-from tests.support.wrapper_models import Tied, seeded, shard, shard_by_peer, train, whole_state
+from tests.support.wrapper_models import seeded, shard, shard_by_peer, train, whole_state
 
 RanksOf = Callable[..., Ranks]
 

@@ -22,7 +22,8 @@ from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full, un
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import train_on
-from tests.support.wrapper_models import Block, batch, seeded, shard
+from tests.support.models import BufferedBlock
+from tests.support.wrapper_models import batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [
@@ -51,7 +52,7 @@ def afterwards(model: nn.Module, put: Put, **options: Any) -> nn.Module:
     """Checkpoint wrappers are put into units that exist."""
     wrapped = shard(model, **options)
     apply_activation_checkpointing(
-        wrapped, checkpoint_wrapper_fn=put, check_fn=lambda module: isinstance(module, (Block, nn.Linear))
+        wrapped, checkpoint_wrapper_fn=put, check_fn=lambda module: isinstance(module, (BufferedBlock, nn.Linear))
     )
     return wrapped
 

@@ -25,20 +25,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss, train_on
+from tests.support.models import BufferedBlock, Model, Tied
 from tests.support.peer import peer_warnings_silenced
-from tests.support.wrapper_models import (
-    WIDTH,
-    Block,
-    Model,
-    Tied,
-    batch,
-    mesh_options,
-    message,
-    seeded,
-    shard,
-    shard_by_peer,
-    whole_state,
-)
+from tests.support.wrapper_models import WIDTH, batch, mesh_options, message, seeded, shard, shard_by_peer, whole_state
 
 BOTH = pytest.mark.parametrize("use_orig_params", [False, True])
 FULL = StateDictType.FULL_STATE_DICT
@@ -464,7 +453,7 @@ def test_a_unit_without_parameters_saves_and_loads_its_buffers() -> None:
             super().__init__()
             self.register_buffer("shift", torch.ones(2))
 
-    model = FSDP(nn.Sequential(FSDP(Shift()), Block()))
+    model = FSDP(nn.Sequential(FSDP(Shift()), BufferedBlock()))
     state = whole_state(model)
     assert next(iter(state)) == "0.shift"
     state["0.shift"] += 1

@@ -30,8 +30,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.fully_shard_beside import whole
-from tests.support.fully_shard_sides import children_and_root as sharded
+from tests.support.beside import children_and_root as sharded
+from tests.support.beside import whole
 from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 

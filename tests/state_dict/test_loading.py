@@ -17,8 +17,9 @@ from fsdp_flat.errors import OptionTypeError
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, Normed, groups_of, seeded_task
 from tests.state_dict.test_full_state_dict import Versioned
 from tests.support import assert_equal, on_ranks
+from tests.support.models import BufferedBlock, Model
 from tests.support.steps import recorded
-from tests.support.wrapper_models import Block, Model, batch, seeded, shard, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
@@ -484,5 +485,5 @@ def test_buffers_of_a_batch_norm_come_back_after_a_refused_load() -> None:
         with pytest.raises(RuntimeError, match=r"size mismatch for last\.bias"):
             model.load_state_dict(state, assign=assign)
         assert_equal(whole_state(model), before)
-    assert isinstance(model.module.blocks[0], Block)
+    assert isinstance(model.module.blocks[0], BufferedBlock)
     dist.barrier()

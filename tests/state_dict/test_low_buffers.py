@@ -14,8 +14,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, load_checkpoint, load_full, save_checkpoint, save_full
 from tests.state_dict.kit import FULL, LOCAL, SHARDED
 from tests.support import assert_equal, on_ranks
+from tests.support.models import BufferedBlock, Model
 from tests.support.peer import peer_fsdp
-from tests.support.wrapper_models import Block, Model, batch, seeded, shard
+from tests.support.wrapper_models import batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 LOW = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -26,7 +27,7 @@ class Aliased(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.again = Block()
+        self.again = BufferedBlock()
         self.once_more = self.again
         self.again.register_buffer("same", self.again.shift)
 

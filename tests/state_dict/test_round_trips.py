@@ -36,8 +36,9 @@ from tests.state_dict.kit import (
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
 from tests.support import wrapper_models as models
 from tests.support.kit import no_shard_allowed
+from tests.support.models import BufferedBlock
 from tests.support.peer import peer_warnings_silenced
-from tests.support.wrapper_models import Block, batch, whole_state
+from tests.support.wrapper_models import batch, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
@@ -92,7 +93,7 @@ def world_of(task_name: str, size: int, how: str, use_orig_params: bool, seed: i
     task, group = TASKS[task_name], group_of(size)
     if group is None:
         return None, None, None
-    policy = {"blocks": {Block}, "layers": {nn.Linear}}[how]
+    policy = {"blocks": {BufferedBlock}, "layers": {nn.Linear}}[how]
     with single_rank_allowed(), no_shard_allowed():
         model = FSDP(
             seeded_task(task, seed),

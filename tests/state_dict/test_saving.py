@@ -35,9 +35,10 @@ from tests.memory.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import patience, square_loss
+from tests.support.models import BufferedBlock, Tied
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, recorded
-from tests.support.wrapper_models import Block, Tied, batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 ITEMSIZE = 4
@@ -123,7 +124,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(5)))
+        self.blocks = nn.Sequential(*(BufferedBlock(WIDTH) for _ in range(5)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x)
@@ -373,7 +374,7 @@ def test_other_ranks_are_told_of_a_hook_that_raises_on_one(kind: Any, rank: int)
     """A module's pre-hook may change parameters, so the all-gather comes after it."""
     model = shard(seeded(), process_group=dist.new_group())
     square_loss(model, batch(rank)).backward()
-    inner = next(module for module in model.modules() if isinstance(module, Block))
+    inner = next(module for module in model.modules() if isinstance(module, BufferedBlock))
 
     def fail(*_: Any) -> None:
         raise ValueError("no disk")

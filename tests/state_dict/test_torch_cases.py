@@ -32,10 +32,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support import OWN_STATISTICS, assert_close, assert_equal
-from tests.support.both_sides import TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.beside import adamw
+from tests.support.both_sides import TOLERANCE, Layout, batch_of, build
+from tests.support.models import Layer, Outside
 from tests.support.torch_and_ours import BLOCKS, FULL, ORIG, STRATEGIES, Side, on_both_sides, sgd, state_of, train
 from tests.support.transport import mesh_type
-from tests.support.zoo import CASES, Layer, Outside
+from tests.support.zoo import CASES
 
 NESTED = BLOCKS
 KINDS = pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])

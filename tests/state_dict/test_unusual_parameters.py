@@ -21,8 +21,8 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Block, full_params, mesh, train_on, wrapped
-from tests.support.steps import batch
+from tests.support.kit import batch, full_params, mesh, train_on, wrapped
+from tests.support.models import Block
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")

@@ -24,9 +24,10 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError
 from tests.strategies.test_several_meshes import inputs
 from tests.support import on_ranks
-from tests.support.experts import Meshes, Moe, MoeBlock, needs_mesh_infos
-from tests.support.fully_shard_beside import grads_of
-from tests.support.kit import Block, seeded, square_loss
+from tests.support.beside import grads_of
+from tests.support.experts import Meshes, needs_mesh_infos
+from tests.support.kit import seeded, square_loss
+from tests.support.models import Block, Moe, MoeBlock
 
 
 class ExpertsFirst(MoeBlock):

@@ -22,7 +22,7 @@ from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.state import full_tensor
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import children_and_root as sharded
+from tests.support.beside import children_and_root as sharded
 from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 

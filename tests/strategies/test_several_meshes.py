@@ -32,10 +32,10 @@ from fsdp_flat.core import units_of
 from tests.collectives.test_numbers_of_collectives import in_backward, numbers, trace_of_torch
 from tests.strategies.test_placements import assert_same_placements
 from tests.support import on_ranks
-from tests.support.experts import NUM_TOKENS, WIDTH, Meshes, Moe, MoeBlock, clip, needs_mesh_infos
-from tests.support.fully_shard_beside import grads_of
-from tests.support.fully_shard_sides import assert_no_step_runs, average_gradients
+from tests.support.beside import assert_idle, average_gradients, grads_of
+from tests.support.experts import NUM_TOKENS, WIDTH, Meshes, clip, needs_mesh_infos
 from tests.support.kit import batch, seeded, square_loss
+from tests.support.models import Moe, MoeBlock
 from tests.support.peer import peer_fully_shard
 
 pytestmark = needs_mesh_infos
@@ -104,7 +104,7 @@ def test_training_equals_torchs(kind: str, reshards: Any, accumulates: bool, num
     expected = train(theirs, accumulates=accumulates)
     torch.testing.assert_close(train(ours, accumulates=accumulates), expected)
     assert_same(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert_no_step_runs(ours)
+    assert_idle(ours)
 
 
 @on_ranks(2, 4)
@@ -158,7 +158,7 @@ def test_other_shapes_of_units_train_as_torchs(way: str) -> None:
             model.set_reshard_after_forward(reshards)
         torch.testing.assert_close(train(ours), train(theirs))
         assert_same(ours, theirs, atol=1e-5, rtol=1e-5)
-        assert_no_step_runs(ours)
+        assert_idle(ours)
     if way == "outermost":
         assert all(unit.is_sharded for unit in units_of(ours))
 
@@ -207,7 +207,7 @@ def test_the_last_module_keeps_its_parameters_on_all_meshes_for_backward() -> No
     found = [[name for event, name in part if event == "all_gather"] for part in (events[:num_forward], events)]
     assert found[0] == ["Moe", *in_turn, "blocks.1", "blocks.1 (efsdp)"]
     assert found[1] == [*found[0], *in_turn]
-    assert_no_step_runs(model)
+    assert_idle(model)
 
 
 @on_ranks(4)

@@ -19,10 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support import assert_close
-from tests.support.both_sides import TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.beside import adamw, average_gradients
+from tests.support.both_sides import TOLERANCE, Layout, batch_of, build
+from tests.support.models import Layer
 from tests.support.torch_and_ours import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train
 from tests.support.transport import mesh_type
-from tests.support.zoo import CASES, Layer
+from tests.support.zoo import CASES
 
 CASE = BLOCKS
 HYBRID = [Layout("HYBRID_SHARD", (2, 2)), Layout("_HYBRID_SHARD_ZERO2", (2, 2))]
@@ -164,10 +166,10 @@ def test_states_of_model_and_optimizer_are_saved_and_loaded(
 @on_both_sides(num_ranks=4, layouts=HYBRID)
 def test_accumulation_and_clipping_span_the_whole_mesh(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model, plain = side.wrap_case(CASE, layout, use_orig_params=use_orig_params), build(CASE)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     for index in range(2):
-        for source in range(num_ranks):
-            (CASE.loss_of(plain, batch(source, index)) / num_ranks).backward()
+        CASE.loss_of(plain, batch(rank, index)).backward()
+        average_gradients(plain)
     with model.no_sync():
         CASE.loss_of(model, batch(rank, 0)).backward()
     CASE.loss_of(model, batch(rank, 1)).backward()

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 WIDTH, HIDDEN, NUM_EXPERTS, NUM_TOKENS = 8, 12, 4, 12
@@ -21,63 +20,6 @@ WIDTH, HIDDEN, NUM_EXPERTS, NUM_TOKENS = 8, 12, 4, 12
 needs_mesh_infos = pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason=f"torch {torch.__version__} has no ShardPlacementResult"
 )
-
-
-class Experts(nn.Module):
-    """Runs each expert on its tokens; after :meth:`split` on those of all ranks that share the experts."""
-
-    def __init__(self, num_experts: int = NUM_EXPERTS) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.up = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN) / 3)
-        self.down = nn.Parameter(torch.randn(num_experts, HIDDEN, WIDTH) / 3)
-        self.mesh: DeviceMesh | None = None
-
-    def split(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's experts: the parameters become DTensors over the mesh."""
-        self.mesh = mesh
-        for name, param in list(self.named_parameters()):
-            setattr(self, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute outputs of tokens, (expert, token, width)."""
-        up, down = (each.to_local() if isinstance(each, DTensor) else each for each in (self.up, self.down))
-        num_ranks = 1 if self.mesh is None else self.mesh.size()
-        if num_ranks == 1:
-            return torch.bmm(torch.bmm(x, up).relu(), down)
-        assert self.mesh is not None
-        group, shape = self.mesh.get_group(), (-1, up.shape[0], x.shape[1], WIDTH)
-        x = all_to_all_single_autograd(x.contiguous(), None, None, group).view(shape).transpose(0, 1)
-        x = torch.bmm(torch.bmm(x.reshape(up.shape[0], -1, WIDTH), up).relu(), down)
-        x = x.view(up.shape[0], num_ranks, -1, WIDTH).transpose(0, 1).reshape(self.num_experts, -1, WIDTH)
-        return all_to_all_single_autograd(x, None, None, group)
-
-
-class MoeBlock(nn.Module):
-    """A residual block with parameters beside those of its experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.gate, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = self.gate(self.norm(x)).view(NUM_EXPERTS, -1, WIDTH)
-        return x + self.experts(tokens).reshape(x.shape)
-
-
-class Moe(nn.Module):
-    """Layers around two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([MoeBlock() for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 @dataclass

@@ -40,9 +40,9 @@ class HostSwapOnCpu:
     def block(self, event: Any) -> None:
         assert event is not None
 
-    def note(self, tensor: torch.Tensor) -> None:
-        """Watch the memory of a tensor."""
-        self.noted.append(StorageWeakRef(tensor.untyped_storage()))
+    def note(self, *tensors: torch.Tensor) -> None:
+        """Watch the memory of tensors."""
+        self.noted += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
     def noted_alive(self) -> list[bool]:
         """Return for each noted tensor whether its memory exists."""

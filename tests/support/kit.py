@@ -15,53 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support.models import Block, Stack
 from tests.support.transport import mesh_type
 
-
-class Block(nn.Module):
-    """Two layers and a residual connection; counts its forwards in ``calls``."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        # An odd number, so that there is padding between parameters.
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width, bias=False)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            self.calls += 1
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    """Blocks between two layers that belong to the root.
-
-    Attributes:
-        order: indices of the blocks to run, in order.
-        calls: number of forwards.
-    """
-
-    def __init__(
-        self, num_blocks: int = 3, width: int = 8, num_outputs: int = 5, *, block: Callable[[int], nn.Module] = Block
-    ) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([block(width) for _ in range(num_blocks)])
-        self.head = nn.Linear(width, num_outputs)
-        self.order = list(range(num_blocks))
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.head(self.features(x))
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        """Run everything but the head."""
-        x = self.first(x)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
+WIDTH = 8
+ROWS = 3
 
 
 BLOCKS = ModuleWrapPolicy({Block})

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _optim_utils, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as PeerFSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, _optim_utils, fully_shard
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -55,6 +56,12 @@ def peer_fully_shard(module: Any, **kwargs: Any) -> Any:
             fields["reduce_dtype"] = fields["reduce_dtype"] or fields["param_dtype"]
         kwargs["mp_policy"] = MixedPrecisionPolicy(**fields)
     return fully_shard(module, **kwargs)
+
+
+def needs_of_torch(method: str) -> pytest.MarkDecorator:
+    """Skip a test that compares with a method of torch's FSDPModule where the installed torch does not have it."""
+    has_it = hasattr(FSDPModule, method)
+    return pytest.mark.skipif(not has_it, reason=f"FSDPModule of torch {torch.__version__} has no {method}")
 
 
 @contextmanager

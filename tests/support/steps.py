@@ -1,8 +1,7 @@
-"""Provides small models, a plain replica for each sharded model, and a record of collectives."""
+"""Records the collectives of a step, and what its units do."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,17 +17,11 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.shm import shared_channel, shared_collectives, transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
-from fsdp_flat.core import Phase, Unit, guards_in_use, step_of, units_of
-from tests.support import assert_close
-from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
-from tests.support.reference import replicated_step
+from fsdp_flat.core import Unit, guards_in_use, step_of, units_of
+from tests.support.kit import mesh
 
-WIDTH = 8
-ROWS = 3
 STRATEGIES = list(ShardingStrategy)
 SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
-
-LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
@@ -36,82 +29,6 @@ def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
     if "HYBRID" not in strategy.name:
         return {}
     return {"device_mesh": mesh(2, dist.get_world_size() // 2)}
-
-
-def batches(step: int = 0, width: int = WIDTH) -> list[torch.Tensor]:
-    """Return every rank's batch."""
-    return [batch(rank, step, width) for rank in range(dist.get_world_size())]
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-@dataclass
-class Twin:
-    """Trains a sharded model and its plain copy on the same global batches."""
-
-    model: FSDP
-    plain: nn.Module
-    optimizer: torch.optim.Optimizer
-    plain_optimizer: torch.optim.Optimizer
-    num_steps: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
-        wrap: Callable[..., FSDP] = wrapped,
-        **kwargs: Any,
-    ) -> Twin:
-        plain = copy.deepcopy(module)
-        kwargs.setdefault("auto_wrap_policy", BLOCKS)
-        model = wrap(module, **kwargs)
-        return cls(model, plain, optimizer(model.parameters()), optimizer(plain.parameters()))
-
-    def step(self, loss_of: LossOf = square_loss, *, atol: float = 1e-6, rtol: float = 1e-5) -> torch.Tensor:
-        """Take one optimizer step of both models, and compare gradients and parameters."""
-        inputs = batches(self.num_steps)
-        self.num_steps += 1
-        self.optimizer.zero_grad()
-        loss = loss_of(self.model, inputs[dist.get_rank()])
-        loss.backward()
-        return self.finish_step(inputs, loss_of, atol=atol, rtol=rtol)
-
-    def finish_step(self, inputs: list[Any], loss_of: LossOf, *, atol: float, rtol: float) -> torch.Tensor:
-        """Compute the plain model's gradients, compare them with the sharded model's, and step both."""
-        mean = replicated_step(self.plain, self.plain_optimizer, inputs, loss_of)
-        self.check_gradients(atol=atol, rtol=rtol)
-        self.optimizer.step()
-        self.check_parameters(atol=atol, rtol=rtol)
-        assert_idle(self.model)
-        return mean
-
-    def check_gradients(self, *, atol: float = 1e-6, rtol: float = 1e-5) -> None:
-        expected = {name: param.grad for name, param in self.plain.named_parameters()}
-        assert_close(full_grads(self.model), expected, atol=atol, rtol=rtol, what="gradients")
-
-    def check_parameters(self, *, atol: float = 1e-6, rtol: float = 1e-5) -> None:
-        expected = {name: param.detach() for name, param in self.plain.named_parameters()}
-        assert_close(full_params(self.model), expected, atol=atol, rtol=rtol, what="parameters")
-
-
-def assert_idle(model: nn.Module) -> None:
-    """Assert that no unit is unsharded and that no collective or gradient is pending."""
-    for unit in units_of(model):
-        assert unit.is_sharded, f"{unit.name} is not sharded"
-        assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
-        assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
-        for handle in unit.param_groups:
-            assert not any(handle.grads.ready()), f"{unit.name} has a gradient waiting"
-            assert all(leaf.grad is None for leaf in handle.buffer.params)
-            if handle.buffer.owns_memory:
-                assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
-        assert not unit.step.has_reductions
-        assert not unit.step._prefetched
-        assert unit.step.backward is None
 
 
 def traced(model: FSDP) -> list[tuple[str, str]]:

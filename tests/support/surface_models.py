@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerModuleWrapPolicy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support.beside import average_gradients
 from tests.support.kit import full_grads, full_params
+from tests.support.models import NormedBlock
 from tests.support.peer import peer_fsdp
 
 WIDTH = 7
@@ -25,26 +27,10 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 ALL_STRATEGIES = (*STRATEGIES, "_HYBRID_SHARD_ZERO2")
 
 
-class Block(nn.Module):
-    """A residual block with odd sizes, so that shards cut through parameters."""
-
-    def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("shift", torch.randn(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(self.norm(x)).relu()
-        return x + self.dropout(self.down(hidden)) + self.shift.to(x.dtype)
-
-
 def small_model(*, dropout: float = 0.0, num_blocks: int = 2) -> nn.Sequential:
     """Blocks between two layers that belong to the outermost unit; the same weights on every rank."""
     torch.manual_seed(0)
-    blocks = [Block(dropout=dropout) for _ in range(num_blocks)]
+    blocks = [NormedBlock(dropout=dropout) for _ in range(num_blocks)]
     return nn.Sequential(nn.Linear(5, WIDTH), *blocks, nn.Linear(WIDTH, 3))
 
 
@@ -53,7 +39,7 @@ def batches(num_ranks: int, *, step: int = 0, rows: int = 6, width: int = 5) -> 
     return torch.randn(num_ranks, rows, width, generator=torch.Generator().manual_seed(100 + step))
 
 
-def sharded(model: nn.Module, strategy: str = "FULL_SHARD", *, classes: Any = (Block,), **kwargs: Any) -> FSDP:
+def sharded(model: nn.Module, strategy: str = "FULL_SHARD", *, classes: Any = (NormedBlock,), **kwargs: Any) -> FSDP:
     """``model`` with each block as a unit."""
     kwargs.setdefault("device_mesh", mesh_for(strategy))
     return FSDP(
@@ -64,7 +50,7 @@ def sharded(model: nn.Module, strategy: str = "FULL_SHARD", *, classes: Any = (B
     )
 
 
-def sharded_by_peer(model: nn.Module, strategy: str, *, classes: Any = (Block,), **kwargs: Any) -> nn.Module:
+def sharded_by_peer(model: nn.Module, strategy: str, *, classes: Any = (NormedBlock,), **kwargs: Any) -> nn.Module:
     """The same from torch's FSDP1."""
     kwargs.setdefault("device_mesh", mesh_for(strategy))
     kwargs.setdefault("auto_wrap_policy", PeerModuleWrapPolicy(set(classes)))
@@ -99,12 +85,10 @@ def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).float().pow(2).mean()
 
 
-def plain_mean_grads(
-    model: nn.Module, num_ranks: int, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_loss
-) -> dict[str, torch.Tensor]:
-    """Gradients of the mean loss over all ranks' batches on a plain model."""
-    for batch in batches(num_ranks):
-        (loss_of(model, batch) / num_ranks).backward()
+def mean_grads(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of a plain model by name, zeros where there is none, of the mean over ranks of its losses."""
+    loss.backward()
+    average_gradients(model)
     return plain_grads(model)
 
 

@@ -24,12 +24,14 @@ from torch.distributed import distributed_c10d
 import fsdp_flat
 import fsdp_flat.wrap as our_wrap
 from tests.support import assert_close
-from tests.support.both_sides import PLAIN, TOLERANCE, Layout, adamw, batch_of, build, options_for
+from tests.support.beside import Beside, adamw
+from tests.support.both_sides import PLAIN, TOLERANCE, Layout, batch_of, build, options_for
 from tests.support.kit import normal, train_on
+from tests.support.models import NestedBlock
 from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
 from tests.support.transport import rank_device
-from tests.support.zoo import CASES, Block, Case
+from tests.support.zoo import CASES, Case
 
 ORIG = (True,)
 # Hybrid sharding over one rank is left out: torch's class does not average the replicas' gradients there.
@@ -37,7 +39,7 @@ STRATEGIES = [*PLAIN, Layout("HYBRID_SHARD", (1, 2))]
 SHARDED = [Layout("FULL_SHARD"), Layout("SHARD_GRAD_OP")]
 FULL = SHARDED[:1]
 # A root and two units: enough for most questions, and quick.
-BLOCKS = replace(CASES["nested units"], units=(Block,))
+BLOCKS = replace(CASES["nested units"], units=(NestedBlock,))
 KINDS = {True: "orig", False: "flat"}
 
 
@@ -297,24 +299,21 @@ def beside_replica(
     Returns:
         The state dict at the end.
     """
-    ours, reference = optimizer(model), optimizer(replica)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for step in range(num_steps):
-        ours.zero_grad()
-        reference.zero_grad()
-        losses = []
-        for source in range(num_ranks):
-            loss = loss_of(replica, batch(source, step))
-            (loss / num_ranks).backward()
-            losses.append(loss.detach())
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        assert_close(loss.detach(), losses[rank], **TOLERANCE, what=f"loss {step}")
-        before_step(model)
-        before_step(replica)
-        ours.step()
-        reference.step()
-    state = state_of(model)
-    expected = {name: value.detach() for name, value in replica.state_dict().items()}
-    assert_close(state, expected, **TOLERANCE, what="state_dict")
-    return state
+    front = "fsdp1" if isinstance(model, peer_library.FullyShardedDataParallel) else "flat"
+    beside = Beside(
+        replica,
+        front,
+        shard=lambda *_: model,
+        optimizer=optimizer,
+        batch=batch,
+        body=loss_of,
+        dtype=None,
+        tolerance=TOLERANCE,
+    )
+    for _ in range(num_steps):
+        beside.backward()
+        for each in beside.models:
+            before_step(each)
+        beside.step()
+    beside.check_state_dict()
+    return state_of(model)

@@ -17,58 +17,10 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
 from tests.support.kit import no_shard_allowed, normal, train_on
+from tests.support.models import BufferedBlock, Model
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 WIDTH = 5
-
-
-class Block(nn.Module):
-    """Odd sizes, so that shards cut through parameters, and a buffer of each kind."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width, bias=False)
-        self.register_buffer("shift", torch.randn(width))
-        self.register_buffer("scratch", torch.ones(width), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu()) + self.shift * self.scratch
-
-
-class Model(nn.Module):
-    """Blocks between two layers of the outermost unit; ``config`` is what callers read off a model."""
-
-    def __init__(self, num_blocks: int = 2) -> None:
-        super().__init__()
-        self.config = {"width": WIDTH}
-        self.first = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.last = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-    def greet(self) -> str:
-        """Something that a wrapper has to forward."""
-        return f"model of width {self.config['width']}"
-
-
-class Tied(nn.Module):
-    """One weight under two names, in the outermost unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, WIDTH)
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.embed(x)))
 
 
 def seeded(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
@@ -85,7 +37,7 @@ def mesh_options(strategy: str) -> dict[str, Any]:
 def shard(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = True, **kwargs: Any) -> Any:
     """``model`` wrapped by us, by default with each block as a unit."""
     if by_blocks:
-        kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))
+        kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({BufferedBlock}))
     with no_shard_allowed():
         return FSDP(model, sharding_strategy=ShardingStrategy[strategy], **kwargs)
 
@@ -93,7 +45,7 @@ def shard(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = T
 def shard_by_peer(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = True, **kwargs: Any) -> Any:
     """``model`` wrapped by torch's FSDP1 in the same way."""
     if by_blocks:
-        kwargs.setdefault("auto_wrap_policy", peer_library.wrap.ModuleWrapPolicy({Block}))
+        kwargs.setdefault("auto_wrap_policy", peer_library.wrap.ModuleWrapPolicy({BufferedBlock}))
     with peer_warnings_silenced():
         return peer_fsdp(model, sharding_strategy=peer_library.ShardingStrategy[strategy], **kwargs)
 

@@ -32,9 +32,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import assert_idle, average_gradients
 from tests.support.kit import square_loss, train_on, wrapped
-from tests.support.reference import replicated_step
-from tests.support.steps import assert_idle
 
 WIDTH, HIDDEN, POSITIONS = 8, 10, 4
 LAYOUTS = ["tensor", "sequence"]
@@ -126,6 +125,11 @@ def norm_of(plain: nn.Module, norm_type: float) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(plain.parameters(), math.inf, norm_type=norm_type)
 
 
+def train_plain(plain: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Take a step on the batches of all ranks; those that share tensors have the same one."""
+    train_on(plain, optimizer, [x], before_step=lambda: average_gradients(plain))
+
+
 def step_of_both(
     model: FSDP,
     optimizer: torch.optim.Optimizer,
@@ -134,8 +138,9 @@ def step_of_both(
     mesh: DeviceMesh,
     step: int,
 ) -> None:
-    train_on(model, optimizer, [batches(step)[mesh["dp"].get_local_rank()]])
-    replicated_step(plain, plain_optimizer, batches(step), square_loss)
+    x = batches(step)[mesh["dp"].get_local_rank()]
+    train_on(model, optimizer, [x])
+    train_plain(plain, plain_optimizer, x)
 
 
 def trained(model: FSDP, mesh: DeviceMesh, num_steps: int = 1) -> FSDP:
@@ -157,16 +162,15 @@ def test_training_over_both_axes_equals_a_plain_model_on_the_global_batch(
     model = on_grid(copy.deepcopy(plain), mesh, layout, use_orig_params=use_orig_params, sharding_strategy=strategy)
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     for step in range(4):
-        inputs = batches(step)
-        optimizer.zero_grad()
-        square_loss(model, inputs[mesh["dp"].get_local_rank()]).backward()
-        plain_before = copy.deepcopy(plain)
-        replicated_step(plain_before, torch.optim.SGD(plain_before.parameters(), lr=0.0), inputs, square_loss)
+        for each in (model, plain):
+            each.zero_grad()
+            square_loss(each, batches(step)[mesh["dp"].get_local_rank()]).backward()
+        average_gradients(plain)
         for norm_type in (2.0, math.inf, 2.0):
-            expected = norm_of(plain_before, norm_type)
+            expected = norm_of(plain, norm_type)
             assert_close(model.clip_grad_norm_(math.inf, norm_type), expected, rtol=1e-5, atol=1e-7, what="norm")
-        replicated_step(plain, plain_optimizer, inputs, square_loss)
-        optimizer.step()
+        for each in (optimizer, plain_optimizer):
+            each.step()
         assert_idle(model)
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
 
@@ -176,8 +180,9 @@ def test_training_over_both_axes_equals_a_plain_model_on_the_global_batch(
 def test_clipping_scales_gradients_by_the_norm_over_both_axes(use_orig_params: bool) -> None:
     mesh, plain = grid(), net()
     model = on_grid(copy.deepcopy(plain), mesh, "sequence", use_orig_params=use_orig_params)
-    square_loss(model, batches(0)[mesh["dp"].get_local_rank()]).backward()
-    replicated_step(plain, torch.optim.SGD(plain.parameters(), lr=0.0), batches(0), square_loss)
+    for each in (model, plain):
+        square_loss(each, batches(0)[mesh["dp"].get_local_rank()]).backward()
+    average_gradients(plain)
     norm = model.clip_grad_norm_(0.01)
     assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-5, atol=0.0)
     with FSDP.summon_full_params(model, with_grads=True, writeback=False):
@@ -235,8 +240,9 @@ def test_hybrid_sharding_takes_a_third_axis() -> None:
     )
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     for step in range(2):
-        train_on(model, optimizer, [batches(step)[mesh["replicate"].get_local_rank()]])
-        replicated_step(plain, plain_optimizer, batches(step), square_loss)
+        x = batches(step)[mesh["replicate"].get_local_rank()]
+        train_on(model, optimizer, [x])
+        train_plain(plain, plain_optimizer, x)
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
 
 
@@ -258,7 +264,7 @@ def test_low_precision_compute_and_offloaded_shards_work_on_local_tensors(use_or
     assert set(seen) == {torch.bfloat16}
     plain_optimizer = adamw(plain)
     for step in range(2):
-        replicated_step(plain, plain_optimizer, batches(step), square_loss)
+        train_plain(plain, plain_optimizer, batches(step)[mesh["dp"].get_local_rank()])
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0.0, atol=2e-2)
 
 

@@ -30,7 +30,8 @@ from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import nbytes_of, size_text
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, mesh, normal, square_loss, wrapped
+from tests.support.kit import BLOCKS, mesh, normal, square_loss, wrapped
+from tests.support.models import Block, Stack
 from tests.support.steps import exchange_nbytes, recorded
 
 TOLERANCE = 0.03

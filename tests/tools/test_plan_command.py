@@ -14,10 +14,10 @@ from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, Sharding
 from fsdp_flat.errors import OptionError
 from fsdp_flat.tools.text import BYTES_A_SECOND, FLOPS, speed_of
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support.kit import Block, Stack
+from tests.support.models import Block, Stack
 from tests.tools.conftest import Run, RunJson
 
-STACK = "tests.support.kit:Stack"
+STACK = "tests.support.models:Stack"
 HERE = "tests.tools.test_plan_command"
 
 

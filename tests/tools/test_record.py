@@ -19,7 +19,8 @@ from fsdp_flat.extras.describe import describe
 from fsdp_flat.tools.recording import Recording
 from fsdp_flat.tools.step_trace import Segment, StepTrace, Work, innermost, read_trace
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, batch, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, square_loss, wrapped
+from tests.support.models import Stack
 
 UNITS = ["Stack", "blocks.0", "blocks.1", "blocks.2"]
 

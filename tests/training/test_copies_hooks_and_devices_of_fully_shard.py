@@ -18,8 +18,9 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.core import PerParamTarget
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import children_and_root
-from tests.support.kit import Stack, seeded, square_loss
+from tests.support.beside import children_and_root
+from tests.support.kit import seeded, square_loss
+from tests.support.models import Stack
 
 
 def sharded_stack() -> Stack:

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import assert_close
-from tests.support.both_sides import TOLERANCE, Layout, adamw, batch_of, build
+from tests.support.beside import adamw
+from tests.support.both_sides import TOLERANCE, Layout, batch_of, build
+from tests.support.models import Layer
 from tests.support.torch_and_ours import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, state_of, train
-from tests.support.zoo import CASES, Layer
+from tests.support.zoo import CASES
 
 PREFETCH = {"pre": ("BACKWARD_PRE", False), "post and forward": ("BACKWARD_POST", True), "none": (None, True)}
 

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import OWN_STATISTICS, assert_equal
-from tests.support.both_sides import Layout, adamw, batch_of, build
+from tests.support.beside import adamw
+from tests.support.both_sides import Layout, batch_of, build
 from tests.support.kit import train_on
+from tests.support.models import Layer
 from tests.support.torch_and_ours import (
     BLOCKS,
     ORIG,
@@ -39,7 +41,7 @@ from tests.support.torch_and_ours import (
     trained,
 )
 from tests.support.transport import rank_device
-from tests.support.zoo import CASES, Layer
+from tests.support.zoo import CASES
 
 Outputs = namedtuple("Outputs", ["first", "second"])
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 
 from tests.support import OWN_STATISTICS, Ranks
-from tests.support.both_sides import LAYOUTS, OTHER_MESHES, PLAIN, Layout, train_case, train_case_beside_peer
+from tests.support.both_sides import LAYOUTS, OTHER_MESHES, PLAIN, Layout, train_case
 from tests.support.zoo import CASES
 
 RanksOf = Callable[..., Ranks]
 
-KINDS = {True: "orig", False: "flat"}
+KINDS = {True: "originals", False: "flat"}
+TORCHS = {"originals": "fsdp1", "flat": "fsdp1_flat"}
 
 
 def layouts(by_num_ranks: Mapping[int, Iterable[Layout]]) -> list[object]:
@@ -25,7 +26,9 @@ def layouts(by_num_ranks: Mapping[int, Iterable[Layout]]) -> list[object]:
 
 def models(names: Iterable[str] = CASES, *, with_peer: bool = False) -> list[object]:
     return [
-        pytest.param(name, kind, id=f"{name}-{KINDS[kind]}", marks=OWN_STATISTICS if name in WITH_STATISTICS else ())
+        pytest.param(
+            name, KINDS[kind], id=f"{name}-{KINDS[kind]}", marks=OWN_STATISTICS if name in WITH_STATISTICS else ()
+        )
         for name in names
         for kind in CASES[name].kinds
         if not with_peer or kind not in CASES[name].peer_cannot
@@ -52,35 +55,33 @@ CHIEF = [
 FIRST = {num_ranks: some[:1] for num_ranks, some in LAYOUTS.items()}
 
 
-@pytest.mark.parametrize("name, use_orig_params", models(CHIEF))
+@pytest.mark.parametrize("name, front", models(CHIEF))
 @pytest.mark.parametrize("num_ranks, layout", layouts(LAYOUTS))
 def test_training_on_shards_equals_training_a_replicated_model(
-    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, use_orig_params: bool
+    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, front: str
 ) -> None:
-    ranks(num_ranks).run(train_case, name, layout, use_orig_params)
+    ranks(num_ranks).run(train_case, name, layout, front)
 
 
-@pytest.mark.parametrize("name, use_orig_params", models(name for name in CASES if name not in CHIEF))
+@pytest.mark.parametrize("name, front", models(name for name in CASES if name not in CHIEF))
 @pytest.mark.parametrize("num_ranks, layout", layouts(FIRST))
 def test_training_variants_of_the_models_equals_training_them_replicated(
-    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, use_orig_params: bool
+    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, front: str
 ) -> None:
-    ranks(num_ranks).run(train_case, name, layout, use_orig_params)
+    ranks(num_ranks).run(train_case, name, layout, front)
 
 
-@pytest.mark.parametrize("name, use_orig_params", models(["uneven sizes", "tied across units"]))
+@pytest.mark.parametrize("name, front", models(["uneven sizes", "tied across units"]))
 @pytest.mark.parametrize("num_ranks, layout", layouts(OTHER_MESHES))
 def test_meshes_of_every_shape_train_as_a_replicated_model(
-    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, use_orig_params: bool
+    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, front: str
 ) -> None:
-    ranks(num_ranks).run(train_case, name, layout, use_orig_params)
+    ranks(num_ranks).run(train_case, name, layout, front)
 
 
-@pytest.mark.parametrize("name, use_orig_params", models(with_peer=True))
-def test_every_model_trains_as_in_torch_fsdp1_where_that_can_run_it(
-    ranks: RanksOf, name: str, use_orig_params: bool
-) -> None:
-    ranks(2).run(train_case_beside_peer, name, Layout("FULL_SHARD"), use_orig_params)
+@pytest.mark.parametrize("name, front", models(with_peer=True))
+def test_every_model_trains_as_in_torch_fsdp1_where_that_can_run_it(ranks: RanksOf, name: str, front: str) -> None:
+    ranks(2).run(train_case, name, Layout("FULL_SHARD"), front, TORCHS[front])
 
 
 PEER_LAYOUTS = {
@@ -89,9 +90,9 @@ PEER_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name, use_orig_params", models(["uneven sizes", "nested units"], with_peer=True))
+@pytest.mark.parametrize("name, front", models(["uneven sizes", "nested units"], with_peer=True))
 @pytest.mark.parametrize("num_ranks, layout", layouts(PEER_LAYOUTS))
 def test_every_strategy_trains_as_in_torch_fsdp1(
-    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, use_orig_params: bool
+    ranks: RanksOf, num_ranks: int, layout: Layout, name: str, front: str
 ) -> None:
-    ranks(num_ranks).run(train_case_beside_peer, name, layout, use_orig_params)
+    ranks(num_ranks).run(train_case, name, layout, front, TORCHS[front])

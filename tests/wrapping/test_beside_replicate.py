@@ -16,8 +16,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from fsdp_flat import unwrap
 from fsdp_flat.composable import fully_shard
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import average_gradients
-from tests.support.kit import Stack, batch, seeded, square_loss
+from tests.support.beside import average_gradients
+from tests.support.kit import batch, seeded, square_loss
+from tests.support.models import Stack
 from tests.support.peer import peer_fully_shard
 
 # How a model is put together, and the modules whose parameters are sharded.

@@ -20,17 +20,8 @@ from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
-from tests.support.wrapper_models import (
-    WIDTH,
-    Block,
-    Model,
-    assert_same_grads,
-    batch,
-    seeded,
-    shard,
-    shard_by_peer,
-    whole_state,
-)
+from tests.support.models import BufferedBlock, Model
+from tests.support.wrapper_models import WIDTH, assert_same_grads, batch, seeded, shard, shard_by_peer, whole_state
 
 STRATEGIES = [member.name for member in peer_library.ShardingStrategy]
 
@@ -176,7 +167,7 @@ def test_every_form_of_the_cpu_is_a_device_id(device: Any) -> None:
 @on_ranks(2)
 def test_arguments_are_taken_by_position() -> None:
     with no_shard_allowed():
-        model = FSDP(seeded(), None, ShardingStrategy.SHARD_GRAD_OP, None, ModuleWrapPolicy({Block}), None)
+        model = FSDP(seeded(), None, ShardingStrategy.SHARD_GRAD_OP, None, ModuleWrapPolicy({BufferedBlock}), None)
     assert model.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert len(FSDP.fsdp_modules(model)) == 3
     assert all(wrapper._unit.options.backward_prefetch is None for wrapper in FSDP.fsdp_modules(model))
@@ -300,7 +291,7 @@ def test_a_policy_that_chooses_a_list_warns_if_an_outer_unit_has_its_parameters(
 def test_a_list_whose_entries_are_units_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList, Block}))
+        FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList, BufferedBlock}))
 
 
 @on_ranks(2)
@@ -329,7 +320,7 @@ def test_a_policy_and_wrapping_by_hand_give_the_same_shards(rank: int) -> None:
 
 @on_ranks(2)
 def test_children_of_a_subclass_are_made_of_the_base_class() -> None:
-    model = Mine(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = Mine(seeded(), auto_wrap_policy=ModuleWrapPolicy({BufferedBlock}))
     kinds = [type(wrapper) for wrapper in FSDP.fsdp_modules(model)]
     assert kinds == [Mine, FSDP, FSDP]
     assert model.made
@@ -348,10 +339,10 @@ def test_every_kind_of_policy_that_fsdp1_takes_is_taken() -> None:
     policies: list[Any] = [
         always_wrap_policy,
         functools.partial(peer_library.wrap.size_based_auto_wrap_policy, min_num_params=60),
-        functools.partial(peer_library.wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        peer_library.wrap.ModuleWrapPolicy({Block}),
-        peer_library.wrap.CustomPolicy(lambda module: isinstance(module, Block)),
-        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
+        functools.partial(peer_library.wrap.transformer_auto_wrap_policy, transformer_layer_cls={BufferedBlock}),
+        peer_library.wrap.ModuleWrapPolicy({BufferedBlock}),
+        peer_library.wrap.CustomPolicy(lambda module: isinstance(module, BufferedBlock)),
+        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, BufferedBlock),
     ]
     for policy in policies:
         with warnings.catch_warnings():

@@ -18,15 +18,16 @@ from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PeerFa
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
+from tests.support.models import BufferedBlock, Model
 from tests.support.peer import peer_fsdp
-from tests.support.wrapper_models import Block, Model, batch, message, seeded, shard
+from tests.support.wrapper_models import batch, message, seeded, shard
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
-POLICY = ModuleWrapPolicy({Block})
+POLICY = ModuleWrapPolicy({BufferedBlock})
 
 
 def _with_a_typo(module: nn.Module) -> Any:
-    return {"nosuch": 1} if isinstance(module, Block) else False
+    return {"nosuch": 1} if isinstance(module, BufferedBlock) else False
 
 
 def both_groups(model: Model) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -15,21 +16,20 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import is_managed
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from tests.support import assert_equal, on_ranks
-from tests.support.lives import KINDS, assert_same, train, train_reference
+from tests.support.beside import KINDS, Beside
+from tests.support.models import BufferedBlock
 from tests.support.peer import peer_fsdp
-from tests.support.wrapper_models import message, seeded, shard
+from tests.support.wrapper_models import batch, message, seeded, shard, train
 
 
 @KINDS
 @pytest.mark.parametrize("when", ["new", "trained"])
 @on_ranks(2)
-def test_a_wrapped_model_is_not_copied_as_in_fsdp1_and_the_error_says_what_to_do(
-    use_orig_params: bool, when: str
-) -> None:
+def test_a_wrapped_model_is_not_copied_as_in_fsdp1_and_the_error_says_what_to_do(front: str, when: str) -> None:
     for side in (FSDP, peer_fsdp):
-        model = side(seeded(), use_orig_params=use_orig_params)
+        model = side(seeded(), use_orig_params=front == "originals")
         if when == "trained":
-            train(model, range(1))
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), dist.get_rank(), range(1))
         for holder in (model, nn.ModuleDict({"held": model}), [model]):
             with pytest.raises((TypeError, RuntimeError)):
                 copy.deepcopy(holder)
@@ -39,16 +39,13 @@ def test_a_wrapped_model_is_not_copied_as_in_fsdp1_and_the_error_says_what_to_do
 
 @KINDS
 @on_ranks(2)
-def test_a_refused_copy_leaves_the_model_as_it_was(use_orig_params: bool) -> None:
-    model, plain = shard(seeded(), use_orig_params=use_orig_params), seeded()
-    train(model, range(1))
+def test_a_refused_copy_leaves_the_model_as_it_was(front: str) -> None:
+    beside = Beside(seeded(), front, units=(BufferedBlock,), batch=batch)
+    beside.train()
     for copied in (copy.deepcopy, AveragedModel):
         with pytest.raises(PhaseError, match="ShardedEMA"):
-            copied(model)
-    train(model, range(1, 2))
-    train_reference(plain, range(1))
-    train_reference(plain, range(1, 2))
-    assert_same(model, plain)
+            copied(beside.ours)
+    beside.train()
 
 
 @on_ranks(2)
@@ -62,10 +59,10 @@ def test_pickling_a_wrapped_model_says_what_to_save_instead() -> None:
 
 @KINDS
 @on_ranks(2)
-def test_copied_and_pickled_parameters_are_plain_ones_of_the_same_values(use_orig_params: bool) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
+def test_copied_and_pickled_parameters_are_plain_ones_of_the_same_values(front: str) -> None:
+    model = shard(seeded(), use_orig_params=front == "originals")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    train(model, range(1))
+    train(model, optimizer, dist.get_rank(), range(1))
     params = list(model.parameters())
     stored = io.BytesIO()
     torch.save(params, stored)
@@ -75,7 +72,7 @@ def test_copied_and_pickled_parameters_are_plain_ones_of_the_same_values(use_ori
         copy.deepcopy(params),
         pickle.loads(pickle.dumps(params)),
         # A pickled flat parameter has the description that FSDP1 gives it, of a class of ours, as in FSDP1.
-        torch.load(stored, weights_only=use_orig_params),
+        torch.load(stored, weights_only=front == "originals"),
         copied_optimizer.param_groups[0]["params"],
     ):
         assert [type(twin) for twin in twins] == [nn.Parameter] * len(params)

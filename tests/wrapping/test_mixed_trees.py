@@ -12,8 +12,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard, trace
 from tests.support import assert_close, on_ranks
-from tests.support.fully_shard_sides import assert_no_step_runs, average_gradients, batch_of
-from tests.support.kit import Stack, square_loss
+from tests.support.beside import assert_idle, average_gradients, batch_of
+from tests.support.kit import square_loss
+from tests.support.models import Stack
 
 
 def wrapper(module: nn.Module, *, use_orig_params: bool = True) -> FSDP:
@@ -79,17 +80,17 @@ def losses_of(model: nn.Module, *, num_steps: int = 4, averages: bool = False, w
 @on_ranks(2, 4)
 @pytest.mark.parametrize("tree", TREES)
 def test_a_tree_of_both_fronts_trains_as_a_replica(tree: str) -> None:
-    plain = Stack()
+    plain = Stack().double()
     model = mixed(copy.deepcopy(plain), tree)
     expected = losses_of(plain, averages=True)
     assert_close(torch.tensor(losses_of(model)), torch.tensor(expected), atol=1e-6, rtol=1e-4)
-    assert_no_step_runs(model)
+    assert_idle(model)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("tree", TREES)
 def test_the_switches_of_a_unit_serve_units_of_the_other_front(tree: str) -> None:
-    plain = Stack()
+    plain = Stack().double()
     model = mixed(copy.deepcopy(plain), tree)
     units = [module for module in model.modules() if hasattr(module, "set_modules_to_forward_prefetch")]
     model.set_modules_to_forward_prefetch(units[1:])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_flat import fully_shard, participate
+from fsdp_flat import participate
 from tests.support import on_ranks
-from tests.support.fully_shard_beside import grads_of
-from tests.support.fully_shard_sides import average_gradients
-from tests.support.kit import batch, seeded, square_loss
-from tests.support.peer import peer_fully_shard
-from tests.training.test_fully_shard import steps
+from tests.support.beside import BOTH, Beside, adamw
 
 
 class Tail(nn.Module):
@@ -32,19 +27,12 @@ class Tail(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_two_modules_in_one_unit_train_as_a_replica_and_torch(reshard_after_forward: bool) -> None:
-    torch.manual_seed(0)
-    plain = Tail()
-    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
-    for model, shard in zip(models, (fully_shard, peer_fully_shard), strict=True):
-        shard(model.body)
-        shard([model.norm, model.head], reshard_after_forward=reshard_after_forward)
-        shard(model)
-    expected = steps(plain, averaged=True)
-    assert len(set(expected)) == len(expected)
-    for model in models:
-        torch.testing.assert_close(steps(model), expected)
-        for (name, value), full in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(value.full_tensor(), full, msg=name)
+    def shard(model: Any, apply: Any) -> Any:
+        apply(model.body)
+        apply([model.norm, model.head], reshard_after_forward=reshard_after_forward)
+        return apply(model)
+
+    Beside(Tail(), BOTH, shard=shard, optimizer=adamw).train(num_steps=3)
 
 
 class Branching(nn.Module):
@@ -67,15 +55,11 @@ class Branching(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_rank_may_skip_all_modules_of_a_list(skips: bool, rank: int) -> None:
-    plain = seeded(Branching)
-    model: Any = copy.deepcopy(plain)
-    fully_shard([model.up, model.down])
-    fully_shard(model)
-    model.skips = plain.skips = skips and rank == 1
-    for step in range(2):
-        for each in (plain, model):
-            square_loss(each, batch(rank, step)).backward()
-        average_gradients(plain)
-        torch.testing.assert_close(grads_of(model), grads_of(plain))
-        model.zero_grad()
-        plain.zero_grad()
+    def shard(model: Any, apply: Any) -> Any:
+        apply([model.up, model.down])
+        return apply(model)
+
+    beside = Beside(Branching(), "fully_shard", shard=shard)
+    for model in beside.models:
+        model.skips = skips and rank == 1
+    beside.train(num_steps=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from typing import Any
 
@@ -15,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat import CPUOffload
-from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import DataParallelMeshDims, FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
 from tests.support import OWN_PARAMETERS, on_ranks
-from tests.support.fully_shard_sides import average_gradients
-from tests.support.kit import batch, seeded, square_loss, train_on
+from tests.support.beside import BOTH, Beside
+from tests.support.kit import seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -118,20 +116,13 @@ class Chain(nn.ModuleList):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
-def test_a_list_with_a_forward_is_a_unit(function: Any, rank: int) -> None:
-    torch.manual_seed(0)
-    plain = Chain([nn.Linear(4, 4) for _ in range(2)])
-    model = function(copy.deepcopy(plain))
-    assert type(model).__name__ == "FSDPChain"
-    x = torch.full((2, 4), float(rank))
-    model(x).sum().backward()
-    for each in range(2):
-        (plain(torch.full((2, 4), float(each))).sum() / 2).backward()
-    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
-    with pytest.raises(ValueError, match="forward"):
-        function(nn.ModuleList([nn.Linear(4, 4)]))
+def test_a_list_with_a_forward_is_a_unit(rank: int) -> None:
+    beside = Beside(Chain([nn.Linear(8, 8) for _ in range(2)]), BOTH, units=())
+    assert [type(model).__name__ for model in beside.models] == ["FSDPChain", "FSDPChain", "Chain"]
+    beside.train()
+    for function in (fully_shard, peer_fully_shard):
+        with pytest.raises(ValueError, match="forward"):
+            function(nn.ModuleList([nn.Linear(4, 4)]))
 
 
 @on_ranks(2)
@@ -168,20 +159,8 @@ class Caching(nn.Linear):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard, functools.partial(FSDP, use_orig_params=True)])
-def test_a_module_that_notes_assignments_gets_its_parameters_by_assignment(function: Any, rank: int) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(Caching(4, 4), nn.Linear(4, 4))
-    model = function(copy.deepcopy(plain))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    for step in range(2):
-        for each in (plain, model):
-            square_loss(each, batch(rank, step, 4)).backward()
-        average_gradients(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+def test_a_module_that_notes_assignments_gets_its_parameters_by_assignment() -> None:
+    Beside(nn.Sequential(Caching(8, 8), nn.Linear(8, 8)), ("originals", *BOTH), units=()).train(num_steps=2)
 
 
 class Extended(torch.Tensor):

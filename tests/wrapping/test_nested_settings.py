@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,10 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, mesh, square_loss
-from tests.support.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
+from tests.support.beside import KINDS, WIDTH, Beside, batch, by_hand, by_policy, placed
+from tests.support.kit import mesh, square_loss
+from tests.support.models import Block, Stack
 
 WHEN = pytest.mark.parametrize("steps_before", [0, 2], ids=["before the first step", "after two steps"])
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
@@ -55,27 +54,19 @@ class Inner(nn.Module):
         return self.blocks(torch.tanh(self.layer(x)))
 
 
-UNITS = ModuleWrapPolicy({Inner, Block})
+def tower(front: str, **options: Any) -> Beside:
+    return Beside(Tower(), front, units=(Inner, Block), **options)
 
 
-def tower(use_orig_params: bool, **options: Any) -> Pair:
-    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
-            return FSDP(module, auto_wrap_policy=UNITS, **kwargs)
-
-    return Pair.of(Tower(), wrap=wrap, use_orig_params=use_orig_params, **options)
-
-
-def check_scaled(pair: Pair, scales: dict[str, float], step: int) -> None:
+def check_scaled(beside: Beside, scales: dict[str, float], step: int) -> None:
     """Gradients are the mean over ranks times the scale of the longest start of the name."""
-    pair.backward(step=step)
-    for name, param in pair.plain.named_parameters():
+    beside.backward(step=step)
+    for name, param in beside.plain.named_parameters():
         start = max((start for start in scales if name.startswith(start)), key=len, default=None)
         if start is not None:
             param.grad *= scales[start]
-    pair.check_gradients(f"gradients scaled by {scales}")
-    pair.zero_grad()
+    beside.check_gradients(f"gradients scaled by {scales}")
+    beside.zero_grad()
 
 
 @KINDS
@@ -84,33 +75,33 @@ def check_scaled(pair: Pair, scales: dict[str, float], step: int) -> None:
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_a_divide_factor_scales_what_is_at_and_below_its_wrapper(
-    layout: str, where: str, steps_before: int, use_orig_params: bool, num_ranks: int
+    layout: str, where: str, steps_before: int, front: str, num_ranks: int
 ) -> None:
-    pair = tower(use_orig_params, **placed(layout))
-    pair.train(num_steps=steps_before)
-    wrapper: Any = pair.model
+    beside = tower(front, **placed(layout))
+    beside.train(num_steps=steps_before)
+    wrapper: Any = beside.ours
     for name in where.split(".") if where else []:
         wrapper = wrapper[int(name)] if name.isdigit() else getattr(wrapper, name)
     assert isinstance(wrapper, FSDP)
     for factor in (5.0, torch.tensor(0.5)):
         wrapper.set_gradient_divide_factor(factor)
-        check_scaled(pair, {where: num_ranks / float(factor)}, 7)
+        check_scaled(beside, {where: num_ranks / float(factor)}, 7)
     wrapper.set_gradient_divide_factor(None)
-    check_scaled(pair, {}, 8)
+    check_scaled(beside, {}, 8)
 
 
 @KINDS
 @WHEN
 @on_ranks(2)
 def test_divide_factors_of_the_root_and_then_of_a_nested_unit_both_hold(
-    steps_before: int, use_orig_params: bool, num_ranks: int
+    steps_before: int, front: str, num_ranks: int
 ) -> None:
-    pair = tower(use_orig_params)
-    pair.train(num_steps=steps_before)
-    pair.model.set_gradient_divide_factor(8.0)
-    pair.model.stacks[0].set_gradient_divide_factor(3.0)
+    beside = tower(front)
+    beside.train(num_steps=steps_before)
+    beside.ours.set_gradient_divide_factor(8.0)
+    beside.ours.stacks[0].set_gradient_divide_factor(3.0)
     for step in range(2):
-        check_scaled(pair, {"": num_ranks / 8, "stacks.0": num_ranks / 3}, step)
+        check_scaled(beside, {"": num_ranks / 8, "stacks.0": num_ranks / 3}, step)
 
 
 @KINDS
@@ -118,14 +109,14 @@ def test_divide_factors_of_the_root_and_then_of_a_nested_unit_both_hold(
 @WHEN
 @on_ranks(2)
 def test_a_communication_hook_on_a_nested_unit_is_refused_before_and_after_the_first_step(
-    steps_before: int, wrap: Callable[..., FSDP], use_orig_params: bool
+    steps_before: int, wrap: Callable[..., FSDP], front: str
 ) -> None:
-    pair = Pair.of(Stack(), wrap=wrap, use_orig_params=use_orig_params)
-    pair.train(num_steps=steps_before)
+    beside = Beside(Stack(), front, shard=wrap)
+    beside.train(num_steps=steps_before)
     with pytest.raises(PhaseError, match=r"nested") as caught:
-        pair.model.blocks[1].register_comm_hook(None, lambda _state, _grad, out=None: None)
+        beside.ours.blocks[1].register_comm_hook(None, lambda _state, _grad, out=None: None)
     assert isinstance(caught.value, AssertionError)
-    pair.train(num_steps=2)
+    beside.train(num_steps=2)
 
 
 # -- a mesh without a strategy -----------------------------------------------------------------------------------------
@@ -136,31 +127,29 @@ def test_a_communication_hook_on_a_nested_unit_is_refused_before_and_after_the_f
 @pytest.mark.parametrize("strategy", [{}, {"sharding_strategy": None}], ids=["left out", "None"])
 @on_ranks(2, 4)
 def test_a_mesh_of_two_dimensions_without_a_strategy_is_hybrid_sharding(
-    strategy: dict[str, Any], wrap: Callable[..., FSDP], use_orig_params: bool, num_ranks: int
+    strategy: dict[str, Any], wrap: Callable[..., FSDP], front: str, num_ranks: int
 ) -> None:
     for num_replicas in range(1, num_ranks + 1):
         if num_ranks % num_replicas:
             continue
         num_shards = num_ranks // num_replicas
-        options = {"device_mesh": mesh(num_replicas, num_shards), "use_orig_params": use_orig_params, **strategy}
-        pair = Pair.of(Stack(), wrap=wrap, **options)
-        assert pair.model.sharding_strategy is ShardingStrategy.HYBRID_SHARD
-        assert dist.get_world_size(pair.model.process_group) == num_shards
-        pair.train(num_steps=2)
-        total = sum(param.numel() for param in pair.plain.parameters())
-        held = torch.tensor(sum(param.numel() for param in pair.model.parameters()))
+        beside = Beside(Stack(), front, shard=wrap, device_mesh=mesh(num_replicas, num_shards), **strategy)
+        assert beside.ours.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+        assert dist.get_world_size(beside.ours.process_group) == num_shards
+        beside.train(num_steps=2)
+        total = sum(param.numel() for param in beside.plain.parameters())
+        held = torch.tensor(sum(param.numel() for param in beside.ours.parameters()))
         dist.all_reduce(held)
         padding = int(held) / num_replicas - total
-        assert padding == 0 if use_orig_params else 0 <= padding < num_shards * len(units_of(pair.model))
+        assert padding == 0 if front == "originals" else 0 <= padding < num_shards * len(units_of(beside.ours))
 
 
 @KINDS
 @on_ranks(2)
-def test_a_mesh_of_one_dimension_without_a_strategy_is_full_sharding(use_orig_params: bool, num_ranks: int) -> None:
-    options = {"device_mesh": init_device_mesh("cpu", (num_ranks,)), "use_orig_params": use_orig_params}
-    pair = Pair.of(Stack(), **options)
-    assert pair.model.sharding_strategy is ShardingStrategy.FULL_SHARD
-    pair.train(num_steps=2)
+def test_a_mesh_of_one_dimension_without_a_strategy_is_full_sharding(front: str, num_ranks: int) -> None:
+    beside = Beside(Stack(), front, device_mesh=init_device_mesh("cpu", (num_ranks,)))
+    assert beside.ours.sharding_strategy is ShardingStrategy.FULL_SHARD
+    beside.train(num_steps=2)
 
 
 # -- torch's fully_shard -----------------------------------------------------------------------------------------------
@@ -200,16 +189,16 @@ def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used
     around: Callable[[FSDP, Any], nn.Module],
     then: str,
     steps_before: int,
-    use_orig_params: bool,
+    front: str,
     rank: int,
     num_ranks: int,
 ) -> None:
     cpus = init_device_mesh("cpu", (num_ranks,))
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
-    pair.train(num_steps=steps_before)
+    beside = Beside(Stack(), front)
+    beside.train(num_steps=steps_before)
 
     def use() -> None:
-        model = around(pair.model, cpus)
+        model = around(beside.ours, cpus)
         if then == "forward":
             square_loss(model, batch(rank))
         else:
@@ -221,22 +210,20 @@ def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used
 
 @KINDS
 @on_ranks(2)
-def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(
-    use_orig_params: bool, num_ranks: int
-) -> None:
+def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(front: str, num_ranks: int) -> None:
     cpus = init_device_mesh("cpu", (num_ranks,))
     for around in (nn.Sequential, lambda wrapper: wrapper):
-        wrapper = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
+        wrapper = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=front == "originals")
         with pytest.raises(UsageError, match="torch's fully_shard was called"):
             fully_shard(around(wrapper), mesh=cpus)
 
 
 @KINDS
 @on_ranks(2)
-def test_wrappers_beside_modules_of_fully_shard_train(use_orig_params: bool, num_ranks: int) -> None:
+def test_wrappers_beside_modules_of_fully_shard_train(front: str, num_ranks: int) -> None:
     """Nothing is shared, so nothing is refused."""
     other = nn.Linear(WIDTH, WIDTH)
     fully_shard(other, mesh=init_device_mesh("cpu", (num_ranks,)))
     for step, _ in enumerate(itertools.repeat(None, 2)):
         other(batch(0, step).float()).sum().backward()
-    Pair.of(Stack(), use_orig_params=use_orig_params).train(num_steps=2)
+    Beside(Stack(), front).train(num_steps=2)

@@ -13,7 +13,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, fully_shard
 from fsdp_flat.errors import OptionError, TiedParameterError
 from tests.support import assert_close, on_ranks
-from tests.support.kit import Stack, full_grads, seeded, square_loss
+from tests.support.kit import full_grads, seeded, square_loss
+from tests.support.models import Stack
 from tests.support.peer import PeerFSDP, peer_fsdp
 from tests.support.wrapper_models import batch
 

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, plan, wrap
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack
+from tests.support.models import Block, Stack
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16)
 BLOCK, STACK = 289, 984

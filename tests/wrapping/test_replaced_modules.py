@@ -18,11 +18,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import StateDictType, register_forward_method
+from fsdp_flat import StateDictType, clean_tensor_name, register_forward_method
 from tests.compile.test_compile import fresh_compiler
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import Block, Stack, square_loss, wrapped
-from tests.support.pairs import KINDS, TWO_RANKS, Pair, batch, by_hand, by_policy, placed
+from tests.support.beside import APPLY, KINDS, TWO_RANKS, Beside, batch, by_hand, by_policy, placed
+from tests.support.kit import square_loss
+from tests.support.models import Block, Stack
 
 IMPLS = pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
@@ -38,11 +39,11 @@ def checkpointed(model: nn.Module, impl: str, kind: type[nn.Module] = Block) -> 
     )
 
 
-def calls_of_a_step(pair: Pair, loss_of: Any = square_loss) -> dict[str, int]:
+def calls_of_a_step(beside: Beside, loss_of: Any = square_loss) -> dict[str, int]:
     """How often each counting module's forward ran in one step of the sharded model."""
-    counting = {name: module for name, module in pair.model.named_modules() if isinstance(module, Block)}
+    counting = {name: module for name, module in beside.ours.named_modules() if isinstance(module, Block)}
     before = {name: module.calls for name, module in counting.items()}
-    pair.train(loss_of, first=5)
+    beside.train(loss_of)
     return {name: module.calls - before[name] for name, module in counting.items()}
 
 
@@ -52,39 +53,35 @@ def calls_of_a_step(pair: Pair, loss_of: Any = square_loss) -> dict[str, int]:
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_checkpoints_applied_after_wrapping_run_each_block_twice_a_step(
-    layout: str, steps_before: int, use_orig_params: bool, impl: str
+    layout: str, steps_before: int, front: str, impl: str
 ) -> None:
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
-    pair.train(num_steps=steps_before)
-    assert list(calls_of_a_step(pair).values()) == [1, 1, 1]
-    checkpointed(pair.model, impl)
+    beside = Beside(Stack(), front, **placed(layout))
+    beside.train(num_steps=steps_before)
+    assert list(calls_of_a_step(beside).values()) == [1, 1, 1]
+    checkpointed(beside.ours, impl)
     for _ in range(2):
-        assert list(calls_of_a_step(pair).values()) == [2, 2, 2]
+        assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
 
 
 @IMPLS
 @KINDS
 @on_ranks(2)
-def test_checkpoints_applied_to_units_made_by_hand_run_each_block_twice_a_step(
-    use_orig_params: bool, impl: str
-) -> None:
-    pair = Pair.of(Stack(), wrap=by_hand, use_orig_params=use_orig_params)
-    checkpointed(pair.model, impl)
-    assert list(calls_of_a_step(pair).values()) == [2, 2, 2]
+def test_checkpoints_applied_to_units_made_by_hand_run_each_block_twice_a_step(front: str, impl: str) -> None:
+    beside = Beside(Stack(), front, shard=by_hand)
+    checkpointed(beside.ours, impl)
+    assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
 
 
 @KINDS
 @WHEN
 @on_ranks(2)
-def test_a_checkpoint_of_what_the_root_holds_runs_all_of_it_twice_a_step(
-    steps_before: int, use_orig_params: bool
-) -> None:
-    pair = Pair.of(nn.Sequential(Stack()), use_orig_params=use_orig_params)
-    pair.train(num_steps=steps_before)
-    inner = pair.model.module
-    pair.model._fsdp_wrapped_module = checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    assert list(calls_of_a_step(pair).values()) == [2, 2, 2]
-    assert pair.model.module is inner
+def test_a_checkpoint_of_what_the_root_holds_runs_all_of_it_twice_a_step(steps_before: int, front: str) -> None:
+    beside = Beside(nn.Sequential(Stack()), front)
+    beside.train(num_steps=steps_before)
+    inner = beside.ours.module
+    beside.ours._fsdp_wrapped_module = checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
+    assert beside.ours.module is inner
 
 
 def saved_nbytes(run: Callable[[], torch.Tensor]) -> int:
@@ -106,7 +103,7 @@ def saved_nbytes(run: Callable[[], torch.Tensor]) -> int:
 @KINDS
 @on_ranks(2)
 def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were_there_before(
-    use_orig_params: bool, impl: str, rank: int
+    front: str, impl: str, rank: int
 ) -> None:
     def nbytes(model: FSDP) -> int:
         return saved_nbytes(lambda: square_loss(model, batch(rank)))
@@ -115,14 +112,14 @@ def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were
         torch.manual_seed(0)
         return Stack().double()
 
-    model = by_policy(stack(), use_orig_params=use_orig_params)
+    model = by_policy(stack(), APPLY[front])
     without = nbytes(model)
     checkpointed(model, impl)
     before = stack()
     wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl])
     for index, block in enumerate(before.blocks):
-        before.blocks[index] = wrapped(wrap(block), use_orig_params=use_orig_params)
-    expected = nbytes(wrapped(before, use_orig_params=use_orig_params))
+        before.blocks[index] = APPLY[front](wrap(block))
+    expected = nbytes(APPLY[front](before))
     assert expected < without / 2
     assert nbytes(model) == expected
 
@@ -132,20 +129,20 @@ def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were
 @pytest.mark.parametrize("order", ["registered first", "replaced first"])
 @on_ranks(2)
 def test_methods_of_the_root_run_checkpoints_that_were_applied_after_wrapping(
-    order: str, use_orig_params: bool, impl: str
+    order: str, front: str, impl: str
 ) -> None:
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
+    beside = Beside(Stack(), front)
     if order == "registered first":
-        register_forward_method(pair.model, "features")
-    checkpointed(pair.model, impl)
+        register_forward_method(beside.ours, "features")
+    checkpointed(beside.ours, impl)
     if order == "replaced first":
-        register_forward_method(pair.model, "features")
+        register_forward_method(beside.ours, "features")
 
-    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model.features(x).pow(2).mean()
 
     # The head is the root's own, and nobody uses it.
-    assert list(calls_of_a_step(pair, loss_of).values()) == [2, 2, 2]
+    assert list(calls_of_a_step(beside, loss_of).values()) == [2, 2, 2]
 
 
 class Speaking(Block):
@@ -160,16 +157,16 @@ class Recording(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.inner_of_recording = module
+        self.inner = module
         self.recorded: list[str] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.recorded.append("forward")
-        return self.inner_of_recording(x)
+        return self.inner(x)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         self.recorded.append("encode")
-        return self.inner_of_recording.encode(x)
+        return self.inner.encode(x)
 
 
 @IMPLS
@@ -177,37 +174,42 @@ class Recording(nn.Module):
 @pytest.mark.parametrize("order", ["registered first", "replaced first"])
 @on_ranks(2)
 def test_a_registered_method_of_a_block_inside_a_checkpoint_equals_the_replica(
-    order: str, use_orig_params: bool, impl: str
+    order: str, front: str, impl: str
 ) -> None:
     module = nn.Sequential(Speaking(), Speaking())
-    pair = Pair.of(module, use_orig_params=use_orig_params)
+    beside = Beside(module, front)
     if order == "registered first":
-        register_forward_method(pair.model[1], "encode")
-    checkpointed(pair.model, impl)
+        register_forward_method(beside.ours[1], "encode")
+    checkpointed(beside.ours, impl)
     if order == "replaced first":
-        register_forward_method(pair.model[1], "encode")
+        register_forward_method(beside.ours[1], "encode")
 
-    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model[1].encode(x).pow(2).mean() + model(x.clone().requires_grad_()).pow(2).mean()
 
-    pair.train(loss_of, num_steps=2)
+    beside.train(loss_of, num_steps=2)
 
 
 @KINDS
 @pytest.mark.parametrize("order", ["registered first", "replaced first"])
 @on_ranks(2)
 def test_a_registered_method_is_that_of_the_module_that_the_wrapper_holds_now(
-    order: str, use_orig_params: bool, rank: int
+    order: str, front: str, rank: int
 ) -> None:
-    pair = Pair.of(nn.Sequential(Speaking(), Speaking()), use_orig_params=use_orig_params)
+    beside = Beside(nn.Sequential(Speaking(), Speaking()), front)
     if order == "registered first":
-        register_forward_method(pair.model[1], "encode")
-    recording = pair.model[1]._fsdp_wrapped_module = Recording(pair.model[1]._fsdp_wrapped_module)
+        register_forward_method(beside.ours[1], "encode")
+    recording = beside.ours[1]._fsdp_wrapped_module = Recording(beside.ours[1]._fsdp_wrapped_module)
     if order == "replaced first":
-        register_forward_method(pair.model[1], "encode")
+        register_forward_method(beside.ours[1], "encode")
     with torch.no_grad():
-        assert_close(pair.model[1].encode(batch(rank)), pair.plain[1].encode(batch(rank)), rtol=1e-9, atol=1e-11)
+        assert_close(beside.ours[1].encode(batch(rank)), beside.plain[1].encode(batch(rank)), rtol=1e-9, atol=1e-11)
     assert recording.recorded == ["encode"]
+
+
+def without_recording(name: str) -> str:
+    """Return the name of a parameter without the part of a :class:`Recording`."""
+    return clean_tensor_name(name).replace("inner.", "")
 
 
 WHICH = pytest.mark.parametrize("which", ["", "blocks.0", "blocks.2"], ids=["root", "first unit", "last unit"])
@@ -219,30 +221,32 @@ WHICH = pytest.mark.parametrize("which", ["", "blocks.0", "blocks.2"], ids=["roo
 @WRAPS
 @on_ranks(2)
 def test_a_module_that_a_user_put_around_the_wrapped_one_runs_once_a_step(
-    wrap: Callable[..., FSDP], steps_before: int, use_orig_params: bool, which: str
+    wrap: Callable[..., FSDP], steps_before: int, front: str, which: str
 ) -> None:
-    pair = Pair.of(Stack(), wrap=wrap, use_orig_params=use_orig_params)
-    pair.train(num_steps=steps_before)
-    wrapper = pair.model._fsdp_wrapped_module.get_submodule(which) if which else pair.model
+    beside = Beside(Stack(), front, shard=wrap)
+    beside.train(num_steps=steps_before)
+    wrapper = beside.ours._fsdp_wrapped_module.get_submodule(which) if which else beside.ours
     recording = wrapper._fsdp_wrapped_module = Recording(wrapper._fsdp_wrapped_module)
-    pair.train(num_steps=3)
+    beside.clean_name = without_recording
+    beside.train(num_steps=3)
     assert recording.recorded == ["forward"] * 3
 
 
 @KINDS
 @pytest.mark.parametrize("layout", TWO_RANKS)
 @on_ranks(2)
-def test_a_module_that_changes_the_output_of_the_wrapped_one_counts(layout: str, use_orig_params: bool) -> None:
+def test_a_module_that_changes_the_output_of_the_wrapped_one_counts(layout: str, front: str) -> None:
     class Scaled(Recording):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 3 * super().forward(x)
 
-    pair = Pair.of(Stack(), use_orig_params=use_orig_params, **placed(layout))
-    pair.train()
-    unit = pair.model.blocks[1]
+    beside = Beside(Stack(), front, **placed(layout))
+    beside.train()
+    unit = beside.ours.blocks[1]
     unit._fsdp_wrapped_module = Scaled(unit._fsdp_wrapped_module)
-    pair.plain.blocks[1].register_forward_hook(lambda _module, _args, output: 3 * output)
-    pair.train(num_steps=2, first=1)
+    beside.clean_name = without_recording
+    beside.plain.blocks[1].register_forward_hook(lambda _module, _args, output: 3 * output)
+    beside.train(num_steps=2)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -283,12 +287,12 @@ def still_stack() -> Stack:
 @on_ranks(2)
 def test_a_compiled_module_assigned_to_a_unit_runs_compiled_once_a_step(layout: str, steps_before: int) -> None:
     with fresh_compiler():
-        pair = Pair.of(still_stack(), use_orig_params=True, **placed(layout))
-        pair.train(num_steps=steps_before)
+        beside = Beside(still_stack(), "originals", **placed(layout))
+        beside.train(num_steps=steps_before)
         backend = Backend()
-        unit = pair.model.blocks[1]
+        unit = beside.ours.blocks[1]
         unit._fsdp_wrapped_module = torch.compile(unit._fsdp_wrapped_module, backend=backend)
-        pair.train(num_steps=3)
+        beside.train(num_steps=3)
         assert backend.num_graphs >= 1
         assert backend.num_runs == 3
 
@@ -296,11 +300,11 @@ def test_a_compiled_module_assigned_to_a_unit_runs_compiled_once_a_step(layout: 
 @on_ranks(2)
 def test_a_compiled_module_in_a_unit_of_a_flat_parameter_is_warned_about_at_the_first_use() -> None:
     with fresh_compiler():
-        pair = Pair.of(still_stack(), use_orig_params=False)
-        unit = pair.model.blocks[1]
+        beside = Beside(still_stack(), "flat")
+        unit = beside.ours.blocks[1]
         unit._fsdp_wrapped_module = torch.compile(unit._fsdp_wrapped_module, backend=Backend())
         with pytest.warns(UserWarning, match="use_orig_params=True only"):
-            pair.train(num_steps=2)
+            beside.train(num_steps=2)
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
@@ -317,20 +321,20 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("runs", [False, True], ids=["idle", "after a step"])
 @on_ranks(2)
 def test_full_state_dicts_have_plain_names_and_load_after_every_unit_was_replaced(
-    runs: bool, around: str, use_orig_params: bool
+    runs: bool, around: str, front: str
 ) -> None:
     with fresh_compiler(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.compile leaves modules of unit")
-        pair = Pair.of(still_stack(), use_orig_params=use_orig_params)
-        for block in pair.model.blocks:
+        beside = Beside(still_stack(), front)
+        for block in beside.ours.blocks:
             block._fsdp_wrapped_module = AROUND[around](block._fsdp_wrapped_module)
         if runs:
-            pair.train()
-        with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT):
-            state = pair.model.state_dict()
-            assert_close(dict(state), dict(pair.plain.state_dict()), rtol=1e-9, atol=1e-11)
+            beside.train()
+        with FSDP.state_dict_type(beside.ours, StateDictType.FULL_STATE_DICT):
+            state = beside.ours.state_dict()
+            assert_close(dict(state), dict(beside.plain.state_dict()), rtol=1e-9, atol=1e-11)
             halved = {name: value / 2 for name, value in state.items()}
-            pair.model.load_state_dict(halved)
-            assert_equal(dict(pair.model.state_dict()), halved)
-        pair.plain.load_state_dict(halved)
-        pair.train(num_steps=2)
+            beside.ours.load_state_dict(halved)
+            assert_equal(dict(beside.ours.state_dict()), halved)
+        beside.plain.load_state_dict(halved)
+        beside.train(num_steps=2)

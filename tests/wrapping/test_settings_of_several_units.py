@@ -15,9 +15,10 @@ from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError
 from tests.support import on_ranks
-from tests.support.experts import Meshes, Moe, needs_mesh_infos
-from tests.support.fully_shard_sides import blocks_and_root
-from tests.support.kit import Stack, seeded
+from tests.support.beside import blocks_and_root
+from tests.support.experts import Meshes, needs_mesh_infos
+from tests.support.kit import seeded
+from tests.support.models import Moe, Stack
 
 CALLS: dict[str, Callable[[Any], None]] = {
     "use_collectives": lambda model: use_collectives(model, all_gather=lambda *_: None),

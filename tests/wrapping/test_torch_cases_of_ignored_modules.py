@@ -20,8 +20,9 @@ from torch import nn
 from tests.support import OWN_PARAMETERS, OWN_STATISTICS
 from tests.support.both_sides import Layout, build
 from tests.support.kit import seeded
+from tests.support.models import Layer
 from tests.support.torch_and_ours import SHARDED, Side, on_both_sides, sgd, state_of, train
-from tests.support.zoo import CASES, Layer
+from tests.support.zoo import CASES
 
 # Ignored layers are trained on each rank's own batches here, as by FSDP1.
 pytestmark = OWN_PARAMETERS

@@ -14,27 +14,15 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import enable_wrap, wrap
 from tests.support import Ranks, assert_close, on_ranks
-from tests.support.both_sides import (
-    LAYOUTS,
-    NUM_STEPS,
-    TOLERANCE,
-    Layout,
-    adamw,
-    batch_of,
-    build,
-    options_for,
-    reference_for,
-    train_beside_reference,
-    wrapped,
-)
-from tests.support.kit import no_shard_allowed, train_on
-from tests.support.peer import peer_fsdp, peer_warnings_silenced
-from tests.support.zoo import CASES, Layer
+from tests.support.beside import CLOSE, KINDS, adamw, average_gradients
+from tests.support.both_sides import LAYOUTS, TOLERANCE, Layout, batch_of, beside_case, build, wrapped
+from tests.support.kit import no_shard_allowed
+from tests.support.models import Layer
+from tests.support.peer import peer_warnings_silenced
+from tests.support.zoo import CASES
 
 RanksOf = Callable[..., Ranks]
 Wrap = Callable[[nn.Module], nn.Module]
-
-both_kinds = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def by_hand(model: nn.Module, fsdp: Wrap) -> nn.Module:
@@ -70,18 +58,17 @@ def several_roots(model: nn.Module, fsdp: Wrap) -> nn.Module:
 STYLES = {style.__name__: style for style in (by_hand, by_enable_wrap, one_unit, several_roots)}
 
 
-def wrapper_for(layout: Layout, use_orig_params: bool) -> partial[FSDP]:
-    return partial(FSDP, use_orig_params=use_orig_params, **options_for(layout))
+def train_wrapped_as(style: str, layout: Layout, *fronts: str) -> None:
+    def shard(model: nn.Module, apply: Wrap, **options: Any) -> nn.Module:
+        with no_shard_allowed():
+            return STYLES[style](model, partial(apply, **options))
+
+    beside = beside_case("nested units", fronts, layout, shard=shard)
+    beside.train(num_steps=3)
+    beside.check_state_dict()
 
 
-def train_wrapped_as(style: str, layout: Layout, use_orig_params: bool) -> None:
-    case = CASES["nested units"]
-    with no_shard_allowed():
-        model = STYLES[style](build(case), wrapper_for(layout, use_orig_params))
-    train_beside_reference(model, reference_for(case, use_orig_params))
-
-
-@both_kinds
+@KINDS
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
     "num_ranks, layout",
@@ -91,69 +78,53 @@ def train_wrapped_as(style: str, layout: Layout, use_orig_params: bool) -> None:
     ],
 )
 def test_every_way_of_wrapping_trains_as_a_replicated_model(
-    ranks: RanksOf, num_ranks: int, layout: Layout, style: str, use_orig_params: bool
+    ranks: RanksOf, num_ranks: int, layout: Layout, style: str, front: str
 ) -> None:
-    ranks(num_ranks).run(train_wrapped_as, style, layout, use_orig_params)
+    ranks(num_ranks).run(train_wrapped_as, style, layout, front)
 
 
 @on_ranks(2)
-@both_kinds
+@KINDS
 @pytest.mark.parametrize("style", ["by_hand", "one_unit", "several_roots"])
-def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(rank: int, style: str, use_orig_params: bool) -> None:
-    case = CASES["nested units"]
-    ours = STYLES[style](build(case), lambda module: FSDP(module, use_orig_params=use_orig_params))
+def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(style: str, front: str) -> None:
     with peer_warnings_silenced():
-        theirs = STYLES[style](build(case), lambda module: peer_fsdp(module, use_orig_params=use_orig_params))
-        optimizers = adamw(ours), adamw(theirs)
-        for index in range(NUM_STEPS):
-            losses = []
-            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-                losses += train_on(model, optimizer, [batch_of(case, rank, index)], case.loss_of)
-            assert_close(losses[0], losses[1], **TOLERANCE, what=f"loss {index}")
-        expected = dict(theirs.state_dict())
-    assert_close(dict(ours.state_dict()), expected, **TOLERANCE, what="state_dict")
+        train_wrapped_as(style, LAYOUTS[2][0], front, "fsdp1" if front == "originals" else "fsdp1_flat")
 
 
 @on_ranks(2, 4)
-@both_kinds
-def test_units_of_one_tree_may_have_different_strategies(use_orig_params: bool) -> None:
-    case = CASES["nested units"]
+@KINDS
+def test_units_of_one_tree_may_have_different_strategies(front: str) -> None:
+    def shard(model: Any, apply: Callable[..., nn.Module], **_: Any) -> nn.Module:
+        first, *blocks = model.blocks
+        first.first = apply(first.first, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        model.blocks[0] = apply(first, sharding_strategy=ShardingStrategy.FULL_SHARD)
+        model.blocks[1] = apply(blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
+        return apply(model, sharding_strategy=ShardingStrategy.FULL_SHARD)
 
-    def unit(module: nn.Module, strategy: ShardingStrategy) -> nn.Module:
-        with no_shard_allowed():
-            return FSDP(module, sharding_strategy=strategy, use_orig_params=use_orig_params)
-
-    model: Any = build(case)
-    model.blocks[0].first = unit(model.blocks[0].first, ShardingStrategy.SHARD_GRAD_OP)
-    model.blocks[0] = unit(model.blocks[0], ShardingStrategy.FULL_SHARD)
-    model.blocks[1] = unit(model.blocks[1], ShardingStrategy.NO_SHARD)
-    model = unit(model, ShardingStrategy.FULL_SHARD)
-
-    reference = reference_for(case, use_orig_params)
-
-    def clip_both() -> None:
-        expected = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.05)
-        assert_close(float(model.clip_grad_norm_(0.05)), float(expected), **TOLERANCE, what="norm")
-
-    train_beside_reference(model, reference, before_step=clip_both)
+    beside = beside_case("nested units", front, shard=shard)
+    for _ in range(3):
+        beside.backward()
+        expected = nn.utils.clip_grad_norm_(beside.plain.parameters(), 0.05)
+        assert_close(float(beside.ours.clip_grad_norm_(0.05)), float(expected), **CLOSE, what="norm")
+        beside.check_gradients()
+        beside.step()
+    beside.check_state_dict()
 
 
 @on_ranks(4)
-@both_kinds
-def test_a_process_group_of_a_part_of_the_ranks_trains_on_its_own_batches(rank: int, use_orig_params: bool) -> None:
+@KINDS
+def test_a_process_group_of_a_part_of_the_ranks_trains_on_its_own_batches(rank: int, front: str) -> None:
     case = CASES["uneven sizes"]
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = [0, 1] if rank < 2 else [2, 3]
-    model = wrapped(build(case), (Layer,), process_group=halves[rank // 2], use_orig_params=use_orig_params)
+    model = wrapped(build(case), (Layer,), process_group=halves[rank // 2], use_orig_params=front == "originals")
     replica = build(case)
     optimizers = adamw(model), adamw(replica)
-    for index in range(NUM_STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for source in mine:
-            (case.loss_of(replica, batch_of(case, source, index)) / 2).backward()
-        case.loss_of(model, batch_of(case, rank, index)).backward()
+    for index in range(3):
+        for each in (model, replica):
+            case.loss_of(each, batch_of(case, rank, index)).backward()
+        average_gradients(replica, halves[rank // 2])
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
     expected = {name: value.detach() for name, value in replica.state_dict().items()}
     assert_close(dict(model.state_dict()), expected, **TOLERANCE, what="state_dict")

@@ -14,10 +14,11 @@ from fsdp_flat import MixedPrecision, StateDictType, register_fsdp_forward_metho
 from fsdp_flat.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
+from tests.support.models import BufferedBlock, Model
 from tests.support.peer import peer_fsdp
-from tests.support.wrapper_models import Block, Model, batch, seeded, whole_state
+from tests.support.wrapper_models import batch, seeded, whole_state
 
-POLICY = ModuleWrapPolicy({Block})
+POLICY = ModuleWrapPolicy({BufferedBlock})
 
 
 def wrapped(times: int, kind: Any = FSDP, **kwargs: Any) -> Any:

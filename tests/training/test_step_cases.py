@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -18,15 +19,37 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_flat import participate
+from fsdp_flat import ShardingStrategy, participate
 from fsdp_flat.composable import trace
 from fsdp_flat.core import units_of
 from tests.support import on_ranks
-from tests.support.fully_shard_sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root, one_backward
-from tests.support.kit import Block, Stack, mesh, square_loss
+from tests.support.beside import BOTH, Beside, assert_idle, batch_of, blocks_and_root, by_steps, plain_sgd
+from tests.support.kit import mesh, square_loss
+from tests.support.models import Block, Stack
 from tests.support.peer import peer_fully_shard
 
 RESHARDS = pytest.mark.parametrize("reshards", [None, True, False, 2])
+OF_FULLY_SHARD: dict[str, Any] = {
+    f"fully_shard {reshards}": (BOTH, {"reshard_after_forward": reshards}) for reshards in (None, True, False, 2)
+}
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **OF_FULLY_SHARD,
+    "flat FULL_SHARD": ("flat", {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+    "flat SHARD_GRAD_OP": ("flat", {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "originals FULL_SHARD": ("originals", {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+    "originals SHARD_GRAD_OP": ("originals", {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "originals NO_SHARD": ("originals", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    "flat HYBRID_SHARD": ("flat", {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+}
+EVERY = pytest.mark.parametrize("setting", list(SETTINGS))
+
+
+def cases(module: nn.Module, setting: str, *, with_torch: bool = True, **options: Any) -> Beside:
+    """Make a model of a front beside a replica, and of torch's fully_shard where that is the front."""
+    fronts, own = SETTINGS[setting]
+    if "HYBRID" in setting:
+        options["device_mesh"] = mesh(2, dist.get_world_size() // 2)
+    return by_steps(module, fronts if with_torch or isinstance(fronts, str) else "fully_shard", **own, **options)
 
 
 class Fork(nn.Module):
@@ -43,15 +66,17 @@ class Fork(nn.Module):
 
 
 def shard_fork(model: Any, shard: Callable[..., Any], **kwargs: Any) -> Any:
-    for module in (model.trunk[1], model.trunk, *model.branches):
-        shard(module, **kwargs)
+    model.trunk[1] = shard(model.trunk[1], **kwargs)
+    model.trunk = shard(model.trunk, **kwargs)
+    for index, branch in enumerate(model.branches):
+        model.branches[index] = shard(branch, **kwargs)
     return shard(model, **kwargs)
 
 
 @on_ranks(2, 4)
-@RESHARDS
+@EVERY
 @pytest.mark.parametrize("way", ["in turn", "left open", "one branch", "together"])
-def test_two_branches_whose_losses_go_backward_in_turn(way: str, reshards: Any, num_ranks: int) -> None:
+def test_two_branches_whose_losses_go_backward_in_turn(way: str, setting: str, num_ranks: int) -> None:
     def run(model: Any, step: int) -> None:
         losses = [output.pow(2).mean() for output in model(batch_of(step))]
         if way == "together":
@@ -66,28 +91,28 @@ def test_two_branches_whose_losses_go_backward_in_turn(way: str, reshards: Any, 
                 model.set_is_last_backward(True)
             losses[1 - step % 2].backward()
 
-    Sides(Fork(), functools.partial(shard_fork, reshard_after_forward=reshards)).step(run, num_steps=3)
+    cases(Fork(), setting, shard=shard_fork).train(run, num_steps=3)
 
 
 @on_ranks(2, 4)
-@RESHARDS
-def test_several_forwards_before_one_backward(reshards: Any) -> None:
+@EVERY
+def test_several_forwards_before_one_backward(setting: str) -> None:
     def run(model: Any, step: int) -> None:
         outputs = [model(batch_of(3 * step + number)) for number in range(3)]
         torch.stack(outputs).pow(2).mean().backward()
 
-    Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(run, num_steps=2)
+    cases(Stack(), setting).train(run, num_steps=2)
 
 
 @on_ranks(2)
-@RESHARDS
-def test_several_forwards_whose_backwards_follow_in_either_order(reshards: Any) -> None:
+@EVERY
+def test_several_forwards_whose_backwards_follow_in_either_order(setting: str) -> None:
     def run(model: Any, step: int) -> None:
         losses = [square_loss(model, batch_of(2 * step + number)) for number in range(2)]
         for loss in losses if step % 2 else reversed(losses):
             loss.backward()
 
-    Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(run, num_steps=4)
+    cases(Stack(), setting).train(run, num_steps=4)
 
 
 class Checkpointed(Stack):
@@ -107,11 +132,11 @@ class Reentrant(Checkpointed):
 
 
 @on_ranks(2, 4)
-@RESHARDS
+@EVERY
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
-def test_blocks_recomputed_by_checkpoints_around_units(kind: type[Stack], reshards: Any) -> None:
-    sides = Sides(kind(), functools.partial(blocks_and_root, reshard_after_forward=reshards))
-    sides.step(num_steps=3)
+def test_blocks_recomputed_by_checkpoints_around_units(kind: type[Stack], setting: str) -> None:
+    beside = cases(kind(), setting)
+    beside.train(num_steps=3)
 
 
 @on_ranks(2)
@@ -131,7 +156,7 @@ def test_blocks_recomputed_by_checkpoint_wrappers(place: str, impl: CheckpointIm
             apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Block))
         return model
 
-    Sides(Stack(), shard).step(num_steps=2)
+    by_steps(Stack(), shard=shard).train(num_steps=2)
 
 
 class Experts(nn.Module):
@@ -157,28 +182,28 @@ class Experts(nn.Module):
 
 def shard_experts(model: Any, shard: Callable[..., Any], *, inside: bool = False, **kwargs: Any) -> Any:
     if not inside:
-        for expert in model.experts:
-            shard(expert, **kwargs)
+        for index, expert in enumerate(model.experts):
+            model.experts[index] = shard(expert, **kwargs)
     return shard(model, **kwargs)
 
 
 def choosing(choose: Callable[[int], list[int]]) -> Callable[[Any, int], None]:
     def run(model: Any, step: int) -> None:
-        model.chosen = choose(step)
+        getattr(model, "module", model).chosen = choose(step)
         square_loss(model, batch_of(step)).backward()
 
     return run
 
 
 @on_ranks(2, 4)
-@RESHARDS
+@EVERY
 @pytest.mark.parametrize("inside", [True, False], ids=["one unit", "own units"])
-def test_experts_chosen_by_step(inside: bool, reshards: Any) -> None:
-    shard = functools.partial(shard_experts, inside=inside, reshard_after_forward=reshards)
-    sides = Sides(Experts(), shard, optimizer=SGD)
-    sides.step(choosing(lambda step: [step % 3]), num_steps=4)
-    sides.step(choosing(lambda step: []))
-    sides.step(choosing(lambda step: [0, 2]))
+def test_experts_chosen_by_step(inside: bool, setting: str) -> None:
+    shard = functools.partial(shard_experts, inside=inside)
+    beside = cases(Experts(), setting, shard=shard, optimizer=plain_sgd)
+    beside.train(choosing(lambda step: [step % 3]), num_steps=4)
+    beside.train(choosing(lambda step: []))
+    beside.train(choosing(lambda step: [0, 2]))
 
 
 @on_ranks(2, 4)
@@ -192,18 +217,18 @@ def test_experts_of_one_unit_chosen_by_rank(reshards: Any, rank: int) -> None:
         return model
 
     with_torch = hasattr(TorchFSDPModule, "set_reduce_scatter_unused_params")
-    Sides(Experts(), shard, optimizer=SGD, with_torch=with_torch).step(
+    by_steps(Experts(), BOTH if with_torch else "fully_shard", shard=shard, optimizer=plain_sgd).train(
         choosing(lambda step: [(rank + step) % 3]), num_steps=3
     )
 
 
 @on_ranks(2, 4)
-@RESHARDS
-def test_experts_of_own_units_chosen_by_rank_when_the_others_participate(reshards: Any, rank: int) -> None:
+@EVERY
+def test_experts_of_own_units_chosen_by_rank_when_the_others_participate(setting: str, rank: int) -> None:
     model = Experts()
     model.joins = True
-    sides = Sides(model, functools.partial(shard_experts, reshard_after_forward=reshards), with_torch=False)
-    sides.step(choosing(lambda step: [(rank + step) % 3]), num_steps=3)
+    beside = cases(model, setting, with_torch=False, shard=shard_experts)
+    beside.train(choosing(lambda step: [(rank + step) % 3]), num_steps=3)
 
 
 @on_ranks(4)
@@ -216,19 +241,17 @@ def test_experts_on_another_mesh_than_the_rest(reshards: Any) -> None:
             fully_shard(expert, mesh=two, reshard_after_forward=reshards)
         return fully_shard(model, reshard_after_forward=reshards)
 
-    Sides(Experts(), shard).step(choosing(lambda step: [0, 1, 2]), num_steps=2)
+    by_steps(Experts(), shard=shard).train(choosing(lambda step: [0, 1, 2]), num_steps=2)
 
 
 @on_ranks(2, 4)
-@RESHARDS
-def test_a_group_that_one_rank_alone_does_not_use_in_its_loss(reshards: Any, rank: int) -> None:
+@EVERY
+def test_a_group_that_one_rank_alone_does_not_use_in_its_loss(setting: str, rank: int) -> None:
     def run(model: Any, step: int) -> None:
         losses = [output.pow(2).mean() for output in model(batch_of(step))]
         (losses[0] if (rank + step) % 2 else losses[0] + losses[1]).backward()
 
-    Sides(Fork(), functools.partial(shard_fork, reshard_after_forward=reshards), with_torch=False).step(
-        run, num_steps=3
-    )
+    cases(Fork(), setting, with_torch=False, shard=shard_fork).train(run, num_steps=3)
 
 
 # -- several modules as one unit -------------------------------------------------------------------------------------
@@ -244,13 +267,13 @@ def shard_pairs(model: Any, shard: Callable[..., Any], **kwargs: Any) -> Any:
 @on_ranks(2, 4)
 @RESHARDS
 def test_a_list_of_modules_is_one_unit(reshards: Any) -> None:
-    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards))
-    assert len(units_of(sides.ours)) == 3
-    with trace(sides.ours) as events:
-        sides.step()
+    beside = by_steps(Stack(4), shard=shard_pairs, reshard_after_forward=reshards)
+    assert len(units_of(beside.ours)) == 3
+    with trace(beside.ours) as events:
+        beside.train()
     assert ("unshard", "blocks.0, blocks.1") in events
     assert events.count(("reduce_scatter", "blocks.2, blocks.3, head")) == 1
-    sides.step(num_steps=2)
+    beside.train(num_steps=2)
 
 
 @on_ranks(2, 4)
@@ -260,8 +283,8 @@ def test_a_module_of_a_list_that_does_not_run(reshards: Any) -> None:
         model.order = [[0, 2, 3], [0, 1, 3], [1, 2], [0, 1, 2, 3]][step % 4]
         square_loss(model, batch_of(step)).backward()
 
-    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
-    sides.step(run, num_steps=5)
+    beside = by_steps(Stack(4), shard=shard_pairs, reshard_after_forward=reshards, optimizer=plain_sgd)
+    beside.train(run, num_steps=5)
 
 
 @on_ranks(2)
@@ -270,15 +293,15 @@ def test_a_module_of_a_list_that_does_not_run(reshards: Any) -> None:
 def test_modules_of_a_list_that_run_in_another_order_or_twice(order: list[int], reshards: Any) -> None:
     plain = Stack(4)
     plain.order = order
-    Sides(plain, functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD).step(num_steps=3)
+    by_steps(plain, shard=shard_pairs, reshard_after_forward=reshards, optimizer=plain_sgd).train(num_steps=3)
 
 
 @on_ranks(2)
 @RESHARDS
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
 def test_modules_of_a_list_under_checkpoints(kind: Any, reshards: Any) -> None:
-    sides = Sides(kind(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
-    sides.step(num_steps=2)
+    beside = by_steps(kind(4), shard=shard_pairs, reshard_after_forward=reshards, optimizer=plain_sgd)
+    beside.train(num_steps=2)
 
 
 @on_ranks(2)
@@ -303,29 +326,32 @@ def test_a_list_of_which_one_module_is_called_alone_outside_of_the_root(reshards
             finally:
                 self.features_only = False
 
-    sides = Sides(Chunked(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
-    sides.step(num_steps=1)
-    sides.step(chunked, num_steps=2)
+    beside = by_steps(Chunked(4), shard=shard_pairs, reshard_after_forward=reshards, optimizer=plain_sgd)
+    beside.train(num_steps=1)
+    beside.train(chunked, num_steps=2)
 
 
 @on_ranks(2)
 @RESHARDS
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_an_exception_in_the_middle_of_a_list(where: int, reshards: Any) -> None:
-    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
-    sides.step()
+    beside = by_steps(Stack(4), shard=shard_pairs, reshard_after_forward=reshards, optimizer=plain_sgd)
+    beside.train()
 
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    for register in (sides.ours.blocks[where].up.register_forward_hook, sides.ours.blocks[where].register_forward_hook):
+    for register in (
+        beside.ours.blocks[where].up.register_forward_hook,
+        beside.ours.blocks[where].register_forward_hook,
+    ):
         handle = register(fail)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                sides.ours(batch_of(0))
-            assert_no_step_runs(sides.ours)
+                beside.ours(batch_of(0))
+            assert_idle(beside.ours)
         handle.remove()
-        sides.step()
+        beside.train()
 
 
 @on_ranks(2)
@@ -346,16 +372,16 @@ def test_an_exception_that_the_model_catches_in_the_middle_of_a_list(reshards: A
         model.fails = step % 2 == 1
         square_loss(model, batch_of(step)).backward()
 
-    sides = Sides(Catching(4), functools.partial(shard_pairs, reshard_after_forward=reshards), with_torch=False)
-    sides.step(run, num_steps=4)
+    beside = by_steps(Catching(4), "fully_shard", shard=shard_pairs, reshard_after_forward=reshards)
+    beside.train(run, num_steps=4)
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 4)
-@RESHARDS
-def test_frozen_and_trainable_parameters_in_one_unit_also_when_they_change(reshards: Any) -> None:
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if "flat" not in setting])
+def test_frozen_and_trainable_parameters_in_one_unit_also_when_they_change(setting: str) -> None:
     def run(model: Any, step: int) -> None:
         if step == 2:
             model.blocks[0].up.weight.requires_grad_(True)
@@ -367,7 +393,7 @@ def test_frozen_and_trainable_parameters_in_one_unit_also_when_they_change(resha
         block.up.weight.requires_grad_(False)
     for param in model.blocks[2].parameters():
         param.requires_grad_(False)
-    Sides(model, functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(run, num_steps=4)
+    cases(model, setting).train(run, num_steps=4)
 
 
 class Tied(Stack):
@@ -379,49 +405,50 @@ class Tied(Stack):
 
 
 @on_ranks(2, 4)
-@RESHARDS
-def test_shared_parameters_inside_a_unit(reshards: Any) -> None:
-    sides = Sides(Tied(), functools.partial(blocks_and_root, reshard_after_forward=reshards))
-    assert sides.ours.head.weight is sides.ours.first.weight
-    sides.step(num_steps=3)
+@EVERY
+def test_shared_parameters_inside_a_unit(setting: str) -> None:
+    beside = cases(Tied(), setting)
+    if "fully_shard" in beside.sharded:
+        assert beside.ours.head.weight is beside.ours.first.weight
+    beside.train(num_steps=3)
 
 
 # -- forwards in other orders ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-@RESHARDS
-def test_a_root_that_runs_after_a_child_has_run_alone(reshards: Any) -> None:
+@EVERY
+def test_a_root_that_runs_after_a_child_has_run_alone(setting: str) -> None:
     def run(model: Any, step: int) -> None:
         (square_loss(model.blocks[1], batch_of(100 + step)) + square_loss(model, batch_of(step))).backward()
 
-    sides = Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards), with_torch=False)
-    sides.step(run, num_steps=3)
+    beside = cases(Stack(), setting, with_torch=False)
+    beside.train(run, num_steps=3)
 
 
 @on_ranks(2)
-@RESHARDS
-def test_a_child_that_trains_alone_before_and_after_the_root(reshards: Any) -> None:
+@EVERY
+def test_a_child_that_trains_alone_before_and_after_the_root(setting: str) -> None:
     def run(model: Any, step: int) -> None:
         square_loss(model if step % 2 else model.blocks[1], batch_of(step)).backward()
 
-    sides = Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards), with_torch=False)
-    sides.step(run, num_steps=4)
+    beside = cases(Stack(), setting, with_torch=False)
+    beside.train(run, num_steps=4)
 
 
 @on_ranks(2, 4)
-@RESHARDS
+@EVERY
 @pytest.mark.parametrize("order", [[0, 0], [0, 1, 0, 2], [2, 1, 0, 1]])
-def test_a_module_called_twice(order: list[int], reshards: Any) -> None:
+def test_a_module_called_twice(order: list[int], setting: str) -> None:
     model = Stack()
     model.order = order
-    Sides(model, functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(num_steps=3)
+    cases(model, setting).train(num_steps=3)
 
 
 @on_ranks(2)
-@RESHARDS
+@EVERY
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_forwards_without_gradients_between_and_inside_steps(mode: Any, reshards: Any) -> None:
+def test_forwards_without_gradients_between_and_inside_steps(mode: Any, setting: str) -> None:
     def run(model: Any, step: int) -> None:
         with mode():
             model.eval()
@@ -435,14 +462,14 @@ def test_forwards_without_gradients_between_and_inside_steps(mode: Any, reshards
             model(batch_of(70 + step))
 
     # torch's modules show unsharded parameters after the last forward, and do not take buffers made in inference mode.
-    shard = functools.partial(blocks_and_root, reshard_after_forward=reshards)
-    Sides(Stack(), shard, with_torch=False).step(run, num_steps=3)
+    shard = functools.partial(blocks_and_root)
+    cases(Stack(), setting, with_torch=False, shard=shard).train(run, num_steps=3)
 
 
 @on_ranks(2, 4)
-@RESHARDS
+@EVERY
 @pytest.mark.parametrize("way", ["sync", "no sync", "blocks sync", "kept"])
-def test_gradients_accumulate_over_micro_batches(way: str, reshards: Any) -> None:
+def test_gradients_accumulate_over_micro_batches(way: str, setting: str) -> None:
     def run(model: Any, step: int) -> None:
         for number in range(3):
             last = number == 2
@@ -455,7 +482,7 @@ def test_gradients_accumulate_over_micro_batches(way: str, reshards: Any) -> Non
                     model.set_reshard_after_backward(last)
             square_loss(model, batch_of(3 * step + number)).backward()
 
-    Sides(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards)).step(run, num_steps=2)
+    cases(Stack(), setting).train(run, num_steps=2)
 
 
 @on_ranks(2)
@@ -467,7 +494,7 @@ def test_every_pair_of_resharding_of_blocks_and_root_trains_right() -> None:
                 fully_shard(block, reshard_after_forward=one)
             return fully_shard(model, reshard_after_forward=other)
 
-        Sides(Stack(2), shard).step(num_steps=2)
+        by_steps(Stack(2), shard=shard).train(num_steps=2)
 
 
 @on_ranks(2)
@@ -489,28 +516,4 @@ def test_units_on_three_levels(reshards: Any) -> None:
             blocks_and_root(block, fully_shard, reshard_after_forward=reshards)
         return fully_shard(model, reshard_after_forward=reshards)
 
-    Sides(Deep(), shard).step(num_steps=2)
-
-
-@on_ranks(2)
-def test_the_sides_differ_if_a_gradient_does() -> None:
-    sides = Sides(Stack())
-
-    def run(model: Any, step: int) -> None:
-        (square_loss(model, batch_of(step)) * (1.01 if model is sides.ours else 1.0)).backward()
-
-    with pytest.raises(AssertionError, match="elements differ"):
-        sides.step(run)
-
-
-@on_ranks(2)
-def test_the_sides_differ_if_an_output_does() -> None:
-    sides = Sides(Stack())
-
-    def run(model: Any, step: int) -> None:
-        with torch.no_grad():
-            model(batch_of(step) * (1.01 if model is sides.theirs else 1.0))
-        one_backward(model, step)
-
-    with pytest.raises(AssertionError, match=r"value\[0\]: .* elements differ"):
-        sides.step(run)
+    by_steps(Deep(), shard=shard).train(num_steps=2)

@@ -1,0 +1,171 @@
+"""Each comparison of :class:`Beside` fails where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import on_ranks
+from tests.support.beside import APPLY, BOTH, FRONTS, OURS, Beside, adamw, assert_idle, batch_of, placed
+from tests.support.kit import square_loss
+from tests.support.models import Block, Stack
+
+EVERY = pytest.mark.parametrize("front", list(APPLY))
+
+
+@EVERY
+@on_ranks(2)
+def test_every_front_trains_as_the_replica(front: str) -> None:
+    Beside(Stack(), front).train(num_steps=2)
+
+
+@pytest.mark.parametrize("front", [*OURS, "fsdp2"])
+@on_ranks(2)
+def test_one_element_of_a_gradient_that_differs_fails(front: str) -> None:
+    beside = Beside(Stack(), front)
+    beside.backward()
+    beside.check_gradients()
+    beside.plain.head.weight.grad[0, 0] += 1e-6
+    beside.plain.head.weight.grad[-1, -1] += 1e-6
+    with pytest.raises(AssertionError, match=r"gradients\['head.weight'\]: [12] of \d+ elements differ"):
+        beside.check_gradients()
+
+
+@FRONTS
+@on_ranks(2)
+def test_a_gradient_that_one_side_alone_has_fails(front: str) -> None:
+    beside = Beside(Stack(), front)
+    beside.backward()
+    for param in beside.plain.blocks[1].parameters():
+        param.grad = None
+    with pytest.raises(AssertionError, match=r"'blocks.1.up.weight'\]"):
+        beside.check_gradients()
+    beside.zero_grad()
+    beside.follow()
+    with pytest.raises(AssertionError, match=r"'first.weight'\]"):
+        beside.check_gradients()
+
+
+class PartlyUsed(Block):
+    """A unit with a layer that no step uses."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.unused = nn.Linear(width, width)
+
+
+@pytest.mark.parametrize("front", ["originals", "fully_shard"])
+@on_ranks(2)
+def test_a_gradient_of_zeros_in_place_of_none_fails(front: str) -> None:
+    beside = Beside(Stack(block=PartlyUsed), front)
+    beside.backward()
+    beside.check_gradients()
+    for name, param in beside.ours.named_parameters():
+        if "blocks.0" in name and "unused" in name:
+            param.grad = torch.zeros_like(param)
+    with pytest.raises(AssertionError, match="unused"):
+        beside.check_gradients()
+
+
+@on_ranks(2)
+def test_unused_parameters_of_a_flat_one_decay_in_the_replica_too_but_not_those_of_an_unused_unit() -> None:
+    beside = Beside(Stack(block=PartlyUsed), "flat", optimizer=adamw)
+    for model in beside.models:
+        model.order = [0, 2]
+    beside.ours.module.order = [0, 2]
+    beside.train(num_steps=2)
+    beside.backward()
+    beside.check_gradients()
+    assert beside.plain.blocks[0].unused.weight.grad is not None
+    assert beside.plain.blocks[1].unused.weight.grad is None
+
+
+@EVERY
+@on_ranks(2, 4)
+def test_one_element_of_a_parameter_that_differs_fails(front: str) -> None:
+    beside = Beside(Stack(), front)
+    beside.train()
+    with torch.no_grad():
+        beside.plain.first.bias += 1e-6
+    with pytest.raises(AssertionError, match=r"parameters\['first.bias'\]: \d of \d elements differ"):
+        beside.check_parameters()
+
+
+def change_weights(beside: Beside) -> None:
+    with torch.no_grad():
+        for param in beside.ours.parameters():
+            param.add_(1e-3)
+
+
+@FRONTS
+@on_ranks(2)
+def test_another_loss_or_output_fails(front: str) -> None:
+    beside = Beside(Stack(), front)
+    change_weights(beside)
+    with pytest.raises(AssertionError, match=r"loss of step 0: .* differ"):
+        beside.backward()
+    beside.zero_grad()
+
+    def body(model: nn.Module, x: torch.Tensor) -> None:
+        square_loss(model, x).backward()
+
+    with pytest.raises(AssertionError, match=r"outputs of step 0\[0\]: .* differ"):
+        beside.backward(body)
+
+
+@FRONTS
+@on_ranks(2)
+def test_gradients_of_a_wrong_scale_fail_whatever_the_optimizer(front: str) -> None:
+    beside = Beside(Stack(), front, optimizer=adamw)
+    for (unit,) in beside.units():
+        unit.set_gradient_divide_factor(2.02)
+    beside.backward()
+    beside.step()
+    with pytest.raises(AssertionError, match="parameters"):
+        beside.check_parameters()
+
+
+@pytest.mark.parametrize("front", ["flat", "originals"])
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_fail(front: str) -> None:
+    # On a 2x1 mesh each rank has all parameters, so that unreduced gradients only make the ranks drift apart.
+    beside = Beside(Stack(), front, **placed("HYBRID_SHARD 2x1"))
+    beside.ours.register_comm_hook(None, lambda _state, _grad, *_out: None)
+    with pytest.raises(AssertionError, match="gradients"):
+        beside.train()
+
+
+@on_ranks(2)
+def test_the_replica_gets_the_mean_of_what_ranks_run_each_on_its_own(rank: int) -> None:
+    def body(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return square_loss(model, x) if rank == 0 else square_loss(model.blocks[1], x)
+
+    beside = Beside(Stack(), BOTH[0])
+    expected = torch.autograd.grad(square_loss(beside.plain, batch_of(0)), beside.plain.head.bias)[0] / 2
+    beside.follow(body)
+    if rank == 0:
+        torch.testing.assert_close(beside.plain.head.bias.grad, expected)
+    assert beside.plain.blocks[0].up.weight.grad is not None
+
+
+LEFT: dict[str, Callable[[Any], Any]] = {
+    "a forward": lambda model: square_loss(model, batch_of(0)),
+    "an unsharded unit": lambda model: model.unshard(),
+}
+
+
+@FRONTS
+@pytest.mark.parametrize("what", list(LEFT))
+@on_ranks(2)
+def test_a_model_with_something_left_is_not_idle(what: str, front: str) -> None:
+    beside = Beside(Stack(), front)
+    beside.train()
+    assert_idle(beside.ours)
+    left = LEFT[what](beside.ours)
+    with pytest.raises(AssertionError):
+        assert_idle(beside.ours)
+    del left
