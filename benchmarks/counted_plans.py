@@ -33,7 +33,7 @@ from fsdp_flat import (
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 RANKS = 2
-SETTING = Setting(layers=6, width=256, heads=4, vocab=1024, seq=128, batch=4)
+SETTING = Setting(layers=4, width=128, heads=4, vocab=512, seq=64, batch=4)
 AdamW = torch.optim.AdamW
 
 
