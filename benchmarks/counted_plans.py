@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     page = args.page.read_text()
     begin, end = "<!-- counted_plans -->\n", "<!-- end of counted_plans -->"
     before, _, rest = page.partition(begin)
-    args.page.write_text(before + begin + found + end + rest.partition(end)[2])
+    args.page.write_text(f"{before}{begin}\n{found}\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":
