@@ -9,11 +9,10 @@ from pathlib import Path
 import fsdp_flat
 
 PACKAGE = Path(fsdp_flat.__file__).parent
-# Files that know what kind of tensors a group shows: the kinds themselves, the front that shows DTensors, and the plan
-# of units for either front.
+# Files that know what kind of tensors a group shows: the kinds themselves, and the front that shows DTensors.
 KNOW_KINDS = (
     *("core/shown", "core/param_group.py", "core/layout.py", "core/gather_targets.py", "core/__init__.py"),
-    *("composable/", "state/torch_state.py", "tools/planned_units.py"),
+    *("composable/", "state/torch_state.py"),
 )
 _KIND = re.compile(r"\b(DTensorShown|FlatShown|OriginalsShown|PerParamLayout)\b")
 

@@ -49,8 +49,17 @@ from fsdp_flat.comm.rank_groups import (
     strategy_from,
     subgroup_of,
 )
-from fsdp_flat.comm.routes import collectives_for
-from fsdp_flat.comm.streams import HostSwap, Pending, Streams, profiled, unrecorded, untransformed
+from fsdp_flat.comm.routes import collectives_by, collectives_for
+from fsdp_flat.comm.streams import (
+    PLANNED,
+    HostSwap,
+    Pending,
+    Streams,
+    is_accelerator,
+    profiled,
+    unrecorded,
+    untransformed,
+)
 from fsdp_flat.comm.torch_barriers import is_compared, wait_in_barrier
 from fsdp_flat.comm.torch_comm import backend_of, transforms_are_active
 from fsdp_flat.comm.transfers import P2PChannels

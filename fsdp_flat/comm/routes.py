@@ -49,6 +49,11 @@ def collectives_for(
     return CustomCollectives(own, own if choice.reduce_group is None else of_library(choice.reduce_group), choice)
 
 
+def collectives_by(rank_group: RankGroup, transport: Any) -> Collectives:
+    """Return the collectives of ranks on one host that send and expect messages by ``transport``."""
+    return SharedMemoryCollectives(rank_group, transport=transport)
+
+
 class Channel(Protocol):
     """Describes a way to send runs of elements (1-D) between the ranks of one group."""
 

@@ -35,6 +35,14 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 _BLOCK_NBYTES = 1 << 26
 # In a block each tensor begins at a multiple of this.
 _ALIGNMENT = 64
+# The device of tensors that stand for those of an accelerator where a plan runs a step on tensors without memory: they
+# take torch's operators of the CPU, and are told from tensors of the host by the index, which no real one has.
+PLANNED = torch.device("cpu", 0)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is no CPU, so that streams order its work; a planned one is none either."""
+    return device.type != "cpu" or device.index is not None
 
 
 class Pending:
@@ -84,7 +92,7 @@ class Streams:
     """
 
     def __init__(self, device: torch.device, *, new_stream: Callable[[torch.device], Any] = torch.Stream) -> None:
-        self.is_accelerator = device.type != "cpu"
+        self.is_accelerator = is_accelerator(device)
         self._device = device
         self._new_stream = new_stream
         # Created on first use: most units use the streams of their tree, not the ones that they were built with.
@@ -182,7 +190,7 @@ class Streams:
 
     def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Copy ``tensor`` to a device and dtype, for use after :meth:`wait_for_host_copies`."""
-        if device.type != "cpu" or tensor.device.type == "cpu":
+        if is_accelerator(device) or not is_accelerator(tensor.device):
             return tensor.to(device=device, dtype=dtype, non_blocking=self.is_accelerator)
         narrow = tensor.to(dtype)
         copy = torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=True)

@@ -342,7 +342,9 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
     size = value if isinstance(value, str) and value.strip().upper().endswith("B") else None
     if size is not None and strategy.shards:
         strategy = strategy.with_budget(size)
-    device = (None if mesh.device_type == "cpu" else current_accelerator()) or torch.device("cpu")
+    accelerator = current_accelerator()
+    follows_mesh = accelerator is not None and (mesh.device_type != "cpu" or accelerator.type == "cpu")
+    device = accelerator if accelerator is not None and follows_mesh else torch.device("cpu")
     options = UnitOptions(
         strategy=strategy,
         groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),

@@ -7,7 +7,7 @@ from fsdp_flat.core.checks import TRAINED, all_rank_groups, trained_lines
 from fsdp_flat.core.flat_parameter import FlatParameter, set_grad
 from fsdp_flat.core.forward import UnitForward, forward
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, PerParamTarget, join_inputs
-from fsdp_flat.core.gradients import without
+from fsdp_flat.core.gradients import FlatGradBuffer, without
 from fsdp_flat.core.group_collectives import SmallerGroup
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.guard import Guard, guards_in_use, use_guards

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_flat.comm import is_accelerator
+
 
 class GatherTarget:
     """Places the output of an all-gather where it belongs; a row of the output (2-D) is the input of one rank."""
@@ -66,7 +68,7 @@ class PerParamTarget(GatherTarget):
         # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
         self._shapes = {index: chunks[index].shape[1:] for index, dim in enumerate(dims) if dim != 0}
         self._ranked = [each if index in self._shapes else each.flatten(1) for index, each in enumerate(chunks)]
-        on_accelerator = buffer.device.type != "cpu" if on_accelerator is None else on_accelerator
+        on_accelerator = is_accelerator(buffer.device) if on_accelerator is None else on_accelerator
         self._is_fused = on_accelerator and not self._shapes
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._staging: _Staging | None = None

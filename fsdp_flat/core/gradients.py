@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.comm import is_accelerator
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.layout import Layout
@@ -43,7 +44,7 @@ class FlatGradBuffer(FlatBuffer):
     def __init__(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, *, on_accelerator: bool | None = None
     ) -> None:
-        on_accelerator = device.type != "cpu" if on_accelerator is None else on_accelerator
+        on_accelerator = is_accelerator(device) if on_accelerator is None else on_accelerator
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
         super().__init__(flat)
         self._layout, self.kind = layout, (dtype, device)

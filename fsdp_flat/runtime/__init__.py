@@ -17,7 +17,12 @@ from fsdp_flat.runtime.build import (
     outer_holder_in,
 )
 from fsdp_flat.runtime.clipping import clip_grads, local_norm
-from fsdp_flat.runtime.compute_device import current_accelerator, default_device, devices_of
+from fsdp_flat.runtime.compute_device import (
+    current_accelerator,
+    default_device,
+    devices_of,
+    planned_accelerator,
+)
 from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of

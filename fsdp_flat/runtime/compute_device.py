@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Container, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import has_accelerator_backend, moves_cpu_tensors
+from fsdp_flat.comm import PLANNED, has_accelerator_backend, is_accelerator, moves_cpu_tensors
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.user_warnings import warn_user
 
 _LOGGER = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
+_is_planned: ContextVar[bool] = ContextVar("_is_planned", default=False)
+
+
+@contextmanager
+def planned_accelerator() -> Iterator[None]:
+    """Have the planned device (``comm.PLANNED``) stand for the current accelerator inside the block."""
+    token = _is_planned.set(True)
+    try:
+        yield
+    finally:
+        _is_planned.reset(token)
 
 
 def current_accelerator() -> torch.device | None:
     """Return the accelerator that is current, with its index; None without one."""
+    if _is_planned.get():
+        return PLANNED
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None
@@ -93,7 +107,7 @@ def default_device(
         groups: the process groups that shard and replicate.
         offloads: shards live on the CPU, wherever the module computes.
     """
-    there = next((device for device in devices if device.type not in ("cpu", "meta")), None)
+    there = next((device for device in devices if is_accelerator(device) and device.type != "meta"), None)
     if there is not None:
         return there, False
     accelerator = current_accelerator()

@@ -33,7 +33,7 @@ class AcceleratorFunctions(TorchFunctionMode):
 class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, num_rows: int) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(num_rows, dtype=torch.float32))
+        ctx.save_for_backward(x, weight, torch.empty(num_rows, dtype=torch.float32, device=x.device))
         return torch.empty_like(x)
 
     @staticmethod

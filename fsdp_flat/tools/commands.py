@@ -112,7 +112,7 @@ def _ls(
     as_json: Json = False,
 ) -> int:
     """List the checkpoints in a folder."""
-    from fsdp_flat.tools.checkpoint_commands import show_folder
+    from fsdp_flat.tools.ls import show_folder
 
     return show_folder(folder, allow_pickle=allow_pickle, as_json=as_json)
 
@@ -120,7 +120,7 @@ def _ls(
 @app.command("show", epilog="Example: fsdp-flat show run/step-00000100")
 def _show(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
     """Show what a checkpoint holds."""
-    from fsdp_flat.tools.checkpoint_commands import show_checkpoint
+    from fsdp_flat.tools.show import show_checkpoint
 
     return show_checkpoint(path, allow_pickle=allow_pickle, as_json=as_json)
 
@@ -128,7 +128,7 @@ def _show(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False)
 @app.command("verify", epilog="Example: fsdp-flat verify run/step-00000100")
 def _verify(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = False) -> int:
     """Check that a checkpoint is complete and undamaged."""
-    from fsdp_flat.tools.checkpoint_commands import show_problems
+    from fsdp_flat.tools.verify import show_problems
 
     return show_problems(path, allow_pickle=allow_pickle, as_json=as_json)
 
@@ -142,7 +142,7 @@ def _diff(
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints: names, shapes, values."""
-    from fsdp_flat.tools.checkpoint_commands import show_differences
+    from fsdp_flat.tools.diff import show_differences
 
     return show_differences(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)
 
@@ -168,8 +168,7 @@ def _convert(
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint as one of another kind."""
-    from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
-    from fsdp_flat.tools.checkpoint_writers import WriteOptions, named_dtype
+    from fsdp_flat.tools.convert import WriteOptions, convert_checkpoint, named_dtype
 
     options = WriteOptions(key, model_only, ranks, nbytes_of(max_file), config, named_dtype(dtype))
     return convert_checkpoint(a, b, to, options, allow_pickle=allow_pickle, as_json=as_json)
@@ -184,8 +183,7 @@ def _consolidate(
     as_json: Json = False,
 ) -> int:
     """Merge the model of a checkpoint into one file."""
-    from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
-    from fsdp_flat.tools.checkpoint_writers import WriteOptions
+    from fsdp_flat.tools.convert import WriteOptions, convert_checkpoint
 
     kind = "safetensors" if b.suffix == ".safetensors" else "full"
     options = WriteOptions(key, model_only=True, max_file_bytes=sys.maxsize)
@@ -203,8 +201,7 @@ def _reshard(
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint as that of another number of ranks."""
-    from fsdp_flat.tools.checkpoint_commands import convert_checkpoint
-    from fsdp_flat.tools.checkpoint_writers import WriteOptions
+    from fsdp_flat.tools.convert import WriteOptions, convert_checkpoint
 
     options = WriteOptions(key, model_only, ranks)
     return convert_checkpoint(a, b, None, options, allow_pickle=allow_pickle, as_json=as_json)

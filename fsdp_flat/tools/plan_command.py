@@ -19,7 +19,7 @@ from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.hub_models import hub_batch, is_hub_config
 from fsdp_flat.tools.named_models import classes_named, imported, named_model
-from fsdp_flat.tools.optimizer_run import MakeOptimizer
+from fsdp_flat.tools.planned_step import MakeOptimizer
 from fsdp_flat.tools.planning import plan
 from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import BYTES_A_SECOND, FLOPS, speed_of, words_of

@@ -11,9 +11,8 @@ from torch import nn
 
 from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
-from fsdp_flat.tools.model_run import Checkpointed
-from fsdp_flat.tools.planned_units import UnitArguments, planned_model
-from fsdp_flat.tools.step_plan import PlanChoice, StepPlan, StepSettings, planned_step
+from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
+from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # The share of a model's parameters that modules of one class must have, for them to be tried as units.
@@ -29,47 +28,54 @@ def search(
     *,
     searches_offload: bool,
 ) -> StepPlan:
-    """Compare plans of all strategies, wrappings, checkpointing and offloading that ``arguments`` leave open.
+    """Compare plans of all strategies, wrappings and checkpointing that ``arguments`` leave open.
+
+    Plans with offloading are compared too, if that is open and nothing fits without it.
 
     Returns:
         The best plan within ``limit_nbytes``, else the smallest one, with all that were compared.
     """
     found: list[tuple[PlanChoice, StepPlan]] = []
-    offloading = [False, True] if searches_offload and arguments.is_accelerator else [arguments.offloads]
+    for offloads in [False, True] if searches_offload and arguments.is_accelerator else [arguments.offloads]:
+        if not any(choice.peak_nbytes <= limit_nbytes for choice, _ in found):
+            found += _compared(module, replace(arguments, offloads=offloads), step, checkpointed)
+    fitting = sorted((each for each in found if each[0].peak_nbytes <= limit_nbytes), key=lambda each: each[0].cost())
+    too_large = sorted((each for each in found if each not in fitting), key=lambda each: each[0].peak_nbytes)
+    ordered = [*fitting, *too_large]
+    return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
+
+
+def _compared(
+    module: nn.Module, arguments: UnitArguments, step: StepSettings, checkpointed: Checkpointed
+) -> Iterator[tuple[PlanChoice, StepPlan]]:
+    """Yield the plans of all strategies, wrappings and checkpointing that are open."""
     for wrapping, policy, is_whole in _wrappings(module, arguments.auto_wrap_policy):
         for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
-            entries = None
             for strategy in _strategies(arguments, is_whole=is_whole):
-                for offloads in offloading:
-                    tried = replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy, offloads=offloads)
-                    planned = planned_model(module, tried)
-                    # Strategies change neither the units nor what these compute.
-                    entries = step.entries(planned, some) if entries is None else entries
-                    plan = planned_step(planned, tried, step, entries)
-                    chosen = {
-                        "sharding_strategy": strategy,
-                        "auto_wrap_policy": policy,
-                        "checkpointing": some,
-                        "cpu_offload": CPUOffload(offloads),
-                    }
-                    choice = PlanChoice(
-                        strategy=strategy_from(strategy).member.name,
+                plan = planned_step(
+                    module, replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy), step, some
+                )
+                yield (
+                    PlanChoice(
+                        strategy=strategy_from(strategy).name,
                         wrapping=wrapping,
                         checkpointing=recomputed,
-                        offloads=offloads,
-                        arguments=chosen,
+                        offloads=arguments.offloads,
+                        arguments={
+                            "sharding_strategy": strategy,
+                            "auto_wrap_policy": policy,
+                            "checkpointing": some,
+                            "cpu_offload": CPUOffload(arguments.offloads),
+                        },
                         num_units=len(plan.units),
                         peak_nbytes=plan.peak_nbytes,
                         host_nbytes=plan.host_nbytes,
                         sent_nbytes=plan.sent_nbytes,
                         flops=plan.flops,
                         seconds=plan.seconds,
-                    )
-                    found.append((choice, plan))
-    fitting = sorted((each for each in found if each[0].peak_nbytes <= limit_nbytes), key=lambda each: each[0].cost())
-    too_large = sorted((each for each in found if each not in fitting), key=lambda each: each[0].peak_nbytes)
-    ordered = [*fitting, *too_large]
-    return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
+                    ),
+                    plan,
+                )
 
 
 def _strategies(arguments: UnitArguments, *, is_whole: bool) -> list[Any]:

@@ -9,11 +9,18 @@ from torch import nn
 
 from fsdp_flat.api import is_a
 from fsdp_flat.errors import OptionError
-from fsdp_flat.tools.model_run import Checkpointed, loss_of_output
-from fsdp_flat.tools.optimizer_run import MakeOptimizer
 from fsdp_flat.tools.plan_search import search
-from fsdp_flat.tools.planned_units import APIS, UnitArguments, planned_model
-from fsdp_flat.tools.step_plan import Loss, StepPlan, StepSettings, plan_of_units, planned_step
+from fsdp_flat.tools.planned_step import (
+    APIS,
+    Checkpointed,
+    Loss,
+    MakeOptimizer,
+    StepSettings,
+    UnitArguments,
+    loss_of_output,
+    planned_step,
+)
+from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import nbytes_of
 
 
@@ -77,7 +84,8 @@ def plan(
             without ``no_sync``, or ``zero_grad(set_to_none=False)`` keeps them.
         fit: the memory of a rank, bytes or a text like "80GB". Of the arguments ``sharding_strategy``,
             ``auto_wrap_policy``, ``checkpointing`` and ``cpu_offload`` those left out are searched for: the result is
-            the plan that fits at the least cost, or the smallest if none fits, with all that were compared.
+            the plan that fits at the least cost, or the smallest if none fits, with all that were compared. Offloading
+            is compared if nothing fits without it.
 
     Raises:
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, wrapping would raise it, the model or the
@@ -104,11 +112,10 @@ def plan(
     if batch is None:
         if fit is not None:
             raise OptionError("plan(fit=...) needs a batch: without one it cannot count activations.")
-        return plan_of_units(planned_model(module, arguments))
-    step = StepSettings(batch, loss, optimizer, bandwidth, flops, accumulates, is_accelerator)
+        return planned_step(module, arguments)
+    step = StepSettings(batch, loss, optimizer, bandwidth, flops, accumulates)
     if fit is None:
-        planned = planned_model(module, arguments)
-        return planned_step(planned, arguments, step, step.entries(planned, checkpointing))
+        return planned_step(module, arguments, step, checkpointing)
     return search(module, arguments, step, nbytes_of(fit), checkpointing, searches_offload=cpu_offload is None)
 
 

@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from fsdp_flat.errors import OptionError, counted
 from fsdp_flat.extras.describe import ModelDescription, aligned
-from fsdp_flat.tools.model_run import Checkpointed, StepEntry, step_entries
-from fsdp_flat.tools.optimizer_run import MakeOptimizer, optimizer_nbytes
-from fsdp_flat.tools.planned_units import PlannedModel, UnitArguments
-from fsdp_flat.tools.step_replay import BytesByKind, Moment, ReplayOptions, Speeds, StepPhase, StepReplay
 from fsdp_flat.tools.text import size_text
 
 _MOST_LISTED = 12
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+class StepPhase(Enum):
+    """Enumerates the parts of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class BytesByKind:
+    """Counts the bytes of a rank that exist at one moment, by what they are for.
+
+    Attributes:
+        parameters: shards of parameters, parameters that no unit manages, and buffers.
+        gathered: unsharded parameters, and memory of all-gathers in flight.
+        gradients: gradients before, in and after their reduction.
+        optimizer: states of the optimizer, and what its step allocates.
+        activations: everything else: what forward keeps for backward, and temporary results of both.
+    """
+
+    parameters: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Describes the memory at one moment of a step.
+
+    Attributes:
+        seconds: time since the begin of the step, by the speeds given.
+        unit: the name of the unit that came last.
+    """
+
+    phase: StepPhase
+    seconds: float
+    unit: str
+    nbytes: BytesByKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +193,7 @@ class StepPlan(ModelDescription):
             why = f"Nothing fits {size_text(limit)}: of {len(self.choices)} plans the smallest is {best}."
         else:
             work = "computes and sends the least" if best.seconds is None else "takes the least time"
-            compared = "it" if best.offloads else "of those without offloading it"
-            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; {compared} {work}."
+            why = f"{num_fitting} of {len(self.choices)} plans fit {size_text(limit)}; it {work}."
             why = f"Take {best}: {why}"
         columns = ("strategy", "units", "recomputed", "", "fits", "peak", "host", "sends", "FLOP", "seconds")
         rows: list[tuple[str, ...]] = [columns if best.seconds is not None else columns[:-1]]
@@ -181,69 +218,3 @@ class StepPlan(ModelDescription):
         ranks = f"{counted(self.num_shards, 'shards')} x {counted(self.num_replicas, 'replicas')}"
         title = f"{self.units[0].name}, {self.units[0].strategy}, {ranks}: {size_text(self.peak_nbytes)} a rank"
         draw_plan(self.moments, Path(path), title=f"{title}, in {peak.phase.value}", limit_nbytes=self.limit_nbytes)
-
-
-def plan_of_units(planned: PlannedModel) -> StepPlan:
-    """Return the plan of a model's units, without a step."""
-    found = planned.description
-    return StepPlan(found.units, found.num_shards, found.num_replicas, found.most_gathered_nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """Holds the arguments of :func:`fsdp_flat.plan` that decide on a step and not on units; see there."""
-
-    batch: Any
-    loss: Loss
-    optimizer: MakeOptimizer | None
-    bandwidth: float | None
-    flops: float | None
-    accumulates: bool
-    is_accelerator: bool
-
-    def entries(self, planned: PlannedModel, checkpointed: Checkpointed) -> list[StepEntry]:
-        """Run the step without memory, and return what happens in it."""
-        return step_entries(planned, self.batch, self.loss, checkpointed, is_accelerator=self.is_accelerator)
-
-
-def planned_step(
-    planned: PlannedModel, arguments: UnitArguments, step: StepSettings, entries: Sequence[StepEntry]
-) -> StepPlan:
-    """Return the plan of a step, of which ``entries`` happen to a model of the same units."""
-    handles = [handle for unit in planned.units for handle in unit.handles]
-    state_nbytes = step_nbytes = 0
-    if step.optimizer is not None:
-        held_by = {original: param for handle in handles for original, param in handle.optimizer_params.items()}
-        held = [held_by[original] for original in planned.module.parameters() if original in held_by]
-        foreach = arguments.is_accelerator and not arguments.offloads
-        state_nbytes, step_nbytes = optimizer_nbytes(step.optimizer, held, foreach=foreach)
-    managed = {param for handle in handles for param in handle.params}
-    unmanaged = [param for param in planned.module.parameters() if param not in managed]
-    fixed = sum(tensor.nbytes for tensor in (*unmanaged, *planned.module.buffers()))
-    infinite = float("inf")
-    replay = StepReplay(
-        planned.units,
-        ReplayOptions(
-            is_accelerator=arguments.is_accelerator,
-            prefetches_forward=arguments.prefetches_forward,
-            offloads=arguments.offloads,
-            fixed_nbytes=fixed,
-            state_nbytes=state_nbytes,
-            step_nbytes=step_nbytes,
-            accumulates=step.accumulates,
-            speeds=Speeds(step.bandwidth or infinite, step.flops or infinite),
-        ),
-    ).run(entries)
-    by_phase = [[moment for moment in replay.moments if moment.phase is phase] for phase in StepPhase]
-    has_speeds = step.bandwidth is not None or step.flops is not None
-    on_host = state_nbytes + step_nbytes + sum(handle.shard + handle.grad for handle in handles)
-    return replace(
-        plan_of_units(planned),
-        phases=tuple(max(moments, key=lambda moment: moment.nbytes.total) for moments in by_phase),
-        moments=tuple(replay.moments),
-        sent_nbytes=replay.sent_nbytes,
-        flops=replay.flops,
-        seconds=replay.seconds if has_speeds else None,
-        exposed_seconds=replay.exposed_seconds if has_speeds else None,
-        host_nbytes=on_host if arguments.offloads else 0,
-    )

@@ -211,6 +211,19 @@ class StoredCheckpoint:
         once = {tensor.keys if tensor.same_as is None else tensor.same_as: tensor for tensor in self.tensors.values()}
         return sum(tensor.nbytes for tensor in once.values())
 
+    def summary(self) -> dict[str, Any]:
+        """Return what commands say of the whole checkpoint, as plain values."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "writer": self.writer.strip(),
+            "step": self.step,
+            "num_ranks": self.num_ranks,
+            "num_files": len(self.files),
+            "num_tensors": len(self.tensors),
+            "nbytes": self.nbytes,
+        }
+
     def below(self, keys: Keys) -> StoredCheckpoint:
         """Return what is below nested keys."""
         num = len(keys)

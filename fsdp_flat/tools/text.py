@@ -44,3 +44,8 @@ def words_of(error: BaseException) -> str:
     """Return the class and the text of an error, in one line without a full stop."""
     text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """Return a text of at most ``most`` characters, which ends in dots if it was longer."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

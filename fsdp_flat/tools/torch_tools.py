@@ -5,26 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.autograd.graph import _engine_run_backward
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Tensors without memory that choose the operators of a real device, which those on the meta device do not, and what
-# they raise if a program reads values; a reference that tells whether a storage is alive; and the class of modes that
-# see each operation inside their block. torch's documentation describes the first and the last.
+# they raise if a program reads values; the store of a process group that sends nothing, whose import registers its
+# backend, "fake"; and the class of modes that see each operation inside their block. torch's documentation describes
+# the first and the last.
 __all__ = [
     "FAKE_TENSOR_LOGGER",
     "HAS_FUSED_RMS_NORM",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "FakeStore",
     "FakeTensorMode",
-    "StorageWeakRef",
     "TorchDispatchMode",
+    "known_groups",
     "run_backward",
     "storage_info",
 ]
@@ -43,6 +46,11 @@ def run_backward(loss: torch.Tensor) -> None:
     _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def known_groups() -> set[dist.ProcessGroup]:
+    """Return the process groups that torch knows, which no public function lists."""
+    return set(dist.distributed_c10d._world.pg_map)
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:

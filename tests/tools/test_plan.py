@@ -227,7 +227,7 @@ def test_states_and_temporaries_of_each_implementation_of_an_optimizer_are_those
         assert found == pytest.approx(largest([float(peak) for peak in peaks]), rel=TOLERANCE), optimizer
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 @pytest.mark.parametrize("front", FRONTS)
 def test_gradients_of_an_earlier_backward_count_in_each_phase(front: str) -> None:
     """Part 6, first bullet: the 439 MB are these, beside the workspaces of matrix multiplications."""
@@ -276,7 +276,7 @@ def frozen_stack() -> nn.Module:
     return model
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 @pytest.mark.parametrize("front", ["original parameters", "fully_shard"])
 def test_frozen_repeated_nested_and_recomputed_units_are_counted_too(front: str) -> None:
     for build, block in ((Several, (Block, Around)), (frozen_stack, (Block,))):
@@ -405,11 +405,10 @@ def test_a_search_takes_the_plan_that_fits_at_the_least_cost() -> None:
     assert {choice.strategy for choice in largest.choices} == {"NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"}
     assert {choice.wrapping for choice in largest.choices} == {"one unit", "units of Block"}
     assert {choice.checkpointing for choice in largest.choices} == {"nothing", "every unit", "every Block"}
-    assert {choice.offloads for choice in largest.choices} == {False, True}
     assert largest.choices[0].checkpointing == "nothing"
-    assert not largest.choices[0].offloads
 
-    without_offload = [choice.peak_nbytes for choice in largest.choices if not choice.offloads]
+    assert not any(choice.offloads for choice in largest.choices), "it is compared if nothing fits without it"
+    without_offload = [choice.peak_nbytes for choice in largest.choices]
     tight = plan(meta(partial(Stack, 8, 64)), 4, fit=min(without_offload), **arguments)
     best = tight.choices[0]
     assert (best.offloads, best.peak_nbytes) == (False, min(without_offload))
@@ -419,7 +418,8 @@ def test_a_search_takes_the_plan_that_fits_at_the_least_cost() -> None:
 
     smallest = plan(meta(partial(Stack, 8, 64)), 4, fit=10, **arguments)
     assert not smallest.fits
-    assert smallest.peak_nbytes == min(choice.peak_nbytes for choice in largest.choices)
+    assert {choice.offloads for choice in smallest.choices} == {False, True}
+    assert smallest.peak_nbytes == min(choice.peak_nbytes for choice in smallest.choices) < min(without_offload)
     assert "Nothing fits 10 B" in str(smallest)
 
 

@@ -18,18 +18,25 @@ _OWN = CollectiveChoice()
 class SharedMemoryCollectives(GlooCollectives):
     """Uses shared memory for CPU tensors if the group's ranks have it, else gloo; the results are equal bit for bit.
 
-    The first call determines which, by a collective. A group that spans hosts uses both (``HostCollectives``).
+    The first call determines which, by a collective, unless a ``transport`` is given. A group that spans hosts uses
+    both (``HostCollectives``).
     """
 
     def __init__(
-        self, rank_group: RankGroup, unit: int = 0, name: str = "", *, choice: CollectiveChoice = _OWN
+        self,
+        rank_group: RankGroup,
+        unit: int = 0,
+        name: str = "",
+        *,
+        choice: CollectiveChoice = _OWN,
+        transport: SharedMemoryTransport | None = None,
     ) -> None:
         super().__init__(rank_group, unit, name)
         self._choice = choice
-        self._transport: SharedMemoryTransport | None = None
+        self._transport = transport
         self._elsewhere = GlooCollectives(rank_group, unit, name)
         self._calls = calls_of(self.group)
-        self._is_connected = False
+        self._is_connected = transport is not None
 
     def _connect(self) -> SharedMemoryTransport | None:
         unit_names(self.group).setdefault(self._unit, self._name)

@@ -1,9 +1,13 @@
-"""Writes checkpoints of every kind from one that is on disk, with one tensor in memory at a time: :data:`KINDS`."""
+"""Writes a checkpoint as one of another kind, with one tensor in memory at a time: the command ``convert``.
+
+``consolidate`` and ``reshard`` are conversions too. :data:`KINDS` lists what can be written.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
-from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
+from fsdp_flat.tools.checkpoint_readers import open_checkpoint
+from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.stored_checkpoint import (
     OPTIM_NAMES,
     Keys,
@@ -34,6 +40,7 @@ from fsdp_flat.tools.stored_checkpoint import (
     flattened,
     nested,
 )
+from fsdp_flat.tools.text import size_text
 from fsdp_flat.tools.torch_archives import Described, StoredSubclass, TensorToSave, write_archive
 from fsdp_flat.tools.torch_tools import storage_info
 
@@ -357,3 +364,27 @@ KINDS: Mapping[str, Callable[[StoredCheckpoint, Path, WriteOptions, Update], Non
     "sharded": _write_sharded,
 }
 """By name, the kinds of files that can be written; docs/command.md describes them."""
+
+
+_NO_CONFIG = (
+    "There is no config.json beside these files, so from_pretrained will not know the model: "
+    "convert --to safetensors writes one into a folder, with --config FILE."
+)
+
+
+def convert_checkpoint(
+    source: Path, target: Path, kind: str | None, options: WriteOptions, *, allow_pickle: bool, as_json: bool
+) -> int:
+    """Write a checkpoint as one of another kind (None: of the same, or torch's), and show what was written."""
+    checkpoint = open_checkpoint(source, allow_pickle=allow_pickle)
+    kind = kind or ("sharded" if checkpoint.kind == "fsdp_flat" else "dcp")
+    bar = disk.progress_bar(f"Writing {target.name}", asked=sys.stderr.isatty() and not as_json, here=True)
+    with bar(checkpoint.nbytes) as update:
+        write_checkpoint(checkpoint, target, kind, options, update)
+    made = open_checkpoint(target, allow_pickle=allow_pickle)
+    text = f"{target}: {made.kind}, {counted(len(made.tensors), 'tensors')}, {size_text(made.nbytes)} in "
+    text += counted(len(made.files), "files")
+    config = kind == "safetensors" and target.is_dir() and (target / "config.json").exists()
+    unknown = "" if kind != "safetensors" or config else _NO_CONFIG
+    show({**made.summary(), "has_config": bool(config)}, text, *([unknown] if unknown else []), as_json=as_json)
+    return 0

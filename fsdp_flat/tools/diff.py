@@ -1,14 +1,41 @@
-"""Compares two checkpoints, of any formats, tensor by tensor."""
+"""Compares two checkpoints, of any formats, tensor by tensor: the command ``diff``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
+from fsdp_flat.errors import counted
+from fsdp_flat.tools.checkpoint_readers import open_checkpoint
+from fsdp_flat.tools.command_output import TextTable, show
 from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, dotted_name
+from fsdp_flat.tools.text import shortened
 from fsdp_flat.tools.torch_archives import BUFFER_NBYTES
+
+
+def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickle: bool, as_json: bool) -> int:
+    """Show how two checkpoints differ; return 1 if they do."""
+    opened = [open_checkpoint(path, allow_pickle=allow_pickle) for path in (path_a, path_b)]
+    a, b = compared_parts(opened[0], opened[1], key)
+    found = list(differences(a, b))
+    rows = [
+        [
+            each.name,
+            each.what,
+            shortened(each.in_a) if each.index is None else f"{each.in_a} at {each.index}",
+            shortened(each.in_b),
+            *("" if number is None else f"{number:.6g}" for number in (each.norm_a, each.norm_b, each.largest)),
+        ]
+        for each in found
+    ]
+    table = TextTable(("name", "differs in", "A", "B", "norm of A>", "norm of B>", "largest difference>"), rows)
+    equal = f"{counted(len(a.tensors), 'tensors')} and {counted(len(a.values), 'values')} are equal, bit by bit"
+    data = {"a": str(path_a), "b": str(path_b), "num_compared": len(a.tensors), "differences": list(map(asdict, found))}
+    show(data, table if found else equal, as_json=as_json)
+    return int(bool(found))
 
 
 @dataclass(frozen=True, slots=True)
