@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint.commit import commit
 from fsdp_flat.checkpoint.format import records_of, writing_path
+from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
 from fsdp_flat.layout import owners_of_constants
@@ -385,7 +386,7 @@ def convert_checkpoint(
     """Write a checkpoint as one of another kind (None: of the same, or torch's), and show what was written."""
     checkpoint = open_checkpoint(source, allow_pickle=allow_pickle)
     kind = kind or ("sharded" if checkpoint.kind == "fsdp_flat" else "dcp")
-    bar = disk.progress_bar(f"Writing {target.name}", asked=sys.stderr.isatty() and not as_json, here=True)
+    bar = progress_bar(f"Writing {target.name}", asked=sys.stderr.isatty() and not as_json, here=True)
     with bar(checkpoint.nbytes) as update:
         write_checkpoint(checkpoint, target, kind, options, update)
     made = open_checkpoint(target, allow_pickle=allow_pickle)
