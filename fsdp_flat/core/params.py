@@ -293,7 +293,7 @@ def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGr
 # -- managed parameters ------------------------------------------------------------------------------------------------
 
 # Attributes by which a parameter that a unit has flattened, or a DTensor that is a Parameter, is known.
-_MARKS = frozenset({"_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
+_MARKS = frozenset({"_fsdp_flat_index", "_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
