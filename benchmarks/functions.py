@@ -1,39 +1,49 @@
-"""Counts the functions of the library that one unit's steady step enters: ``python -m benchmarks.functions``."""
+"""Counts the functions of the library that one unit's steady step enters: ``python -m benchmarks.functions``.
+
+With ``--states`` those that a save or a load enters, of a model or a checkpoint, beside torch's FSDP1 and DCP.
+Comprehensions and lambdas of Python 3.11 are functions too.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import fsdp
 
 import fsdp_flat
-from fsdp_flat import FullyShardedDataParallel, fully_shard
+from fsdp_flat import FullyShardedDataParallel, fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.guards import guards_off
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 PACKAGE = Path(fsdp_flat.__file__).parent
+TORCH = Path(torch.__file__).parent / "distributed"
 _WIDTH = 8
 # Ranks wait for each other in different functions, so several steps are counted together.
 _STEPS_BEFORE, _STEPS = 3, 5
 
 
 class Entered:
-    """Records the functions of the package that run while it is on, with the number of calls."""
+    """Records the functions of a package that run while it is on, with the number of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, package: Path = PACKAGE) -> None:
         self.calls: dict[CodeType, int] = {}
+        self._package = str(package)
 
     def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+        if event == "call" and code.co_filename.startswith(self._package):
             self.calls[code] = self.calls.get(code, 0) + 1
 
     def on(self, *_: Any) -> None:
@@ -46,15 +56,16 @@ class Entered:
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def lines(self) -> list[str]:
-        """Return one line for each function: its file, line and name, and calls a step."""
+    def lines(self, times: int = _STEPS) -> list[str]:
+        """Return one line for each function: its file, line and name, and calls each time."""
         found = sorted(self.calls.items(), key=lambda entry: (entry[0].co_filename, entry[0].co_firstlineno))
-        return [f"{calls / _STEPS:5.1f}  {path_of(code)}:{code.co_firstlineno} {code.co_name}" for code, calls in found]
+        return [f"{calls / times:5.1f}  {path_of(code)}:{code.co_firstlineno} {code.co_name}" for code, calls in found]
 
 
 def path_of(code: CodeType) -> str:
-    """Return the path of a function's file below the package."""
-    return Path(code.co_filename).relative_to(PACKAGE).as_posix()
+    """Return the path of a function's file below the package, or below torch.distributed."""
+    path = Path(code.co_filename)
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else TORCH).as_posix()
 
 
 class Block(nn.Module):
@@ -126,11 +137,11 @@ def entered_in_steps(wrap: Callable[[nn.Module], nn.Module]) -> Entered:
     return entered
 
 
-def summary(entered: Entered) -> str:
-    """Return the numbers of functions, files and calls a step, without the shared-memory transport, which is apart."""
+def summary(entered: Entered, times: int = _STEPS) -> str:
+    """Return the numbers of functions, files and calls a time, without the shared-memory transport, which is apart."""
     paths = [(path_of(code), calls) for code, calls in entered.calls.items()]
     own = [(path, calls) for path, calls in paths if not path.startswith("comm/shm/")]
-    files, calls = {path for path, _ in own}, sum(calls for _, calls in own) / _STEPS
+    files, calls = {path for path, _ in own}, sum(calls for _, calls in own) / times
     guards = sum(path.startswith("guards/") for path, _ in own)
     return (
         f"{len(own)} functions in {len(files)} files, {calls:.0f} calls ({guards} of the functions in guards; the "
@@ -138,17 +149,101 @@ def summary(entered: Entered) -> str:
     )
 
 
+def trained(library: Any, *, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model that is sharded by fsdp_flat or torch's FSDP1, and its optimizer, after one step."""
+    torch.manual_seed(0)
+    policy = library.wrap.ModuleWrapPolicy({Block})
+    model = library.FullyShardedDataParallel(
+        Watched(), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, _WIDTH)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_dicts(library: Any, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+    """Return by name a function that saves or loads full state dicts. Every rank must call each."""
+    wrapper = library.FullyShardedDataParallel
+    with wrapper.state_dict_type(model, library.StateDictType.FULL_STATE_DICT):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        states = wrapper.optim_state_dict(model, optimizer)
+    return {
+        "a FULL state dict": model.state_dict,
+        "an optimizer's state dict": lambda: wrapper.optim_state_dict(model, optimizer),
+        "a load of a FULL state dict": lambda: model.load_state_dict(state),
+        "a load of an optimizer's state dict": lambda: wrapper.optim_state_dict_to_load(model, optimizer, states),
+    }
+
+
+def checkpoints(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> dict[str, Callable[[], Any]]:
+    """Return by name a function that saves or loads checkpoints. Every rank must call each."""
+    return {
+        "a checkpoint": lambda: save_checkpoint(folder, model, optimizer),
+        "a load of a checkpoint": lambda: load_checkpoint(folder, model, optimizer),
+    }
+
+
+def dcp_checkpoints(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> dict[str, Callable[[], Any]]:
+    """Return the same by torch's DCP, without what FSDP1 does."""
+    wrapper = fsdp.FullyShardedDataParallel
+    with wrapper.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": wrapper.optim_state_dict(model, optimizer)}
+    return {
+        "a checkpoint": lambda: dcp.save(state, checkpoint_id=f"{folder}/dcp"),
+        "a load of a checkpoint": lambda: dcp.load(state, checkpoint_id=f"{folder}/dcp"),
+    }
+
+
+def entered_in_states(folder: str) -> Iterator[tuple[str, Entered]]:
+    """Yield what the second save, or load, of each kind enters. Every rank must iterate."""
+    for use_orig_params in (False, True):
+        setting = f"use_orig_params={use_orig_params}"
+        model, optimizer = trained(fsdp_flat, use_orig_params=use_orig_params)
+        calls = state_dicts(fsdp_flat, model, optimizer) | checkpoints(model, optimizer, f"{folder}/{setting}")
+        yield from _entered_by(calls, setting, PACKAGE)
+    model, optimizer = trained(fsdp, use_orig_params=True)
+    yield from _entered_by(state_dicts(fsdp, model, optimizer), "torch's FSDP1", TORCH / "fsdp")
+    yield from _entered_by(dcp_checkpoints(model, optimizer, folder), "torch's DCP", TORCH / "checkpoint")
+
+
+def _entered_by(calls: dict[str, Callable[[], Any]], setting: str, package: Path) -> Iterator[tuple[str, Entered]]:
+    for name, call in calls.items():
+        call()
+        entered = Entered(package)
+        entered.on()
+        try:
+            call()
+        finally:
+            entered.off()
+        yield f"{name}, {setting}", entered
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the counts of each front on two ranks, with guards and without; with ``--list`` the functions too."""
-    lists = "--list" in (sys.argv[1:] if argv is None else argv)
+    flags = sys.argv[1:] if argv is None else argv
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(_on_rank, (2, store.port, lists), 2)
+    with tempfile.TemporaryDirectory() as folder:
+        on_rank = functools.partial(_count_states, folder=folder) if "--states" in flags else _count_steps
+        torch.multiprocessing.spawn(_on_rank, (2, store.port, on_rank, "--list" in flags), 2)
 
 
-def _on_rank(rank: int, size: int, port: int, lists: bool) -> None:
+def _on_rank(rank: int, size: int, port: int, count: Callable[[int, bool], None], lists: bool) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    count(rank, lists)
+    torch.distributed.destroy_process_group()
+
+
+def _count_states(rank: int, lists: bool, *, folder: str) -> None:
+    warnings.simplefilter("ignore")  # torch's, of its own deprecated classes
+    for title, entered in entered_in_states(folder):
+        if rank == 0:
+            print(f"{title}: {summary(entered, 1)}", *(entered.lines(1) if lists else ()), sep="\n")
+
+
+def _count_steps(rank: int, lists: bool) -> None:
     for name, wrap in FRONTS.items():
         torch.manual_seed(0)
         for guards in (True, False):
@@ -157,7 +252,6 @@ def _on_rank(rank: int, size: int, port: int, lists: bool) -> None:
             if rank == 0:
                 title = name if guards else f"{name}, without guards"
                 print(f"{title}: {summary(entered)}", *(entered.lines() if lists else ()), sep="\n")
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

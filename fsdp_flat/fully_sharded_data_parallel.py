@@ -19,6 +19,7 @@ from fsdp_flat.compat import semi_private
 from fsdp_flat.compat.semi_private import *  # noqa: F403
 from fsdp_flat.compat.semi_private import add_undocumented_members, describe_flat_params, forget_tensors
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING, no_attribute, not_assignable
+from fsdp_flat.composable.fully_sharding import shard_for_wrapper
 from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit, modules_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
@@ -121,7 +122,7 @@ class FullyShardedDataParallel(ShardedModule):
             ignored_states=ignored_states,
             device_mesh=device_mesh,
         )
-        self._hold(runtime.construct(module, arguments, FullyShardedDataParallel._around))
+        self._hold(runtime.construct(module, arguments, FullyShardedDataParallel._around, shard_for_wrapper))
 
     @staticmethod
     def _around(unit: Unit) -> FullyShardedDataParallel:

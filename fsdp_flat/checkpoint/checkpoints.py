@@ -8,10 +8,12 @@ import logging
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,42 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
-from fsdp_flat.checkpoint import directory as disk
-from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, ProgressBar, boxed_state_dict, progress_bar
+from fsdp_flat.api import ShardedOptimStateDictConfig
+from fsdp_flat.checkpoint.commit import candidates, check_all_here, commit, discarded_on_error, prepare, prune
+from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
+from fsdp_flat.checkpoint.format import (
+    check_number,
+    check_step,
+    check_sums,
+    next_step,
+    orders_in,
+    path_of,
+    path_of_user,
+    sized_commit,
+    verified,
+    writing_path,
+)
+from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
-from fsdp_flat.errors import FsdpFlatError, LoadError, RankMismatchError, UnsupportedError, some_of
-from fsdp_flat.guards import RankZeroTensors
+from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError, some_of
+from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Settings, differing_settings, group_settings
-from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+from fsdp_flat.state import (
+    BOXES,
+    BoxedTensor,
+    IndexedParam,
+    OptimStates,
+    ParamIndex,
+    are_equal,
+    boxed_state_dict,
+    contents_of,
+    encoded_states,
+    merged_states,
+    named_groups,
+    rows_of,
+)
 from fsdp_flat.state.plain_states import boxed, has_quantized, is_wrapper
 from fsdp_flat.state.shards import serialized, unpacked
 from fsdp_flat.user_warnings import warn_user
@@ -41,6 +69,9 @@ _logger = logging.getLogger("fsdp_flat")
 _background: list[CheckpointSave] = []
 # By ranks, the thread of their saves, which run in the order of their calls, the same on all ranks.
 _threads: dict[tuple[int, ...], ThreadPoolExecutor] = {}
+# Optimizer states in boxes of live memory.
+_LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+_NBYTES, _HANDLERS = attrgetter("nbytes"), attrgetter("optim_state_handlers")
 
 
 class CheckpointSave:
@@ -152,23 +183,102 @@ def save_checkpoint(
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
-    together = Consensus.of(model, SAVING)
-    together.barrier("save_checkpoint")
-    values = CheckpointValues(model, together)
-    values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
-    values.compare_rank_zeros()
-    save = CheckpointSave(values.step, disk.path_of(values.directory, values.step))
+    from fsdp_flat.checkpoint.dcp_files import check_optim, packed
+
+    together, index, replicated = Consensus.of(model, SAVING), ParamIndex(model), ReplicatedTensors(model)
+    tensors, plain, settings = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    states: OptimStates | None = None
+    # In the background, an error of the file system is one of wait(): it may come while files are written too.
+    refused = unprepared = failed = None
+    number, quantized = -1, False
+    try:
+        path = path_of_user(directory, "directory")
+        _wait_for_background(model, path)
+        check_step(step)
+        number = number if step is None else step
+        check_number(keep_last, "keep_last", 1)
+        tensors["model"], plain["model"] = _model_values(model)
+        tensors["extra"] = {str(together.rank): packed(extra, "extra", "extra")}
+        if optim is not None:
+            settings, contents = group_settings(model, optim), contents_of(optim, index)
+            check_optim(contents, index)
+            quantized = has_quantized(contents.state)
+            states = OptimStates.read(index, contents, compares=True, keeps_dtensors=False, in_boxes=True)
+            # Copies of quantized states may not fit in the memory of one rank, so this is before ranks meet.
+            encodings = encoded_states(states.states, BOXES, _LIVE, on_owner=True)
+        if together.rank == 0:
+            number = next_step(path) if step is None else step
+            try:
+                prepare(path, number)
+            except OSError as raised:
+                unprepared = raised
+    except Exception as raised:
+        refused = raised
+
+    # Ranks meet, and know of each other what they have to before they write.
+    handled = sorted(set().union(*map(_HANDLERS, units_of(model))))
+    same = [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
+    same += map("a handler of {!r}".format, handled)
+    # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
+    unmanaged = [name for name in tensors.get("model", ()) if name not in index.by_name]
+    told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, settings)]
+    of_states = [0] * (1 + len(index.params)) if states is None else states.digests()
+    own = [number, int(unprepared is None), int(quantized), *map(digest_of, told), *of_states]
+    everyone = together.meet("save_checkpoint", own, refused, same)
+    numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*everyone, strict=True)
+    if len({*each_settings}) > 1:
+        _check_settings(settings, together)
+    # With handlers and owned parameters every rank has to know all states.
+    shares = states is not None and bool(handled or contents.owners)
+    if states is not None and (shares or not are_equal(each_states)):
+        texts = together.texts(json.dumps([*states.described(), states.numels()]))
+        states.complete(together.ranks, list(map(json.loads, texts)))
+
+    # What follows may fail on one rank alone.
+    merged: dict[Any, torch.Tensor] = {}
+    try:
+        if states is not None:
+            merged = merged_states(states.states, _LIVE, in_turn=True)
+    except Exception as raised:
+        failed = raised
+    if shares:
+        together.fail(failed)
+    copies = units_of(model)[0].step.streams.kept_copies
+    rows, rows_text = dict[str, dict[str, Any]](), ""
+    try:
+        share = _Share(index, together.rank, is_alike=len({*names}) == 1)
+        for name, value in list(tensors["model"].items()):
+            if not share.has(name, value):
+                del tensors["model"][name]
+        if states is not None and failed is None:
+            tensors["optim"], plain["optim"] = {"state": {}}, {"param_groups": named_groups(states)}
+            if any(each_quantized):
+                plain["optim"]["has_wrappers"] = True
+            for fqn, row in rows_of(states, encodings | merged, BOXES, _LIVE, copies=False).items():
+                if share.has(fqn):
+                    tensors["optim"]["state"][fqn], others = _divided(row, handled)
+                    if others and share.has_row(fqn):
+                        rows[fqn] = others
+        # Serialized, so that training can change the live ones while a thread writes.
+        rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
+        if background:
+            _copy(tensors, copies.copied)
+    except Exception as raised:
+        failed = raised
+    replicated.compare([together.rank_group], together.device, are_equal=len({*prints}) == 1)
+    save = CheckpointSave(numbers[0], path_of(path, numbers[0]))
+    bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
+    values = _Values(tensors, plain, rows_text, copies.wait, bool(prepared[0]), failed or unprepared)
     if not background:
-        _write(values, keep_last, together)
+        _write(save, values, bar, keep_last, together)
         save._work.set_result(None)
-        values.rank_zeros.warn()
-        return save
-    # The script may destroy its process groups while its last checkpoint is written.
-    # A gloo group communicates CPU tensors.
-    group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
-    in_thread = Consensus(group, SAVING, torch.device("cpu"))
-    save._run(partial(_write, values, keep_last, in_thread), model, together.ranks)
-    values.rank_zeros.warn()
+    else:
+        # The script may destroy its process groups while its last checkpoint is written.
+        # A gloo group communicates CPU tensors.
+        group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
+        in_thread = Consensus(group, SAVING, torch.device("cpu"))
+        save._run(partial(_write, save, values, bar, keep_last, in_thread), model, together.ranks)
+    replicated.warn()
     return save
 
 
@@ -185,269 +295,143 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
                 warn_user(text)
         elif directory.resolve() in (save.path.parent.resolve(), save.path.resolve()):
             wait([save._work])
-    _background[:] = [save for save in _background if save._unit() is not None or not save.done]
+    if _background:
+        _background[:] = [save for save in _background if save._unit() is not None or not save.done]
 
 
-class CheckpointValues:
-    """Collects this rank's values, and compares all ranks in one collective before anything is written.
+def _check_settings(settings: Settings, together: Consensus) -> None:
+    """Raise if settings of the same parameter differ between ranks. Every rank must call this."""
+    told = differing_settings(list(map(json.loads, together.texts(json.dumps(settings)))), together.ranks)
+    if told:
+        raise RankMismatchError(
+            f"Settings of the optimizer's parameter groups differ between ranks, so nothing was saved: {told}. A "
+            "checkpoint has one value for all ranks. Give a scheduler that reads a loss, as ReduceLROnPlateau, the "
+            "mean over ranks (torch.distributed.all_reduce)."
+        )
 
-    It is the ``Peers`` of optimizer states.
 
-    Attributes:
-        directory: absolute path of the directory of all checkpoints.
-        step: the checkpoint's number, as rank 0 has chosen it.
-        error: an exception that is raised like those of the writing: one of the file system on rank 0, or one of this
-            rank alone after the comparison.
-        is_prepared: rank 0 has removed the files of an earlier attempt.
-        tensors: nested dicts of this rank's tensors.
-        rows_text: the optimizer states that are no tensors and that this rank sends, as a text for :meth:`plain_of`;
-            empty if there are none.
-        plain: all other values that are no tensors; rank 0's are saved.
+def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any]:
+    """Return the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
+    from fsdp_flat.checkpoint.dcp_files import packed
+
+    for unit in units_of(model):
+        unit.check_idle("save_checkpoint")
+    tensors, plain, quantized = dict[str, Any](), dict[str, Any](), list[str]()
+    for key, value in boxed_state_dict(model).items():
+        # The state dict of a compiled model has torch.compile's prefix in its names.
+        name = clean_fqn(key)
+        (tensors if isinstance(value, torch.Tensor) else plain)[name] = value
+        if is_wrapper(value):
+            quantized.append(name)
+    if quantized:
+        kind = type(local_of(tensors[quantized[0]])).__name__
+        raise UnsupportedError(
+            "The model's state dict has tensors made of other tensors, quantized ones for instance: "
+            f"{some_of(list(map(repr, quantized)), 6)}, the first a {kind}. A checkpoint holds plain tensors, "
+            "so nothing was saved. Keep them out of the state dict by a hook (register_state_dict_post_hook) or as "
+            "buffers that are not persistent, and save them apart."
+        )
+    # A copy: a thread may write them while training changes the live ones.
+    return tensors, unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+
+
+class _Share:
+    """Says what this rank writes: replicas take turns by name, and rank 0 writes what every rank has.
+
+    Values under names that no parameter has are those of every rank if all have the same names (``is_alike``).
     """
 
-    directory: Path
-    bar: ProgressBar
+    def __init__(self, index: ParamIndex, rank: int, *, is_alike: bool) -> None:
+        self._index, self._writes_others = index, rank == 0 or not is_alike
 
-    def __init__(self, model: nn.Module, together: Consensus) -> None:
-        self.ranks, self.texts = together.ranks, together.texts
-        self.step = 0
-        self.error: Exception | None = None
-        self.is_prepared = False
-        self.tensors: dict[str, Any] = {}
-        self.rows_text = ""
-        self.plain: dict[str, Any] = {}
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._model = model
-        self._index = ParamIndex(model)
-        self.rank_zeros = RankZeroTensors(model)
-        self._together = together
-        self._copies = units_of(model)[0].step.streams.kept_copies
-        self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
-        self._refusal: Exception | None = None
-        self._same: list[str] = []
-        self._settings: Settings = {}
-        self._is_alike = self._has_equal_rank_zeros = True
-        self._is_compared = self._has_wrappers = False
+    def _param(self, name: str) -> IndexedParam | None:
+        return self._index.by_name.get(name) or self._index.dtensors_by_name.get(name)
 
-    def collect(
-        self,
-        directory: str | Path,
-        optim: torch.optim.Optimizer | None,
-        extra: Any,
-        *,
-        step: int | None,
-        keep_last: int,
-        copy: bool,
-        progress: bool | None,
-    ) -> None:
-        """Collect the values that this rank writes; raise on every rank if any cannot save."""
-        from fsdp_flat.checkpoint.dcp_files import check_optim, packed
+    def has(self, name: str, value: Any = None) -> bool:
+        """Return whether this rank writes a value, or the optimizer's states, of a name."""
+        param = self._param(name)
+        if param is None:
+            return self._writes_others or isinstance(value, (BoxedTensor, DTensor))
+        if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
+            return False
+        replicas = param.unit.options.groups.replicate
+        return zlib.crc32(name.encode()) % replicas.size == replicas.rank
 
-        rank, contents = self._together.rank, None
-        self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
-        self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
-        self._same.append(f"background={bool(copy)}")
-        try:
-            self.directory = disk.path_of_user(directory, "directory")
-            _wait_for_background(self._model, self.directory)
-            disk.check_step(step)
-            disk.check_number(keep_last, "keep_last", 1)
-            self.bar = progress_bar("Saving", asked=progress, here=rank == 0 and (progress or not copy))
-            self._add_model()
-            self.tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
-            if optim is not None:
-                self._settings = group_settings(self._model, optim)
-                contents = contents_of(optim, self._index)
-                check_optim(contents, self._index)
-                self._has_wrappers = has_quantized(contents.state)
-            if rank == 0:
-                self._prepare(step)
-        except Exception as error:
-            self._refusal = error
-        if contents is None or self._refusal is not None:
-            # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
-            self.integers([0] * (1 + len(self._index.params)), None)
-        else:
-            self._add_optim(contents)
-        if self.error is None:
-            try:
-                self._keep_share()
-                if copy:
-                    self._copy_to_host()
-            except Exception as error:
-                self.error = error
+    def has_row(self, name: str) -> bool:
+        """Return whether this rank sends the states of a parameter that are no tensors.
 
-    def _prepare(self, step: int | None) -> None:
-        """Choose the number, and remove files of earlier attempts."""
-        self.step = disk.next_step(self.directory) if step is None else step
-        try:
-            disk.prepare(self.directory, self.step)
-            self.is_prepared = True
-        except OSError as error:
-            self.error = error
-
-    def _add_model(self) -> None:
-        """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
-        from fsdp_flat.checkpoint.dcp_files import packed
-
-        for unit in units_of(self._model):
-            unit.check_idle("save_checkpoint")
-        # The state dict of a compiled model has torch.compile's prefix in its names.
-        found = {clean_fqn(name): value for name, value in boxed_state_dict(self._model).items()}
-        self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        if made_of_others := [name for name, value in self.tensors["model"].items() if is_wrapper(value)]:
-            kind = type(local_of(found[made_of_others[0]])).__name__
-            raise UnsupportedError(
-                "The model's state dict has tensors made of other tensors, quantized ones for instance: "
-                f"{some_of(list(map(repr, made_of_others)), 6)}, the first a {kind}. A checkpoint holds plain tensors, "
-                "so nothing was saved. Keep them out of the state dict by a hook (register_state_dict_post_hook) or as "
-                "buffers that are not persistent, and save them apart."
-            )
-        plain = {name: value for name, value in found.items() if name not in self.tensors["model"]}
-        # A copy: a thread may write them while training changes the live ones.
-        self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
-
-    def _add_optim(self, contents: OptimContents) -> None:
-        """Compare all ranks, and add the states of the optimizer; one with a handler is merged on one rank."""
-        config = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
-        codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
-        found: dict[str, Any] = {"state": {}}
-        error: Exception | None = None
-        try:
-            found = save_optim_state(self._index, contents, codec=codec, config=config, peers=self)
-        except Exception as raised:
-            error = raised
-        # Once ranks have compared, only merges and transfers may fail on one rank alone.
-        if self._is_compared and (contents.owners or self._handled):
-            self._together.fail(error)
-        elif error is not None and (not self._is_compared or isinstance(error, FsdpFlatError)):
-            # The comparison raises on every rank.
-            raise error
-        self.error = self.error or error
-        tensors: dict[str, dict[str, Any]] = {}
-        for fqn, row in found["state"].items():
-            # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
-            tensors[fqn] = {
-                name: value
-                for name, value in row.items()
-                if isinstance(value, torch.Tensor)
-                and (name in self._handled or value.dim() > 0 or isinstance(value, BoxedTensor))
-            }
-            self._rows[fqn] = {name: value for name, value in row.items() if name not in tensors[fqn]}
-        self.tensors["optim"] = {"state": tensors}
-        self.plain["optim"] = {"param_groups": found.get("param_groups")}
-        if self._has_wrappers:
-            self.plain["optim"]["has_wrappers"] = True
-
-    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
-        """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
-        # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
-        unmanaged = [name for name in self.tensors.get("model", ()) if name not in self._index.by_name]
-        compared = (unmanaged, self.rank_zeros.prints, self._settings)
-        digests = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
-        own = [self.step, int(self.is_prepared), int(self._has_wrappers), *digests, *values]
-        rows = self._together.integers(own, self._refusal or error, self._same)
-        self._is_compared = True
-        self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
-        self._has_wrappers = any(row[2] for row in rows)
-        self._is_alike = len({row[3] for row in rows}) == 1
-        self._has_equal_rank_zeros = len({row[4] for row in rows}) == 1
-        if len({row[5] for row in rows}) > 1:
-            self._check_settings()
-        return [row[6:] for row in rows]
-
-    def _check_settings(self) -> None:
-        """Raise if settings of the same parameter differ between ranks. Every rank must call this."""
-        told = differing_settings(list(map(json.loads, self.texts(json.dumps(self._settings)))), self.ranks)
-        if told:
-            raise RankMismatchError(
-                f"Settings of the optimizer's parameter groups differ between ranks, so nothing was saved: {told}. A "
-                "checkpoint has one value for all ranks. Give a scheduler that reads a loss, as ReduceLROnPlateau, the "
-                "mean over ranks (torch.distributed.all_reduce)."
-            )
-
-    def compare_rank_zeros(self) -> None:
-        """Find the tensors that differ between ranks, of which rank 0's are saved. Every rank must call this."""
-        if not self._has_equal_rank_zeros:
-            self.rank_zeros.compare([self._together.rank_group], self._together.device)
-
-    def _keep_share(self) -> None:
-        """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
-
-        Rows are serialized, so that training can change the live ones while a thread writes.
+        Ranks with elements of it have the same ones: the rank with the first element sends them.
         """
-        index, rank = self._index, self._together.rank
-        by_name = {**index.by_name, **index.dtensors_by_name}
-
-        def mine(values: dict[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in values.items() if is_mine(name, value)}
-
-        def is_mine(name: str, value: Any) -> bool:
-            param = by_name.get(name)
-            if param is None:
-                return rank == 0 or not self._is_alike or isinstance(value, (BoxedTensor, DTensor))
-            if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
-                return False
-            replicas = param.unit.options.groups.replicate
-            return zlib.crc32(name.encode()) % replicas.size == replicas.rank
-
-        def has_own_rows(name: str) -> bool:
-            # Ranks with elements of a parameter have the same row: the one with the first element sends it.
-            param = by_name.get(name)
-            if param is None:
-                return True
-            if name in index.dtensors_by_name or math.prod(param.shape) == 0:
-                return param.rank_group.rank == 0
-            own = param.local_shard.in_param
-            return own.start == 0 and not own.is_empty
-
-        self.tensors["model"] = mine(self.tensors["model"])
-        if "optim" in self.tensors:
-            self.tensors["optim"]["state"] = mine(self.tensors["optim"]["state"])
-        rows = mine({fqn: row for fqn, row in self._rows.items() if row and has_own_rows(fqn)})
-        self.rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
-
-    def _copy_to_host(self) -> None:
-        """Replace the tensors by copies, which may be read after :meth:`wait_for_copies`."""
-        rows = [self.tensors["model"], *self.tensors.get("optim", {"state": {}})["state"].values()]
-        places = [(row, name, boxed(value)) for row in rows for name, value in row.items()]
-        each_parts = [value.parts if isinstance(value, BoxedTensor) else (value,) for *_, value in places]
-        copies = iter(self._copies.copied([part.detach() for parts in each_parts for part in parts]))
-        for row, name, value in places:
-            row[name] = value.with_parts(copies) if isinstance(value, BoxedTensor) else next(copies)
-
-    def wait_for_copies(self) -> None:
-        """Wait until the copies for a save in the background are complete."""
-        self._copies.wait()
-
-    @property
-    def nbytes(self) -> int:
-        """Size of this rank's tensors in bytes."""
-        states = self.tensors.get("optim", {"state": {}})["state"]
-        values = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
-        each_parts = [value.parts if isinstance(value, BoxedTensor) else (value,) for value in values]
-        parts = [part for found in each_parts for part in found]
-        return sum((part.to_local() if isinstance(part, DTensor) else part).nbytes for part in parts)
-
-    def plain_of(self, each_rows: Sequence[str]) -> bytes:
-        """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
-        if "optim" in self.plain:
-            state: dict[str, dict[str, Any]] = {}
-            for text in filter(None, each_rows):
-                state = {**unpacked(base64.b64decode(text)), **state}
-            self.plain["optim"]["state"] = state
-        return serialized(self.plain)
+        param = self._param(name)
+        if param is None:
+            return True
+        if name in self._index.dtensors_by_name or math.prod(param.shape) == 0:
+            return param.rank_group.rank == 0
+        own = param.local_shard.in_param
+        return own.start == 0 < own.stop
 
 
-def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> None:
+def _divided(row: Mapping[str, Any], handled: Container[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Divide the states of a parameter into tensors to write and other values."""
+    tensors, others = dict[str, torch.Tensor](), dict[str, Any]()
+    for name, value in row.items():
+        # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
+        is_written = isinstance(value, torch.Tensor) and (
+            name in handled or value.dim() > 0 or isinstance(value, BoxedTensor)
+        )
+        (tensors if is_written else others)[name] = value
+    return tensors, others
+
+
+def _parts(tensors: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Sequence[torch.Tensor]]]:
+    """Yield the dict and the name of each tensor, and the parts of it that this rank has."""
+    for row in (tensors.get("model", {}), *tensors.get("optim", {"state": {}})["state"].values()):
+        for name, value in row.items():
+            value = boxed(value) if isinstance(value, DTensor) else value
+            yield row, name, value.parts if isinstance(value, BoxedTensor) else (value,)
+
+
+def _copy(tensors: dict[str, Any], copied_of: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
+    """Replace tensors by the copies that a function makes of their parts."""
+    places = list(_parts(tensors))
+    copied = iter(copied_of([part.detach() for *_, parts in places for part in parts]))
+    for row, name, _ in places:
+        value = boxed(row[name])
+        row[name] = value.with_parts(copied) if isinstance(value, BoxedTensor) else next(copied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Holds what is written.
+
+    Attributes:
+        tensors: nested dicts of this rank's tensors, and of ``extra`` as bytes.
+        plain: values that are no tensors; rank 0's are saved.
+        rows_text: the optimizer states that are no tensors and that this rank sends.
+        wait: waits until copies of the tensors are complete.
+        is_prepared: rank 0 has removed the files of an earlier attempt.
+        error: why this rank cannot write.
+    """
+
+    tensors: dict[str, Any]
+    plain: dict[str, Any]
+    rows_text: str
+    wait: Callable[[], None]
+    is_prepared: bool
+    error: Exception | None
+
+
+def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: int, together: Consensus) -> None:
     """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
-    directory, text, error = values.directory, "", values.error
-    writing = disk.writing_path(directory, values.step)
-    with disk.discarded_on_error(directory, values.step, together.rank), values.bar(values.nbytes) as update:
+    directory, text, error = save.path.parent, "", values.error
+    writing, nbytes = writing_path(directory, save.step), 0
+    for *_, parts in _parts(values.tensors):
+        nbytes += sum(map(_NBYTES, parts))
+    with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
         try:
-            values.wait_for_copies()
+            values.wait()
             if error is None and values.is_prepared:
                 written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])
@@ -457,23 +441,34 @@ def _write(values: CheckpointValues, keep_last: int, together: Consensus) -> Non
         try:
             if texts and all(texts):
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
-                disk.check_all_here(writing, each_records)
+                check_all_here(writing, each_records)
                 # One more file, as if of a further rank.
-                last, own = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
+                plain = {"plain": _packed_plain(values.plain, each_rows)}
+                last, own = write_files(plain, writing, together.size, update)
                 own |= write_metadata([*each_written, last], writing)
-                disk.commit(directory, values.step, {k: v for each in (*each_records, own) for k, v in each.items()})
-                _prune(directory, values.step, keep_last)
+                commit(directory, save.step, dict(ChainMap(own, *each_records)))
+                _prune(directory, save.step, keep_last)
         except Exception as raised:
             error = raised
         together.fail(error)
 
 
+def _packed_plain(plain: dict[str, Any], each_rows: Sequence[str]) -> bytes:
+    """Serialize the plain values with the rows of all ranks."""
+    if "optim" in plain:
+        state: dict[str, dict[str, Any]] = {}
+        for text in filter(None, each_rows):
+            state = {**unpacked(base64.b64decode(text)), **state}
+        plain["optim"]["state"] = state
+    return serialized(plain)
+
+
 def _prune(directory: Path, step: int, keep_last: int) -> None:
     """Remove older checkpoints; log what prevents it, since the new one is complete."""
     try:
-        disk.prune(directory, keep_last)
+        prune(directory, keep_last)
     except OSError as error:
-        path = disk.path_of(directory, step)
+        path = path_of(directory, step)
         _logger.warning("%s is complete, but checkpoints before it are not all removed: %r", path, error)
 
 
@@ -530,12 +525,12 @@ def list_checkpoints(directory: str | Path) -> list[CheckpointInfo]:
         for found in list_checkpoints("run"):
             print(found.step, found.nbytes, found.problem or "complete")
     """
-    directory = disk.path_of_user(directory, "directory")
+    directory = path_of_user(directory, "directory")
     listed = []
-    for step in disk.list_steps(directory):
-        path, nbytes, problem = disk.path_of(directory, step), 0, ""
+    for step in orders_in(directory):
+        path, nbytes, problem = path_of(directory, step), 0, ""
         try:
-            nbytes = disk.sized_commit(path).nbytes
+            nbytes = sized_commit(path).nbytes
         except (LoadError, OSError) as error:
             problem = str(error)
         listed.append(CheckpointInfo(step, path, nbytes, problem))
@@ -560,9 +555,9 @@ def verify_checkpoint(path: str | Path, *, progress: bool | None = None) -> Chec
     """
     from fsdp_flat.checkpoint.dcp_files import SafeReader
 
-    path = disk.path_of_user(path, "path")
-    found = disk.sized_commit(path)
-    disk.check_sums(path, found.files, progress_bar("Verifying", asked=progress, here=True))
+    path = path_of_user(path, "path")
+    found = sized_commit(path)
+    check_sums(path, found.files, progress_bar("Verifying", asked=progress, here=True))
     SafeReader(path).read_metadata()
     return CheckpointInfo(found.step, path, found.nbytes, "")
 
@@ -611,26 +606,25 @@ def load_checkpoint(
     from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
     together = Consensus.of(model, LOADING)
-    together.barrier("load_checkpoint")
     names: list[str] = []
     cut_off: list[str] = []
-    with together.propagate_errors():
-        directory = disk.path_of_user(directory, "directory")
+    with together.propagate_errors("load_checkpoint"):
+        directory = path_of_user(directory, "directory")
         _wait_for_background(model, directory)
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
-        disk.check_step(step)
+        check_step(step)
         if directory.exists() and not directory.is_dir():
             raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
         if together.rank == 0:
-            names, cut_off = disk.candidates(directory, step)
+            names, cut_off = candidates(directory, step)
     names, cut_off = json.loads(together.texts(json.dumps([names, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
     bar = progress_bar("Verifying", asked=progress, here=together.rank == 0)
     for name in names:
         path = directory / name
         # Each rank reads some files; the first rank's problem counts.
-        found, problem = disk.verified(path, together.rank, together.size, bar)
+        found, problem = verified(path, together.rank, together.size, bar)
         problems = together.texts(problem)
         if not any(problems):
             break

@@ -44,11 +44,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, check_file, naming, records_of
+from fsdp_flat.checkpoint.consensus import Consensus
+from fsdp_flat.checkpoint.format import Records, check_file, naming, record_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.layout import clean_fqn, misfits, names_below_others
-from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
+from fsdp_flat.layout import clean_fqn, misfits, owners_of_constants
+from fsdp_flat.state import OptimContents, ParamIndex, boxed_state_dict, held_by, load_optim_state, template_states
 from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
 
@@ -56,16 +57,7 @@ _logger = logging.getLogger("fsdp_flat")
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Extends torch's planner to report progress, and to write ``bytes`` as they are: the output of ``torch.save``."""
-
-    def __init__(self, update: Callable[[int], object]) -> None:
-        super().__init__()
-        self._update = update
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = super().resolve_data(write_item)
-        self._update(data.nbytes if isinstance(data, torch.Tensor) else 0)
-        return data
+    """Extends torch's planner to write ``bytes`` as they are: the output of ``torch.save``."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return io.BytesIO(object) if isinstance(object, bytes) else super().transform_object(write_item, object)
@@ -103,7 +95,7 @@ def write_files(
         rank: the rank, which names the files.
         update: called with the size of each tensor in bytes as it is written.
     """
-    planner = _SavePlanner(update)
+    planner = _SavePlanner()
     planner.set_up_planner(state)
     plan = planner.finish_plan(planner.create_local_plan())
     path.mkdir(parents=True, exist_ok=True)
@@ -112,12 +104,13 @@ def write_files(
     try:
         # Its record says what is on disk, so it is flushed first.
         with naming(file), _SummedFile(file) as written:
-            for item, data in _on_host(planner, plan.items):
-                start = written.tell()
+            for item in plan.items:
+                start, data = written.tell(), planner.resolve_data(item)
                 if isinstance(data, io.BytesIO):
                     written.write(data.getbuffer())
                 else:
-                    torch.save(data, written)
+                    update(data.nbytes)
+                    torch.save(_on_host(data), written)
                 tensor, kind = item.tensor_data, list[Any]()
                 if tensor is not None:
                     chunk = tensor.chunk
@@ -137,20 +130,13 @@ def write_files(
     return rows, {file.name: record}
 
 
-def _on_host(
-    planner: _SavePlanner, items: Sequence[WriteItem]
-) -> Iterator[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
-    """Yield each part with its data on the CPU; a tensor without the rest of its storage, which would be saved too."""
-    for item in items:
-        data = planner.resolve_data(item)
-        if isinstance(data, torch.Tensor):
-            data = data.detach().cpu()
-            if type(data) is not torch.Tensor:
-                # A subclass that views plain data, which torch.load(weights_only=True) would not read.
-                data = data.as_subclass(torch.Tensor)
-            if data.untyped_storage().nbytes() != data.nbytes:
-                data = data.clone()
-        yield item, data
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU without the rest of its storage, which would be saved too."""
+    tensor = tensor.detach().cpu()
+    if type(tensor) is not torch.Tensor:
+        # A subclass that views plain data, which torch.load(weights_only=True) would not read.
+        tensor = tensor.as_subclass(torch.Tensor)
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -191,7 +177,7 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> Records:
     _, metadata = planner.create_global_plan(plans)
     # The writer keeps the last result of each part.
     writer.finish(metadata, results[::-1])
-    return records_of(path, ".metadata")
+    return {".metadata": record_of(path / ".metadata")}
 
 
 def _item(fqn: str, kind: list[Any]) -> WriteItem:
@@ -424,8 +410,9 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
     there = reader.tensors_in("model.")
     saved = {name: shape for name, (shape, _) in there.items()}
-    # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
-    for name in names_below_others(template) & there.keys():
+    owners = owners_of_constants(template)
+    for name in owners.keys() & there.keys():
+        # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
         template[name] = torch.empty(there[name][0], dtype=there[name][1])
     problems = misfits(
         [name for name in template if name not in saved], [name for name in saved if name not in template]
@@ -434,6 +421,11 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
         f"{name!r} has shape {saved[name]} there and {tuple(value.shape)} in the model"
         for name, value in template.items()
         if name in saved and saved[name] != tuple(value.shape)
+    ]
+    problems += [
+        f"{name!r} has codes in {there[name][1]} there and in {template[name].dtype} in the model"
+        for name in sorted(set(owners.values()) & there.keys())
+        if there[name][1] != template[name].dtype
     ]
     if problems:
         raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
@@ -484,12 +476,17 @@ def packed(value: Any, source: str, path: str = "") -> bytes:
 
 def check_optim(contents: OptimContents, index: ParamIndex) -> None:
     """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`packed`."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
+    groups = []
+    for group in contents.groups or ():
+        groups.append({**group, "params": []})
     states: dict[Any, dict[str, Any]] = {}
     for position, (param, row) in enumerate(contents.state.items()):
         # An optimizer may keep states that are of no parameter of the model.
         name = index.fqns_of(param)[0] if index.has(param) else position
-        states[name] = {key: value for key, value in row.items() if not isinstance(value, torch.Tensor)}
+        states[name] = {}
+        for key, value in row.items():
+            if not isinstance(value, torch.Tensor):
+                states[name][key] = value
     packed({"param_groups": groups, "state": states}, "The optimizer")
 
 

@@ -16,20 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
-from fsdp_flat.checkpoint.directory import (
-    COMMIT_NAME,
-    LOADING,
-    SAVING,
-    Consensus,
-    ProgressBar,
-    Records,
-    boxed_state_dict,
-    check_file,
-    check_sums,
-    list_steps,
-    path_of_user,
-    progress_bar,
-)
+from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
+from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, orders_in, path_of_user
+from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -40,24 +29,25 @@ from fsdp_flat.checkpoint.safetensors_files import (
     index_of,
     read_safetensors,
 )
-from fsdp_flat.comm import ALONE, RankGroup
-from fsdp_flat.core import ParamGroup, no_units, unit_of, units_of
+from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
+from fsdp_flat.core import ParamGroup, local_of, no_units, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
-from fsdp_flat.guards import RankZeroTensors
-from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, names_below_others
+from fsdp_flat.guards import ReplicatedTensors
+from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, owners_of_constants
 from fsdp_flat.state import (
     TEMPLATE,
     BoxedTensor,
     IndexedParam,
     ParamIndex,
     StateShard,
+    boxed_state_dict,
     dtensor_from,
     full_tensor,
-    redistribute,
     settings_for,
     state_dict_settings,
 )
+from fsdp_flat.state.plain_states import is_wrapper, values_of
 
 CHECKSUMS_NAME = "model.checksums.json"
 ADAPTER_CHECKSUMS_NAME = "adapter_model.checksums.json"
@@ -110,9 +100,12 @@ def _entries_of(
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     handles = {param.param_group for param in (*index.params, *by_name.values())} if trainable_only else ()
     flags = {handle: handle.shown.requires_grad() for handle in handles}
+    state = _template_of(model) if loads else boxed_state_dict(model)
+    owners = owners_of_constants([clean_fqn(key) for key in state]) if dtype is not None else {}
+    quantized = {*owners, *owners.values()}
     found: list[_Entry] = []
     first: dict[tuple[ParamGroup, int], str] = {}
-    for key, value in (_template_of(model) if loads else boxed_state_dict(model)).items():
+    for key, value in state.items():
         name = clean_fqn(key)
         # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
         param = value.param if isinstance(value, BoxedTensor) else None
@@ -121,13 +114,16 @@ def _entries_of(
             continue
         if keep is not None and not keep(name):
             continue
-        if not isinstance(value, torch.Tensor):
+        if loads and is_wrapper(value):
+            continue  # no file has it: quantized weights that are frozen beside adapters, for instance
+        if not isinstance(value, torch.Tensor) or is_wrapper(value):
+            kind = type(local_of(value)).__name__
             raise UnsupportedError(
-                f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
-                "with keep=..., and save it beside the tensors."
+                f"{name!r} of the state dict is a {kind}; only plain tensors can be streamed. Leave it out with "
+                "keep=..., or trainable_only=True, and save it beside the tensors."
             )
         stored = value.dtype if param is None else param.param_group.orig_dtype
-        if dtype is not None and stored.is_floating_point:
+        if dtype is not None and stored.is_floating_point and name not in quantized:
             stored = dtype
         shape = value.shape if param is None else torch.Size(param.full_shape)
         earlier = name if param is None else first.setdefault((param.param_group, param.index), name)
@@ -139,7 +135,7 @@ def _entries_of(
 
 def _template_of(model: nn.Module) -> dict[str, Any]:
     with state_dict_settings(model, TEMPLATE):
-        return model.state_dict()
+        return {name: values_of(value) for name, value in model.state_dict().items()}
 
 
 def _shard_group(model: nn.Module, entries: list[_Entry]) -> RankGroup:
@@ -183,7 +179,9 @@ def _full_tensor_on(entry: _Entry, dst: int | None) -> torch.Tensor | None:
     assert param is not None
     shard = StateShard(param, param.local, param.shape)
     part = shard.local.new_empty(shard.shape) if is_here else None
-    redistribute([shard.transfer_to(dst, part)])
+    channels = P2PChannels()
+    shard.send(dst, part, channels)
+    channels.wait()
     return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
 
 
@@ -280,9 +278,8 @@ def save_full(
             does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together = Consensus.of(model, SAVING)
-    together.barrier("save_full")
-    with together.propagate_errors():
+    together, replicated, error = Consensus.of(model, SAVING), ReplicatedTensors(model), None
+    try:
         if not isinstance(max_file_bytes, (int, float)):
             raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:
@@ -294,36 +291,35 @@ def save_full(
         # Replicas and ranks that do not write only take part in the transfers.
         rank = None if _is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
-        directory = path_of_user(directory, "directory")
+        path = path_of_user(directory, "directory")
         adapters = adapters_of(model) if trainable_only else None
-        plan = (
-            _planned(entries, directory, max_file_bytes)
-            if adapters is None
-            else _by_adapter(entries, directory, adapters)
-        )
+        plan = _planned(entries, path, max_file_bytes) if adapters is None else _by_adapter(entries, path, adapters)
         files = list(plan)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-        unmanaged = RankZeroTensors(model)
-    unmanaged.compare([together.rank_group], together.device)
+    except Exception as raised:
+        error = raised
+    digest = digest_of(json.dumps(replicated.prints, sort_keys=True).encode())
+    each_digest = together.meet("save_full", [digest], error)
+    replicated.compare([together.rank_group], together.device, are_equal=each_digest == [[digest]] * together.size)
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)
         error = _write_in_turn(turns, plan, rank=rank, update=update)
     texts: dict[str, PartialFile] = {}
     try:
         together.fail(error)
-        records = together.texts(json.dumps({_name_in(directory, file.path): file.record for file in own}))
+        records = together.texts(json.dumps({_name_in(path, file.path): file.record for file in own}))
         with together.propagate_errors():
             if rank == 0:
                 for file in files:
                     file.check_here()
-                bodies = _texts_of(model, files) if adapters is None else _texts_of_adapters(adapters, directory, files)
+                bodies = _texts_of(model, files) if adapters is None else _texts_of_adapters(adapters, path, files)
                 checksums = CHECKSUMS_NAME if adapters is None else ADAPTER_CHECKSUMS_NAME
-                texts |= {name: PartialFile(directory / name) for name in (*bodies, checksums)}
+                texts |= {name: PartialFile(path / name) for name in (*bodies, checksums)}
                 _write_texts(texts, bodies, checksums, list(map(json.loads, records)))
                 # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
                 for name in (INDEX_NAME, CHECKSUMS_NAME) if adapters is None else (ADAPTER_CHECKSUMS_NAME,):
-                    (directory / name).unlink(missing_ok=True)
+                    (path / name).unlink(missing_ok=True)
     except Exception:
         for each in (*own, *texts.values()):
             each.discard()
@@ -334,11 +330,11 @@ def save_full(
     with together.propagate_errors():
         if rank == 0:
             if adapters is None:
-                _remove_earlier(directory, files)
+                _remove_earlier(path, files)
             for text in texts.values():
                 text.commit()
-    unmanaged.warn()
-    return directory
+    replicated.warn()
+    return path
 
 
 _Plan: TypeAlias = dict[FileWriter, dict[str, _Entry]]
@@ -514,8 +510,7 @@ def load_full(
         PhaseError: called in the middle of a step.
     """
     together = Consensus.of(model, LOADING)
-    together.barrier("load_full")
-    with together.propagate_errors():
+    with together.propagate_errors("load_full"):
         path = path_of_user(path, "path")
         paths = _files_of(path)
         _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))
@@ -581,13 +576,15 @@ def _unlike(pairs: Sequence[tuple[_Entry, torch.Tensor]], *, strict: bool) -> li
         return tensor.is_floating_point(), tensor.is_complex()
 
     told = []
-    # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
-    constants = names_below_others([entry.name for entry, _ in pairs])
+    owners = owners_of_constants([entry.name for entry, _ in pairs])
+    coded = set(owners.values())
     for entry, there in pairs:
         here = entry.template
-        if entry.name in constants:
-            continue
-        if there.shape != here.shape:
+        if entry.name in owners:
+            continue  # the load compares how parameters are quantized
+        if entry.name in coded and there.dtype != here.dtype:
+            told.append(f"{entry.name!r} has codes in {there.dtype} in the file, in {here.dtype} in the model")
+        elif there.shape != here.shape:
             told.append(f"{entry.name!r} has shape {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
         elif strict and kind(there) != kind(here):
             kinds = f"{there.dtype} in the file, of {here.dtype} in the model"
@@ -668,7 +665,7 @@ def _files_of(path: Path) -> list[Path]:
 
 def _held_instead(path: Path) -> str:
     """Return what a directory holds instead of a full model, and what loads that; empty if it is nothing known."""
-    if (path / COMMIT_NAME).exists() or list_steps(path):
+    if (path / COMMIT_NAME).exists() or orders_in(path):
         return (
             ", but a checkpoint of save_checkpoint. Load it by fsdp_flat.load_checkpoint(directory, model, optimizer), "
             "or write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fsdp_flat.checkpoint.directory import Record, check_file, naming
+from fsdp_flat.checkpoint.format import Record, check_file, naming
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 
 SINGLE_NAME = "model.safetensors"

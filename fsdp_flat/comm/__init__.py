@@ -6,6 +6,7 @@ from fsdp_flat.comm.agreement import (
     agree,
     barrier,
     digest_of,
+    enter,
     exchange_if_different,
     find_disagreement,
     fingerprint,

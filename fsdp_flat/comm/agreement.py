@@ -21,7 +21,7 @@ from fsdp_flat.comm import failures
 from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
-from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
+from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
@@ -39,6 +39,12 @@ _CODES = {"all-gather": 1, "reduction": 2}
 # Keys, in the store of a group, for the rank that is leaving a barrier, and for the barrier that another rank has left.
 _LEAVING = "fsdp_flat/leaving"
 _LEFT = "fsdp_flat/left/%d"
+# Key, in the store of a group, for a digest of what the first rank has said that has come to a barrier; and what is
+# added to the barrier's count for a rank that says something else.
+_SAID = "fsdp_flat/said/%d"
+# Key, in the store of a group, for the number of operations that a rank has entered.
+_ENTERED = "fsdp_flat/entered/%d"
+_DISSENT = 1 << 32
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 
@@ -248,33 +254,44 @@ def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | Non
 # -- barriers ---------------------------------------------------------------------------------------------------------
 
 
-def barrier(what: str, rank_group: RankGroup) -> None:
-    """Wait for all ranks of a group through its store, without a collective; errors name the caller's operation.
+def enter(rank_group: RankGroup) -> None:
+    """Note that this rank is in the caller's operation, and will come to its barrier, perhaps after long work.
 
-    Every rank of the group must call this. Each rank sends two requests to the store, and one or two whenever it looks
-    again.
+    Every rank of the group must call this, and then :func:`barrier` with ``is_entered``.
+    """
+    if connected([rank_group]):
+        assert rank_group.group is not None
+        group_store(rank_group.group).add(_ENTERED % rank_group.rank, 1)
+
+
+def barrier(what: str, rank_group: RankGroup, said: str = "", *, is_entered: bool = False) -> bool:
+    """Wait for all ranks of a group through its store, without a collective; return whether all have ``said`` the same.
+
+    Errors name the caller's operation. Every rank of the group must call this. Each rank sends two requests to the
+    store, a third one if it says something, and one or two whenever it looks again. After a barrier that ranks have
+    given up, the result may be False of ranks that have said the same.
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
     minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
-    rank 0 only. A rank that has ended is detected within seconds, and one that sends a different collective within a
-    second by the ranks that share memory with it. The first rank that gives up tells those that wait with it, so that
-    they name the rank that it has named, and not it.
+    rank 0 only. Ranks that have entered (``is_entered``) are waited for without a warning. A rank that has ended is
+    detected within seconds, and one that sends a different collective within a second by the ranks that share memory
+    with it. The first rank that gives up tells those that wait with it, so that they name the rank that it has named,
+    and not it.
 
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
             if a rank has not arrived within the group's timeout.
         PeerFailureError: if a rank has ended that has not arrived.
     """
-    if not connected([rank_group]):
-        return
-    assert rank_group.group is not None
-    calls, looks = calls_of(rank_group.group), Looks(rank_group)
+    if rank_group.group is None or rank_group.size == 1 or is_fake(rank_group.group):
+        return True
+    calls = calls_of(rank_group.group)
     calls.add(f"the barrier of {what}")
-    store_barrier = _StoreBarrier(rank_group)
+    store_barrier = _StoreBarrier(rank_group, said)
     if store_barrier.is_complete:
-        return
+        return store_barrier.is_unanimous
     limit = timeout_of(rank_group.group).total_seconds()
-    patience = min(WARN_AFTER_S, limit)
+    patience, looks = min(WARN_AFTER_S, limit), Looks(rank_group)
     begun = time.monotonic()
     warned = False
     waited = 0.0
@@ -296,55 +313,77 @@ def barrier(what: str, rank_group: RankGroup) -> None:
             reason = "another rank is in another collective"
         if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):
             missing = store_barrier.missing()
-            is_alone = len(missing) == rank_group.size - 1
+            strangers = store_barrier.not_entered() if is_entered else missing
+            is_alone = len(strangers) == rank_group.size - 1
             if waited >= limit or (is_alone and rank_group.rank == 0):
                 reason = f"rank(s) {missing} have not called it within {waited:.0f} seconds"
-            elif not warned and missing:
+            elif not warned and strangers:
                 warned = True
                 warn_user(
                     f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) "
-                    f"{missing}; every rank must call it."
+                    f"{strangers}; every rank must call it."
                 )
         if reason and store_barrier.leave():
             calls.withdraw()
+            if is_entered:
+                group_store(rank_group.group).add(_ENTERED % rank_group.rank, -1)
             if not is_alone:
                 report_failure(rank_group, f"was in {what}, and {reason}")
-            said = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
+            told = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
             raise difference or kind(
-                f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{said} It is a collective: "
+                f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{told} It is a collective: "
                 "every rank of the group must call it, at the same point, also one that does not use the result "
                 "(rank0_only=True leaves its result empty). If the output of another rank has an error, that came "
                 "first. If ranks are only late, call torch.distributed.barrier() before it."
             )
+    return store_barrier.is_unanimous
 
 
 class _StoreBarrier:
     """Implements the n-th barrier of a group, where n counts this rank's arrivals.
 
-    Each rank increments its counter and the barrier's in the store.
+    Each rank increments its counter and the barrier's in the store. The first to arrive leaves a digest of what it has
+    said; the barrier's counter has a second one, in its upper bits, of the ranks that have said something else.
     """
 
-    def __init__(self, rank_group: RankGroup) -> None:
+    def __init__(self, rank_group: RankGroup, said: str = "") -> None:
         assert rank_group.group is not None
         self._store = store = group_store(rank_group.group)
         self._rank_group = rank_group
         self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
         self._index = index = store.add(self._arrived, 1)
-        self._num_arrived = f"fsdp_flat/barrier/{index}"
-        self.is_complete = store.add(self._num_arrived, 1) >= rank_group.size
+        self._counts = f"fsdp_flat/barrier/{index}"
+        self._arrival, digest = 1, _digest(said.encode()).hex()
+        if said and store.compare_set(_SAID % index, "", digest) != digest.encode():
+            self._arrival += _DISSENT
+        self._count(self._arrival)
         if self.is_complete:
             # All ranks have arrived here, so all have left the previous barrier.
             store.delete_key(f"fsdp_flat/barrier/{index - 1}")
+            store.delete_key(_SAID % (index - 1))
+
+    def _count(self, added: int) -> int:
+        """Add to the barrier's counters; return the number of ranks that have arrived."""
+        count = self._store.add(self._counts, added)
+        num_arrived = count % _DISSENT
+        self.is_complete, self.is_unanimous = num_arrived >= self._rank_group.size, count < _DISSENT
+        return num_arrived
 
     def poll(self, seconds: float) -> bool:
         """Sleep, and return whether all ranks have arrived; torch would print warnings for a wait that times out."""
         time.sleep(seconds)
-        return self._store.add(self._num_arrived, 0) >= self._rank_group.size
+        self._count(0)
+        return self.is_complete
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""
         ranks = range(self._rank_group.size)
         return [rank for rank in ranks if self._store.add(f"fsdp_flat/arrived/{rank}", 0) < self._index]
+
+    def not_entered(self) -> list[int]:
+        """Return the ranks that have not entered the operation that this rank is in."""
+        own = self._store.add(_ENTERED % self._rank_group.rank, 0)
+        return [rank for rank in self._rank_group.others if self._store.add(_ENTERED % rank, 0) < own]
 
     def was_left(self) -> bool:
         """Return whether a rank has left this barrier since this rank arrived there."""
@@ -360,7 +399,7 @@ class _StoreBarrier:
         own = b"%d" % self._rank_group.rank
         if self._store.compare_set(_LEAVING, "", own.decode()) != own:
             return False
-        has_left = self._store.add(self._num_arrived, -1) < self._rank_group.size - 1
+        has_left = self._count(-self._arrival) < self._rank_group.size - 1
         if has_left:
             self._store.add(self._arrived, -1)
             missing = self.missing()
@@ -369,6 +408,6 @@ class _StoreBarrier:
                     self._store.set(_LEFT % rank, str(self._index))
             self._store.delete_key(_LEFT % self._rank_group.rank)
         else:
-            self._store.add(self._num_arrived, 1)
+            self._count(self._arrival)
         self._store.delete_key(_LEAVING)
         return has_left

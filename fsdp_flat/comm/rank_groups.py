@@ -54,7 +54,7 @@ class RankGroup:
 
     @property
     def others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
+        return [*range(self.rank), *range(self.rank + 1, self.size)]
 
 
 ALONE = RankGroup(None, 0, 1)
@@ -65,8 +65,9 @@ def is_simulated(group: object) -> bool:
 
     Tests of wrapping pass one where no process group is initialised.
     """
-    has_both = all(callable(getattr(group, name, None)) for name in ("rank", "size"))
-    return has_both and not isinstance(group, dist.ProcessGroup)
+    if isinstance(group, dist.ProcessGroup):
+        return False
+    return all(callable(getattr(group, name, None)) for name in ("rank", "size"))
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat import core, runtime
 from fsdp_flat.composable.fsdp_state import state_of
@@ -153,7 +152,5 @@ def _prepare_load(
     views.takes_assigned = True
     for name, index in indices.items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
-            continue
-        if value.shape == views.params[index].param.shape:
+        if isinstance(value, torch.Tensor) and views.can_distribute(index, value):
             state_dict[prefix + name] = views.distribute(index, value)

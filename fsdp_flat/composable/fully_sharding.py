@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, overload
 
@@ -35,7 +35,7 @@ from fsdp_flat.core import (
     unit_of,
     units_of,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, ShardingError, UnsupportedError, UsageError
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.runtime import (
     build_per_param,
@@ -206,14 +206,14 @@ def fully_shard(
         )
     offloads = is_a(offload_policy, "CPUOffloadPolicy")
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims), members, offloads=offloads)
-    options = _options(mp_policy, PerParamSharding(mesh, offloads, data_dims), reshard_after_forward)
+    options = _options(mp_policy, PerParamSharding(mesh, offloads, data_dims, policy=mp_policy), reshard_after_forward)
     by_mesh = {mesh: options}
 
     def place(param: nn.Parameter) -> tuple[UnitOptions, int]:
         dim, info = _placement(param, shard_placement_fn)
         other = mesh if info is None else info.mesh
         if other not in by_mesh:
-            rows = _rows_over(info, mesh, offloads=offloads)
+            rows = replace(_rows_over(info, mesh, offloads=offloads), policy=mp_policy)
             by_mesh[other] = _options(mp_policy, rows, reshard_after_forward)
         return by_mesh[other], dim
 
@@ -237,6 +237,39 @@ def fully_shard(
         unit.undo += [member.register_forward_pre_hook(_unshards), FullyShardNote(member), OwnClass(member)]
         unit.undo.append(StateNote(member, FSDPState(member, unit)))
     return module
+
+
+def shard_for_wrapper(module: nn.Module, options: UnitOptions, ignored: Ignored) -> None:
+    """Shard a module in place as a wrapper of these options would: all its parameters are of other classes of tensors.
+
+    Such parameters cannot be parts of a flat one. The wrapper around the module has none then.
+    """
+    groups, precision = options.groups, options.precision
+    if groups.num_ranks > 1 and not options.strategy.shards:
+        raise UnsupportedError(
+            f"All parameters of this {type(module).__name__} are of other classes than torch.Tensor, which need a "
+            f"strategy that shards; got {options.strategy.member.name}. Pass them as ignored_states instead: every "
+            "rank keeps its copy."
+        )
+    mesh = groups.mesh
+    if mesh is None and groups.replicate.size > 1 and options.strategy.shards:
+        raise OptionError(
+            f"All parameters of this {type(module).__name__} are of other classes than torch.Tensor, which become "
+            f"DTensors on a mesh. Pass {options.strategy.member.name} a device_mesh of two dims, in the place of "
+            "process groups."
+        )
+    if mesh is None:
+        assert groups.process_group is not None
+        with outside_fake_mode():
+            mesh = DeviceMesh.from_group(groups.process_group, options.device.type)
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=options.strategy.budget or options.strategy.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy() if options.offload_params else None,
+        ignored_params=set(ignored.params),
+    )
 
 
 # torch's pipelining calls fully_shard.state(module).

@@ -4,6 +4,7 @@ from fsdp_flat.core.averages import average_buffers, persistent_buffers, unmanag
 from fsdp_flat.core.backward import Iteration
 from fsdp_flat.core.buffers import MemoryPool
 from fsdp_flat.core.checks import TRAINED, all_rank_groups, trained_lines
+from fsdp_flat.core.extended_group import ExtendedGroup
 from fsdp_flat.core.flat_parameter import FlatParameter, set_grad
 from fsdp_flat.core.forward import UnitForward, forward
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, PerParamTarget, join_inputs
@@ -37,6 +38,7 @@ from fsdp_flat.core.params import (
     check_adapter,
     check_module,
     is_managed,
+    is_subclass,
     modules_of,
     owner_of,
     unsharded_shape,
@@ -64,6 +66,7 @@ from fsdp_flat.core.torch_core import (
     node_will_run,
     outside_fake_mode,
     place_of,
+    plain_tensors_in,
     pytree_children,
     unguarded,
     without_data,

@@ -113,6 +113,7 @@ class AllGatherOutput(FlatBuffer):
         dtype: compute dtype.
 
     Attributes:
+        tensors: the tensors that hold the memory: the buffer alone.
         params: one Parameter per managed parameter, for modules to compute with; each has its own version counter.
         plain: the ``params`` that are plain tensors and not DTensors.
         storages: for each of ``params`` the identity of its storage; None if it is a DTensor.
@@ -121,7 +122,10 @@ class AllGatherOutput(FlatBuffer):
         place_of: identifies the memory of a tensor, equal for those that begin at one place.
         versions_before_free: version counters before a free raised them; None while the buffer is filled.
         versions_when_filled: version counters when the buffer was filled.
+        is_extended: it is an ``ExtendedOutput``, which calls functions of local tensors.
     """
+
+    is_extended = False
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class AllGatherOutput(FlatBuffer):
         is_shard = layout.world_size == 1 and dtype == shard.dtype and device == shard.device
         flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=device)
         super().__init__(flat, owns_memory=not is_shard)
+        self.tensors: Sequence[torch.Tensor] = (flat,)
         self.gather_target = layout.gather_target(flat)
         self.place_of = place_function(shard)
         self.own_slice = flat[layout.shard(rank).to_slice()]

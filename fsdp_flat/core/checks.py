@@ -73,7 +73,7 @@ def check_units(units: Sequence[Unit]) -> None:
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
         for param_group in unit.param_groups:
-            param_group.shown.check_plain()
+            param_group.find_extensions()
         for param_group in unit.param_groups if not unit.options.use_orig_params else ():
             if any(hasattr(p, "_in_backward_optimizers") for p in (param_group.flat_param, *param_group.buffer.params)):
                 raise UsageError(

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import contains, methodcaller
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fsdp_flat.comm import Pending
 from fsdp_flat.core.buffers import EXPIRED, AllGatherOutput, MemoryPool
+from fsdp_flat.core.extended_output import ExtendedOutput, has_extension
 from fsdp_flat.core.flat_parameter import as_flat_parameter, replace_shard, set_grad
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, join_inputs
 from fsdp_flat.core.gradients import Gradients
@@ -25,7 +26,15 @@ from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.quantized import move_constants
 from fsdp_flat.core.shown import FlatShown, OriginalsShown, Shown
 from fsdp_flat.core.shown_dtensors import DTensorShown
-from fsdp_flat.core.torch_core import VERSION_OF, has_values, is_alias, is_in_a_graph, set_versions
+from fsdp_flat.core.torch_core import (
+    VERSION_OF,
+    has_values,
+    is_alias,
+    is_in_a_graph,
+    local_of,
+    place_function,
+    set_versions,
+)
 from fsdp_flat.errors import UsageError, counted
 
 
@@ -66,6 +75,8 @@ class ParamGroup:
     """
 
     comm: GroupCollectives
+    # Callers have set all-gather extensions on local tensors.
+    _has_extensions = False
 
     def __init__(self, params: Sequence[ManagedParam], spec: ParamGroupSpec) -> None:
         self.spec = spec = replace(spec)
@@ -80,12 +91,16 @@ class ParamGroup:
         self.kept_shards: torch.Tensor | None = None
         self._by_dtype: dict[torch.dtype, AllGatherOutput] = {}
         self._select_buffer(params)
-        kind = DTensorShown if spec.per_param is not None else OriginalsShown if spec.use_orig_params else FlatShown
+        kind = self._kind_of_shown()
         self.shown: Shown = kind(params, spec=spec, layout=self.layout, flat_param=self.flat_param, buffer=self.buffer)
         self.params = self.shown.params
         self.grads = Gradients(self.shown, params, self.pool)
         self._use_grad_dtypes()
         self.shown.accept_grads_by(self.grads.accept_hook)
+
+    def _kind_of_shown(self) -> type[Shown]:
+        spec = self.spec
+        return DTensorShown if spec.per_param is not None else OriginalsShown if spec.use_orig_params else FlatShown
 
     def rename(self, unit_name: str) -> None:
         """Rename the unit that the group belongs to."""
@@ -112,6 +127,15 @@ class ParamGroup:
         """This rank's local shard of each parameter."""
         return tuple(self.layout.local_shard(i, self.spec.rank) for i in range(len(self.layout.param_infos)))
 
+    def flat_shard(self) -> torch.Tensor:
+        """Return this rank's shard (1-D, ``layout.shard_numel``, ``orig_dtype``), which all-gathers send."""
+        return self.flat_param.data
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Number of bytes of this rank's shard."""
+        return self.layout.shard_numel * self.orig_dtype.itemsize
+
     def local(self, index: int) -> torch.Tensor:
         """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
         return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
@@ -119,7 +143,7 @@ class ParamGroup:
     @property
     def buffer_tensors(self) -> list[torch.Tensor]:
         """The unsharded buffers of all dtypes of compute so far, with or without memory."""
-        return [buffer.tensor for buffer in self._by_dtype.values()]
+        return [tensor for buffer in self._by_dtype.values() for tensor in buffer.tensors]
 
     @property
     def is_in_a_graph(self) -> bool:
@@ -158,12 +182,37 @@ class ParamGroup:
         if dtype in self._by_dtype:
             self.buffer = self._by_dtype[dtype]
             return
-        shard = self.flat_param.data
-        self.buffer = self._by_dtype[dtype] = AllGatherOutput(
-            params, self.layout, rank=self.spec.rank, device=self.spec.device, shard=shard, dtype=dtype
-        )
-        self._shard_place = self.buffer.place_of(shard)
+        self.buffer = self._by_dtype[dtype] = self._new_buffer(params)
+        self._shard_place = self.buffer.place_of(self.flat_param.data)
         self.free()
+
+    def _new_buffer(self, params: Sequence[ManagedParam]) -> AllGatherOutput:
+        shard, spec, dtype = self.flat_param.data, self.spec, self.compute_dtype
+        if self._has_extensions:
+            return self._new_extended(params, place_function(shard))
+        return AllGatherOutput(params, self.layout, rank=spec.rank, device=spec.device, shard=shard, dtype=dtype)
+
+    def _new_extended(self, params: Sequence[ManagedParam], place_of: Callable[[torch.Tensor], Any]) -> ExtendedOutput:
+        layout = self.layout
+        assert isinstance(layout, PerParamLayout)
+        return ExtendedOutput(
+            params,
+            layout,
+            chunk_shapes=layout.chunk_shapes,
+            spec=self.spec,
+            dtype=self.compute_dtype,
+            place_of=place_of,
+        )
+
+    def find_extensions(self) -> None:
+        """Have all-gathers call the extensions of local tensors from now on, where a caller has set some on them."""
+        is_extended = isinstance(self.shown, DTensorShown) and any(
+            has_extension(local_of(entry.param)) for entry in self.params
+        )
+        if is_extended and not self._has_extensions:
+            self._has_extensions = True
+            self._by_dtype.clear()
+            self._switch_buffer()
 
     def _switch_buffer(self) -> None:
         self._select_buffer(self.params)
@@ -180,6 +229,8 @@ class ParamGroup:
         """
         buffer, shard, per_param = self.buffer, self.flat_param.data, self.spec.per_param
         if per_param is not None:
+            if buffer.is_extended:
+                return self._begin_extended(cast(ExtendedOutput, buffer))
             views, kept = cast(DTensorShown, self.shown), self.kept_shards
             if kept is not None:
                 self.kept_shards = None
@@ -187,7 +238,7 @@ class ParamGroup:
                 assert buffer.gather_target is not None
                 return kept, GroupedTarget(buffer.gather_target, kept.numel() // self.layout.shard_numel)
             if shard.is_meta or (per_param.offloads and not shard.is_cpu):
-                views.refuse_device()
+                views.check_device()
             views.takes_assigned = False
         buffer.alloc(self.pool)
         if shard.device != buffer.tensor.device:
@@ -199,13 +250,29 @@ class ParamGroup:
             buffer.own_slice.copy_(shard)
         return buffer.tensor, None
 
+    def _begin_extended(self, output: ExtendedOutput) -> tuple[torch.Tensor, GatherTarget]:
+        """Return the arguments of an all-gather of what the extensions of local tensors send."""
+        shown, kept = cast(DTensorShown, self.shown), self.kept_shards
+        if kept is not None:
+            self.kept_shards = None
+            smaller_group = self.comm.smaller_group
+            assert smaller_group is not None
+            return output.begin_gather_again(kept, len(smaller_group.ranks), self.pool)
+        shown.check_device()
+        shown.takes_assigned = False
+        return output.begin_gather(shown.visible_params, self.pool, self.comm.options.groups.rank_groups)
+
     def finish_gather(self) -> None:
         """Restore version counters, so that autograd accepts saved parameters again: the buffer is filled."""
         buffer = self.buffer
+        if buffer.is_extended and cast(ExtendedOutput, buffer).fill(self.shown.visible_params):
+            self.shown.use_buffer(buffer)
         if buffer.versions_before_free is not None:
             set_versions(buffer.params, buffer.versions_before_free)
             buffer.versions_before_free = None
-        buffer.versions_when_filled = tuple(map(VERSION_OF, buffer.params)) if buffer.owns_memory else None
+        # What an extension computes of changed parameters cannot be compared with the shard.
+        is_compared = buffer.owns_memory and not buffer.is_extended
+        buffer.versions_when_filled = tuple(map(VERSION_OF, buffer.params)) if is_compared else None
 
     def free(self) -> None:
         """Free the buffer, and raise version counters, so that autograd refuses parameters that it saved."""
@@ -215,11 +282,18 @@ class ParamGroup:
         if buffer.versions_before_free is None:
             buffer.versions_before_free = tuple(map(VERSION_OF, buffer.params))
             set_versions(buffer.params, tuple(map(EXPIRED.__add__, buffer.versions_before_free)))
+        if buffer.is_extended:
+            cast(ExtendedOutput, buffer).free(self.pool)
+            return
         self.pool.empty(buffer.tensor.untyped_storage())
 
     def keep_shards(self, ranks: range) -> None:
         """Copy the shards of ``ranks`` (consecutive) from the unsharded buffer into ``kept_shards``."""
-        self.kept_shards = self.layout.shards_of(ranks, self.buffer.tensor)
+        buffer = self.buffer
+        if buffer.is_extended:
+            self.kept_shards = cast(ExtendedOutput, buffer).rows_of(ranks)
+            return
+        self.kept_shards = self.layout.shards_of(ranks, buffer.tensor)
 
     def restore_unsharded_params(self) -> list[int]:
         """Undo assignments to ``.data`` of unsharded parameters; return the indices of those that got other values."""
@@ -412,6 +486,6 @@ def summary(options: UnitOptions, param_groups: Sequence[ParamGroup]) -> str:
     dtypes = [f"{kind}" if kind is compute else f"{kind} computed in {compute}" for kind, compute in kinds]
     of_dtypes = f" of {' and '.join(dtypes)}".replace("torch.", "") if dtypes else ""
     num_params = sum(len(param_group.layout.param_infos) for param_group in param_groups)
-    nbytes = sum(param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups)
+    nbytes = sum(param_group.shard_nbytes for param_group in param_groups)
     name = options.strategy.name
     return f"{name} over {ranks}, {counted(num_params, 'parameters')}{of_dtypes}, {counted(nbytes, 'bytes')} a rank"

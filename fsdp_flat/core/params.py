@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.core.torch_core import concatenated_mesh, has_values, outside_fake_mode, strided_shard
+from fsdp_flat.core.torch_core import concatenated_mesh, has_values, local_of, outside_fake_mode, strided_shard
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.layout import Interval, chunk_rows
 
@@ -233,23 +233,25 @@ class DTensorAdapter(TensorAdapter):
         )
 
 
-def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
+def adapter_of(tensor: torch.Tensor, name: str, *, takes_subclasses: bool = False) -> TensorAdapter:
     """Return the adapter of the parameter ``name``.
 
     Raises:
-        UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas.
+        UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas. With ``takes_subclasses``
+            both may be of other classes of tensors.
     """
     data = tensor.data
-    if type(data) is torch.Tensor or not has_values(data):
+    if not has_values(data):
         return PLAIN
-    if not isinstance(data, DTensor):
+    local = local_of(data)
+    if is_subclass(local) and not takes_subclasses:
         raise UnsupportedError(
-            f"Parameter {name!r} is a {type(data).__name__}; plain tensors and DTensors can be flattened. Leave it out "
-            "with ignored_states (ignored_params of fully_shard). FSDP2's extensions of such classes, "
-            "fsdp_pre_all_gather and fsdp_post_all_gather, are not called here."
+            f"Parameter {name!r} is a {type(local).__name__}; plain tensors and DTensors of them can be flattened. "
+            "Wrap the module that holds it, and no plain parameter, as a unit of its own, or call fully_shard on it: "
+            "both call fsdp_pre_all_gather and fsdp_post_all_gather of such classes. Or leave it out with "
+            "ignored_states."
         )
-    check_extensions(tensor._local_tensor, repr(name))  # type: ignore[attr-defined]
-    if not all(type(placement) in (Shard, Replicate) for placement in data.placements):
+    if isinstance(data, DTensor) and not all(type(placement) in (Shard, Replicate) for placement in data.placements):
         raise UnsupportedError(
             f"Parameter {name!r} is a DTensor with placements {data.placements}; expected Shard and Replicate only. "
             "Redistribute it before wrapping, or leave it out with ignored_states."
@@ -257,14 +259,9 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
     return adapter_if_dtensor(tensor)
 
 
-def check_extensions(local: torch.Tensor, described: str) -> None:
-    """Raise an UnsupportedError if a local tensor defines FSDP2's all-gather extensions, which would not be called."""
-    if hasattr(local, "fsdp_pre_all_gather"):
-        raise UnsupportedError(
-            f"Parameter {described} has FSDP2's extension fsdp_pre_all_gather, which would not be called: all-gathers "
-            "are in the parameters' own dtype, or in the param_dtype of MixedPrecisionPolicy. Do without the extension "
-            "(a float8 all-gather, for example), or leave the parameter out with ignored_params."
-        )
+def is_subclass(local: torch.Tensor) -> bool:
+    """Return whether a tensor, the data of a parameter and no DTensor, is of a class of its own: quantized, perhaps."""
+    return type(local) is not torch.Tensor and has_values(local)
 
 
 def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
@@ -430,4 +427,6 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
         if module not in seen:
             seen.add(module)
             yield module
-            ahead.extend(child for child in reversed(module._modules.values()) if child is not None)
+            for child in reversed(module._modules.values()):
+                if child is not None:
+                    ahead.append(child)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.core.params import PLAIN, DataParallelDims, ManagedParam, check_adapter
-from fsdp_flat.core.torch_core import dtensor_of
+from fsdp_flat.core.torch_core import dtensor_of, outside_fake_mode
 from fsdp_flat.errors import ShardingError
 
 _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakValueDictionary[tuple[Any, ...], Any]]
@@ -33,12 +33,23 @@ class PerParamSharding:
         offloads: shards have to be in host memory.
         data_dims: the dims of ``mesh`` in a larger mesh, on which parameters are DTensors before sharding; else None.
         suffix: text after the unit's name, for a mesh that ``shard_placement_fn`` chose; else empty.
+        policy: the caller's ``MixedPrecisionPolicy``, an argument of all-gather extensions.
     """
 
     mesh: DeviceMesh
     offloads: bool = False
     data_dims: DataParallelDims | None = None
     suffix: str = ""
+    policy: Any = None
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh that shards."""
+        names = self.mesh.mesh_dim_names
+        if self.mesh.ndim == 1 or names is None:
+            return self.mesh
+        with outside_fake_mode():
+            return self.mesh[names[-1]]
 
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
         """Return a parameter with the adapter by which it is sharded over ``groups``, or raise an OptionError."""
@@ -69,7 +80,9 @@ class PerParamSharding:
             shape = entry.adapter.full_shape(tuple(entry.shape))
             mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
             stride = torch.empty(shape, device="meta").stride()
-            made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+            # Other classes of tensors may lack operations that this needs.
+            like = local if type(local) is torch.Tensor else torch.empty(local.shape, dtype=local.dtype, device="meta")
+            made = DTensor.from_local(like, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
             # DTensors of one shape share one spec object, which DTensor's dispatch finds faster than an equal one. The
             # spec of a detached tensor would have an equal mesh that torch remembers, not this one.
             spec = made._spec

@@ -166,9 +166,6 @@ class Shown:
     def check_convertible(self) -> None:
         """Raise a UsageError if a parameter cannot change its dtype or device."""
 
-    def check_plain(self) -> None:
-        """Raise an UnsupportedError if local tensors have FSDP2's all-gather extensions, which would not be called."""
-
     def unregister(self) -> None:
         """Undo assignments of unsharded parameters, which have registered them."""
 

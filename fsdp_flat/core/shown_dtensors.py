@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.core.layout import PerParamLayout
-from fsdp_flat.core.params import ManagedParam, check_extensions
+from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import call_adviser
 from fsdp_flat.core.shown import Shown
@@ -58,11 +58,14 @@ class DTensorShown(Shown):
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
-        locals_ = split_storage(self.flat_param.data, self._local_parts)
         return [
             entry.replaced_by(dtensor_parameter(self.per_param_sharding.template(entry, dim, local), like=entry.param))
-            for entry, dim, local in zip(params, layout.dims, locals_, strict=True)
+            for entry, dim, local in zip(params, layout.dims, self._locals_of(params), strict=True)
         ]
+
+    def _locals_of(self, params: Sequence[ManagedParam]) -> list[torch.Tensor]:
+        """Return the local tensor of each of ``params``, the full ones."""
+        return split_storage(self.flat_param.data, self._local_parts)
 
     def _show_first(self, params: Sequence[ManagedParam]) -> None:
         self._show(self.params)
@@ -100,6 +103,10 @@ class DTensorShown(Shown):
         parts = split_storage(shard_grad, self._local_parts)
         return [dtensor_of(part, param._spec) for param, part in zip(self._dtensors, parts, strict=True)]
 
+    def can_distribute(self, index: int, value: torch.Tensor) -> bool:
+        """Return whether ``value`` is a full tensor that :meth:`distribute` takes for parameter ``index``."""
+        return type(value.data) is torch.Tensor and value.shape == self.params[index].param.shape
+
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return ``full`` (the unsharded shape) as a DTensor sharded like parameter ``index``, without communication.
 
@@ -120,7 +127,10 @@ class DTensorShown(Shown):
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
-        locals_ = split_storage(self.flat_param.data, self._local_parts)
+        self.bind_locals(split_storage(self.flat_param.data, self._local_parts))
+
+    def bind_locals(self, locals_: Sequence[torch.Tensor]) -> None:
+        """Give the DTensors these local tensors, which may have another dtype or device than before."""
         for index, (entry, local) in enumerate(zip(self.params, locals_, strict=True)):
             param = entry.param
             if (local.dtype, local.device) == (param.dtype, param.device):
@@ -241,20 +251,16 @@ class DTensorShown(Shown):
         if self.per_param_sharding.offloads and current.device.type not in ("cpu", "meta"):
             self._raise_not_on_cpu([index], current.device)
 
-    def refuse_device(self) -> NoReturn:
-        """Raise a UsageError: parameters are on the meta device, or offloaded ones elsewhere than in host memory."""
+    def check_device(self) -> None:
+        """Raise a UsageError if parameters are on the meta device, or offloaded ones elsewhere than in host memory."""
         if self.flat_param.is_meta:
             meta = [self.describe(index) for index, entry in enumerate(self.params) if entry.param.is_meta]
             raise UsageError(
                 f"Parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
                 "and initialise them, or load a state dict with assign=True, before the first forward."
             )
-        self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
-
-    def check_plain(self) -> None:
-        """Raise an UnsupportedError if a local tensor has FSDP2's all-gather extensions, which would not be called."""
-        for index, entry in enumerate(self.params):
-            check_extensions(local_of(entry.param), self.describe(index))
+        if self.per_param_sharding.offloads and not self.flat_param.is_cpu:
+            self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
 
     def _raise_not_on_cpu(self, indices: Iterable[int], device: torch.device) -> NoReturn:
         raise UsageError(

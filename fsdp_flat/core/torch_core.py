@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -90,6 +90,20 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+# Returns whether a tensor is of a class that keeps its values in other tensors, as quantized ones do. torch's own
+# packages use it; it is not documented.
+has_inner_tensors: Callable[[torch.Tensor], bool] = _python_dispatch.is_traceable_wrapper_subclass
+
+
+def plain_tensors_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over the plain tensors in which a tensor of any class keeps its values; a plain one is its own."""
+    if has_inner_tensors(tensor) and not isinstance(tensor, DTensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from plain_tensors_in(getattr(tensor, name))
+    else:
+        yield tensor
+
+
 def place_function(tensor: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     """Return the function that identifies the memory of tensors like ``tensor``: equal where they begin at one place.
 
@@ -129,12 +143,18 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a caller has set on a parameter, without those that its class has set."""
+    own = param.detach().__dict__
+    return {key: value for key, value in param.__dict__.items() if key not in own and key != "_is_param"}
+
+
 def dtensor_parameter(dtensor: DTensor, *, like: nn.Parameter) -> nn.Parameter:
     """Turn ``dtensor`` itself, which nothing else uses, into a Parameter with the attributes of another one.
 
     ``nn.Parameter`` does the same with an alias, whose creation takes most of the time.
     """
-    dtensor.__dict__.update(like.__dict__)
+    dtensor.__dict__.update(like.__dict__ if type(like) in (nn.Parameter, DTensor) else attributes_of(like))
     dtensor._is_param = True
     return cast(nn.Parameter, dtensor.requires_grad_(like.requires_grad))
 

@@ -187,9 +187,7 @@ def describe_unit(
             )
             if wanted
         ),
-        shard_nbytes=sum(
-            param_group.layout.shard_numel * param_group.orig_dtype.itemsize for param_group in param_groups
-        ),
+        shard_nbytes=sum(param_group.shard_nbytes for param_group in param_groups),
         grad_nbytes=sum(
             param_group.layout.shard_numel
             * (

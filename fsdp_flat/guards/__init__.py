@@ -20,7 +20,7 @@ from fsdp_flat.guards.optimizers import Optimizers
 from fsdp_flat.guards.replaced_modules import ReplacedModules
 from fsdp_flat.guards.stored_tensors import StoredTensors
 from fsdp_flat.guards.trained_parameters import TrainedParameters
-from fsdp_flat.guards.unmanaged_tensors import RankZeroTensors, UnmanagedTensors, check_replicas
+from fsdp_flat.guards.unmanaged_tensors import ReplicatedTensors, UnmanagedTensors, check_replicas
 
 DEFAULT = (
     AssignedParameters(),

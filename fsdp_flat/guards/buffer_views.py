@@ -14,10 +14,10 @@ class BufferViews(Guard):
     def after_compute(self, forward: UnitForward) -> None:
         """Replace views of the unit's buffers, in the outputs and in the caller's containers, by copies."""
         call, output = forward.call, forward.output
-        buffers = []
+        buffers: list[torch.Tensor] = []
         for param_group in forward.unit.param_groups:
             if param_group.buffer.owns_memory:
-                buffers.append(param_group.buffer.tensor)
+                buffers += param_group.buffer.tensors
         if call is None or not buffers:
             return
 

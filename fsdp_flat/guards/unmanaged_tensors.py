@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from weakref import WeakSet
 
 import torch
@@ -33,6 +34,7 @@ from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.runtime import group_settings
 from fsdp_flat.user_warnings import warn_user
 
+_RANK = attrgetter("rank")
 _IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outside of every unit", "buffer"
 # Models of which a warning has named the parameters outside of units.
 _TOLD_OF: WeakSet[nn.Module] = WeakSet()
@@ -54,7 +56,7 @@ class UnmanagedTensors(Guard):
             groups = dict.fromkeys(
                 param_group.comm.options.groups for unit in step.units for param_group in unit.param_groups
             )
-            tensors = RankZeroTensors(root_module)
+            tensors = ReplicatedTensors(root_module)
             tensors.compare(all_rank_groups(groups or [options.groups]), options.device)
             tensors.warn()
         warn_of_unsynchronized(step.units)
@@ -150,7 +152,7 @@ def _warn(kinds: Mapping[str, str]) -> None:
 _WERE_EQUAL = WeakTensorKeyDictionary()
 
 
-class RankZeroTensors:
+class ReplicatedTensors:
     """Compares the tensors of which each rank has its own, and a state dict of ``module`` holds rank 0's.
 
     They are trainable parameters that no unit manages, and persistent buffers. Parameters that are each rank's own on
@@ -163,19 +165,24 @@ class RankZeroTensors:
     def __init__(self, module: nn.Module, *, every: bool = False) -> None:
         units = units_of(module)
         self._averages = units[0].averages_ignored if units else None
-        ignored = {param for unit in units for param in unit.ignored.params}
-        ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
         params = unreduced_params(module, units) if every or (units and self._averages is not False) else {}
-        other = _OUTSIDE if unit_of(module) is None else _ADDED
-        self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
+        self._kinds: dict[str, str] = {}
+        if params:
+            ignored = {param for unit in units for param in unit.ignored.params}
+            ignored.update(param for unit in units for each in unit.ignored.modules for param in each.parameters())
+            other = _OUTSIDE if unit_of(module) is None else _ADDED
+            self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
         self._tensors = {**params, **persistent_buffers(module)}
-        self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
+        self.prints = dict(zip(self._tensors, map(_print, self._tensors.values()), strict=True))
         self._named: list[str] = []
 
-    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device) -> list[str]:
-        """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this."""
-        differing = _differing(self.prints, rank_groups, device)
-        for name, tensor in self._tensors.items() if all(each.rank == 0 for each in rank_groups) else ():
+    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False) -> list[str]:
+        """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this.
+
+        Nothing is exchanged if :attr:`prints` ``are_equal``, as ranks know that have compared them with other things.
+        """
+        differing = set() if are_equal else _differing(self.prints, rank_groups, device)
+        for name, tensor in self._tensors.items() if not any(map(_RANK, rank_groups)) else ():
             before = _WERE_EQUAL.get(tensor)
             # Ignored parameters that differ when they are first compared do so on purpose, as experts do.
             expected = before is None and self._kinds.get(name) == _IGNORED and not self._averages
@@ -186,7 +193,8 @@ class RankZeroTensors:
 
     def warn(self) -> None:
         """Warn on the first rank, once for each tensor. A warning may raise: no rank may wait for this one after it."""
-        _warn({name: self._kinds.get(name, _BUFFER) for name in sorted(self._named)})
+        if self._named:
+            _warn({name: self._kinds.get(name, _BUFFER) for name in sorted(self._named)})
 
 
 def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> list[str]:
@@ -225,7 +233,7 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
 
 def _all_differing(model: nn.Module, optim: torch.optim.Optimizer | None, options: UnitOptions) -> list[str]:
     """Return the names of tensors and settings that differ between ranks. Every rank must call this."""
-    found = RankZeroTensors(model, every=True).compare(options.groups.rank_groups, options.device)
+    found = ReplicatedTensors(model, every=True).compare(options.groups.rank_groups, options.device)
     settings = {} if optim is None else group_settings(model, optim)
     prints = {
         f"{key!r} of {fqn!r}": digest_of(text.encode()) for fqn, row in settings.items() for key, text in row.items()

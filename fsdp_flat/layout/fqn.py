@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from itertools import filterfalse
 
 # The attribute under which a wrapper keeps its module (FSDP1's name), and the prefix that a level of wrapping adds.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -29,7 +30,7 @@ def clean_fqn(name: str) -> str:
     """
     if "_wrapped_module" not in name and COMPILED_MODULE not in name:
         return name  # most names; wrapping asks for thousands
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+    return ".".join(filterfalse(_WRAPPER_COMPONENTS.__contains__, name.split(".")))
 
 
 def clean_text(text: str) -> str:
@@ -41,14 +42,15 @@ def clean_text(text: str) -> str:
     return _COMPONENTS_IN_TEXT.sub("", text)
 
 
-def names_below_others(names: Collection[str]) -> set[str]:
-    """Return the names of tensors that are below another one: those of a quantized parameter's constants.
+def owners_of_constants(names: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors that are below that of another one, the constants of a quantized parameter, with it.
 
-    >>> names_below_others(["fc.weight", "fc.weight.absmax", "fc.bias"])
-    {'fc.weight.absmax'}
+    >>> owners_of_constants(["fc.weight", "fc.weight.absmax", "fc.bias"])
+    {'fc.weight.absmax': 'fc.weight'}
     """
     known = set(names)
-    return {name for name in names if any(name[: dot.start()] in known for dot in re.finditer(r"\.", name))}
+    parents = ((name, name[: dot.start()]) for name in names for dot in re.finditer(r"\.", name))
+    return {name: parent for name, parent in parents if parent in known}
 
 
 def join_fqn(*parts: str) -> str:

@@ -14,7 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
-from fsdp_flat.core import ManagedParam, ParamGroup, ParamGroupSpec, is_managed, watch_steps_on
+from fsdp_flat.core import (
+    ExtendedGroup,
+    ManagedParam,
+    ParamGroup,
+    ParamGroupSpec,
+    is_managed,
+    is_subclass,
+    watch_steps_on,
+)
 from fsdp_flat.core.casts import BufferCasts, keep_full_precision
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.options import Ignored, Precision, UnitOptions
@@ -85,7 +93,7 @@ def build_unit(
     try:
         was_meta = call.on_meta and materialize(modules, module, options, ignored)
         move_to_device(modules, options, ignored)
-        params = _managed_params(module, name, ignored, call.owners, nested)
+        params = _managed_params(module, name, ignored, call.owners, nested, takes_subclasses=False)
         options = _on_device_of(params, nested, options)
         _check_renormalisation(modules, options, ignored)
     except Exception as error:
@@ -226,7 +234,7 @@ def build_per_param(
     # The call's own mesh comes first, also without parameters: the outermost unit's groups have to be those of all
     # ranks of the model.
     divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {id(options): (options, [])}
-    for entry in _managed_params(module, name, ignored, {}, nested):
+    for entry in _managed_params(module, name, ignored, {}, nested, takes_subclasses=True):
         own, dim = place(entry.original)
         assert own.per_param is not None
         adapted = own.per_param.adapted(replace(entry, dim=dim), process_groups(own))
@@ -264,9 +272,10 @@ def build_param_groups(
 
     Flat parameters differ in dtype, in requires_grad (so that frozen parameters cost no gradient), and in precision:
     codes of quantized parameters may be stored in floating-point tensors, and no cast keeps them.
+    Tensors of other classes, which cannot be parts of a flat one, are in groups of their own.
     """
     shard, precision = options.groups.shard, options.precision
-    groups: dict[tuple[torch.dtype, bool, bool, bool], list[ManagedParam]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, bool, bool], list[ManagedParam]] = {}
     for entry in params:
         if options.use_orig_params and entry.param.is_inference():
             raise OptionError(
@@ -276,12 +285,13 @@ def build_param_groups(
         dtype, full = entry.param.dtype, precision.is_full_in(entry.sites[0].module)
         casts = (precision.master_dtype if full else precision.param_dtype) not in (None, dtype)
         codes = casts and quant_state_of(entry.param) is not None
-        groups.setdefault((dtype, entry.param.requires_grad, full, codes), []).append(entry)
+        kind = dtype, entry.param.requires_grad, full, codes, is_subclass(entry.param.data)
+        groups.setdefault(kind, []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
         described = "; ".join(
             f"{dtype}, requires_grad={grad}{', full precision' if full else ''}{', quantized' if codes else ''}: "
             f"{some_of([repr(entry.fqn) for entry in group], 4)}"
-            for (dtype, grad, full, codes), group in groups.items()
+            for (dtype, grad, full, codes, _), group in groups.items()
         )
         raise OptionError(
             f"With use_orig_params=False all parameters of a unit share one flat parameter, so they need one dtype and "
@@ -289,7 +299,7 @@ def build_param_groups(
             "wrap them in units of their own."
         )
     param_groups = []
-    for (_, _, full, codes), group in groups.items():
+    for (_, _, full, codes, is_extended), group in groups.items():
         device = group[0].param.device
         spec = ParamGroupSpec(
             unit_name=name,
@@ -307,7 +317,7 @@ def build_param_groups(
             per_param=options.per_param,
         )
         with unrecorded():
-            param_groups.append(ParamGroup(group, spec))
+            param_groups.append((ExtendedGroup if is_extended else ParamGroup)(group, spec))
         param_groups[-1].comm = GroupCollectives(options, unit_id, name)
         watch_steps_on(param_groups[-1])
     return param_groups
@@ -404,7 +414,13 @@ def _prepare_quantized(root: nn.Module) -> list[Any]:
 
 
 def _managed_params(
-    module: nn.Module, name: str, ignored: Ignored, owners: Mapping[nn.Parameter, nn.Module], nested: Sequence[Unit]
+    module: nn.Module,
+    name: str,
+    ignored: Ignored,
+    owners: Mapping[nn.Parameter, nn.Module],
+    nested: Sequence[Unit],
+    *,
+    takes_subclasses: bool,
 ) -> list[ManagedParam]:
     below = managed_sites(nested)
     below.update((param_group.spec.module, FLAT_PARAM) for unit in nested for param_group in unit.param_groups)
@@ -414,4 +430,4 @@ def _managed_params(
         skip=lambda param: ignored.has(param) or (bool(owners) and owners.get(param, module) is not module),
         is_managed_below=lambda child, key: (child, key) in below,
     )
-    return [to_local_param(entry) for entry in params]
+    return [to_local_param(entry, takes_subclasses=takes_subclasses) for entry in params]

@@ -23,7 +23,16 @@ from fsdp_flat.comm import (
     strategy_from,
     true_on_any_rank,
 )
-from fsdp_flat.core import adapter_of, check_adapter, is_managed, modules_of, owner_of
+from fsdp_flat.core import (
+    adapter_of,
+    check_adapter,
+    is_managed,
+    is_subclass,
+    local_of,
+    modules_of,
+    owner_of,
+    plain_tensors_in,
+)
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.core.options import Ignored, UnitOptions
 from fsdp_flat.core.quantized import constants_of, quantization_of
@@ -49,7 +58,7 @@ from fsdp_flat.runtime.compute_device import (
     devices_of,
     groups_from,
 )
-from fsdp_flat.runtime.materialize import agree_on_weights, materialize
+from fsdp_flat.runtime.materialize import agree_on_weights, broadcast_from_rank_zero, materialize
 from fsdp_flat.runtime.param_walk import named_sites
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units
@@ -157,10 +166,17 @@ def _validated(arguments: Arguments, default: Callable[[], tuple[torch.device, b
     )
 
 
-def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit], nn.Module]) -> Unit:
+def construct(
+    module: nn.Module,
+    arguments: Arguments,
+    wrap_unit: Callable[[Unit], nn.Module],
+    shard_in_place: Callable[[nn.Module, UnitOptions, Ignored], object],
+) -> Unit:
     """Build the unit of ``module``, and before it those of the submodules that the auto-wrap policy chooses.
 
-    ``wrap_unit`` makes the wrapper of a submodule's unit. Every rank of the group must call this in the same order.
+    ``wrap_unit`` makes the wrapper of a submodule's unit. A module all of whose parameters are of other classes of
+    tensors is sharded by ``shard_in_place``, and its wrapper has none. Every rank of the group must call this in the
+    same order.
     """
     if not isinstance(module, nn.Module):
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
@@ -171,6 +187,17 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     with reported_failure(options.groups.rank_groups):
         call = _prepare(module, plan, options, ignored)
         names = {unit.module: unit.fqn for unit in plan.units}
+
+        def prepare(child: nn.Module, own: UnitOptions, ignored: Ignored, nested: list[Unit]) -> list[Unit]:
+            """Shard a module in place if no flat parameter can have its parameters; return its nested units."""
+            if not _has_subclasses_only(child, ignored):
+                return nested
+            if call.broadcast:
+                inner = [each for param in _own_params(child, ignored) for each in plain_tensors_in(param.detach())]
+                broadcast_from_rank_zero(inner, own.groups)
+            shard_in_place(child, own, ignored)
+            return units_of(child)
+
         # Most units have the same arguments: those of one call are validated once.
         known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
 
@@ -182,6 +209,7 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
             _, own = known[key]
             nested = units_of(child)
             child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
+            nested = prepare(child, own, child_ignored, nested)
             # Among the ranks of another group the id may identify another unit.
             same_ranks = own.groups.primary.group is options.groups.primary.group
             unit_id = digest_of(encoded(f"{call.number}/{compared[child]}")) if same_ranks else 0
@@ -194,8 +222,20 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
             keep_full_precision(exempt)
         # The id of the root has no name in it: that is the class, which may differ between ranks.
         unit_id = digest_of(f"{call.number}/".encode())
-        name, nested = type(module).__name__, units_of(module)
+        name = type(module).__name__
+        nested = prepare(module, options, ignored, units_of(module))
         return build_unit(module, name, options, ignored=ignored, nested=nested, call=call, unit_id=unit_id)
+
+
+def _has_subclasses_only(module: nn.Module, ignored: Ignored) -> bool:
+    """Return whether a unit of ``module`` would have parameters, all of them of other classes of tensors."""
+    own = _own_params(module, ignored)
+    return bool(own) and all(is_subclass(local_of(param.data)) for param in own)
+
+
+def _own_params(module: nn.Module, ignored: Ignored) -> list[nn.Parameter]:
+    held = [param for _, child in own_modules(module, ignored) for param in child._parameters.values()]
+    return [param for param in held if param is not None and not ignored.has(param) and not is_managed(param)]
 
 
 def _agreed_plan(
@@ -258,9 +298,10 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         materialize(holders, module, options, ignored)
         owners = owners_of_ties(module, modules, ignored.has)
     named: list[tuple[str, torch.Tensor]] = [
-        (clean_fqn(path), param)
+        (clean_fqn(path), tensor)
         for path, param in module.named_parameters()
         if not ignored.has(param) and not is_managed(param)
+        for tensor in plain_tensors_in(param)
     ]
     named += [(f"{path}.{name}", each) for path, param in named for name, each in constants_of(param).items()]
     if options.sync_states != "warn":
@@ -423,7 +464,7 @@ def _describe_structure(
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
             if not is_managed(param):
                 shape = f"of shape {tuple(param.shape)}"
-                check_adapter(adapter_of(param, fqn), fqn, groups)
+                check_adapter(adapter_of(param, fqn, takes_subclasses=True), fqn, groups)
             facts = f"{shape}, {param.dtype}, requires_grad={param.requires_grad}"
             if (way := quantization_of(param)) is not None:
                 facts += f", quantized with {way}"

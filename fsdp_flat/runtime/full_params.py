@@ -68,7 +68,7 @@ def full_params(
     was_shown = outer is not None and outer.are_shown
     if outer is None:
         unit.before_gather()
-        wholes = all_gather_full(unit, lambda param_group: param_group.flat_param.data)
+        wholes = all_gather_full(unit, lambda param_group: param_group.flat_shard())
         tensors = dict(
             zip(unit.param_groups, wholes if device is None else [w.to(device) for w in wholes], strict=True)
         )

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
-from fsdp_flat.core import ParamGroup, Site, adapter_if_dtensor, has_values, unguarded
+from fsdp_flat.core import ParamGroup, Site, adapter_if_dtensor, has_values, is_subclass, unguarded
 from fsdp_flat.core.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.core.quantized import move_constants
 from fsdp_flat.core.torch_core import TorchDispatchMode
@@ -221,6 +221,7 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     if (
         local.is_meta
         or not has_values(local)
+        or is_subclass(local)
         or local.layout is not torch.strided
         or local.is_quantized
         or local.itemsize not in _MARKS

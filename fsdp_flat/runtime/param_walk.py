@@ -74,10 +74,13 @@ def _kind_of(param: nn.Parameter) -> type[nn.Parameter]:
     return type(param) if issubclass(type(param), nn.Parameter) else nn.Parameter
 
 
-def to_local_param(entry: ManagedParam) -> ManagedParam:
-    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged."""
+def to_local_param(entry: ManagedParam, *, takes_subclasses: bool) -> ManagedParam:
+    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged.
+
+    Raises an UnsupportedError for other classes of tensors, unless it ``takes_subclasses``.
+    """
     shown = entry.param
-    adapter = adapter_of(shown, entry.fqn)
+    adapter = adapter_of(shown, entry.fqn, takes_subclasses=takes_subclasses)
     if adapter is PLAIN:
         return entry
     with torch.no_grad():

@@ -103,7 +103,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     for unit in units:
         unit.reshard()
         unit.before_gather()
-        wholes = all_gather_full(unit, lambda param_group: param_group.flat_param.data)
+        wholes = all_gather_full(unit, lambda param_group: param_group.flat_shard())
         for param_group, whole in zip(unit.param_groups, wholes, strict=True):
             held = {param: param.shape for param in param_group.shown.visible_params}
             param_group.shown.unflatten(whole)

@@ -1,6 +1,6 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
-from fsdp_flat.state.codecs import CODECS, BoxedTensor, CodecRow, codec_of, settings_for
+from fsdp_flat.state.codecs import BOXES, CODECS, BoxedTensor, CodecRow, codec_of, settings_for
 from fsdp_flat.state.model_load import (
     ModelLoad,
     all_or_nothing,
@@ -11,6 +11,7 @@ from fsdp_flat.state.model_load import (
 )
 from fsdp_flat.state.model_save import (
     TEMPLATE,
+    boxed_state_dict,
     get_state_dict_type,
     is_own_save,
     save_model,
@@ -37,13 +38,13 @@ from fsdp_flat.state.optim_dicts import (
     warn_of_optim_input,
 )
 from fsdp_flat.state.optim_load import load_optim_state, template_states
-from fsdp_flat.state.optim_save import save_optim_state
-from fsdp_flat.state.optim_states import contents_of
+from fsdp_flat.state.optim_save import encoded_states, merged_states, named_groups, rows_of, save_optim_state
+from fsdp_flat.state.optim_states import OptimStates, are_equal, contents_of
 from fsdp_flat.state.shards import (
     IndexedParam,
-    LoadPlan,
     OptimContents,
     ParamIndex,
+    PendingWrites,
     StateDictCodec,
     StateShard,
     held_by,

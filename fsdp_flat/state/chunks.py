@@ -35,7 +35,7 @@ from fsdp_flat.layout import (
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
-    LoadPlan,
+    PendingWrites,
     StateDictCodec,
     StateShard,
     TensorTransfer,
@@ -78,14 +78,14 @@ class ChunkCodec(StateDictCodec):
 
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         specs: dict[tuple[IndexedParam, int | None], _ChunkSpec] = {}
-        plan, chunks = LoadPlan(), []
+        writes, chunks = PendingWrites(), []
         for shard in shards:
             key = (shard.param, shard.owner)
             spec = specs[key] = specs.get(key) or _chunk_spec(shard)
             chunk = shard.local.new_empty(spec.chunk_shape)
-            plan.transfer(*spec.transfers(shard, chunk.view(-1)))
+            writes.transfer(*spec.transfers(shard, chunk.view(-1)))
             chunks.append((spec, chunk, shard.param.rank_group))
-        plan.commit()
+        writes.commit()
         tensors, found = ShardedTensors(), []
         for spec, chunk, rank_group in chunks:
             if spec.mesh is not None:
@@ -97,11 +97,11 @@ class ChunkCodec(StateDictCodec):
                 found.append(chunk if rank_group.size == 1 else tensors.make(chunk, spec.shape, rank_group))
         return found
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         spec, local = _chunk_spec(target, value), target.local
         chunk = _fitting_chunk(spec, target, value).detach().reshape(-1).to(dtype=local.dtype, device=local.device)
-        plan.transfer(*[each.reversed() for each in reversed(spec.transfers(target, chunk))])
-        plan.describe(target, f"{spec.shape} {local.dtype} in chunks")
+        writes.transfer(*[each.reversed() for each in reversed(spec.transfers(target, chunk))])
+        writes.describe(target, f"{spec.shape} {local.dtype} in chunks")
 
 
 class FlatCodec(StateDictCodec):
@@ -123,7 +123,7 @@ class FlatCodec(StateDictCodec):
             found.append(tensors.make(local, shard.shape, shard.param.rank_group))
         return found
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         local = local_chunk(value, target.label)
         if local is None or local.shape != target.local.shape or shape_of(value) != target.shape:
             held = "nothing readable" if local is None else counted(local.numel(), "elements")
@@ -133,7 +133,7 @@ class FlatCodec(StateDictCodec):
                 f"holds {held}; expected {target.shape[0]} and {target.local.numel()}. Use SHARDED_STATE_DICT with "
                 "torch.distributed.checkpoint, or FULL_STATE_DICT, to change either."
             )
-        plan.copy(target.local, local)
+        writes.copy(target.local, local)
 
 
 def _chunk_spec(shard: StateShard, given: Any = None) -> _ChunkSpec:

@@ -21,6 +21,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat import api
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
+from fsdp_flat.comm import P2PChannels
 from fsdp_flat.core import PLAIN, TensorAdapter, place_of, without_data
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
 from fsdp_flat.layout import Box, boxes
@@ -28,11 +29,9 @@ from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
-    LoadPlan,
+    PendingWrites,
     StateDictCodec,
     StateShard,
-    TensorTransfer,
-    redistribute,
     shape_of,
 )
 from fsdp_flat.state.torch_state import without_dtensors
@@ -54,34 +53,31 @@ class FullCodec(StateDictCodec):
         """
         dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
-
-        def transfers() -> Iterator[TensorTransfer]:
+        channels = P2PChannels()
+        with torch.no_grad():
             # Results are allocated one by one, as earlier transfers release their memory.
             for shard in shards:
                 shape = shard.shape if dst in (None, shard.param.rank_group.rank) else (0,)
                 target = torch.empty(shape, dtype=shard.local.dtype, device=shard.param.unit.options.device)
                 found.append(target)
-                yield shard.transfer_to(dst, target)
-
-        with torch.no_grad():
-            redistribute(transfers())
+                shard.send(dst, target, channels)
+            channels.wait()
         return found
 
     @final
     def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
-        return [
-            None
-            if config.rank0_only and shard.param.rank_group.rank
-            else self.stored(shard.param.adapter.from_local(unsharded), shard.param.adapter, config)
-            for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
-        ]
+        found: list[Any] = []
+        for shard, unsharded in zip(shards, self.gather(shards, config), strict=True):
+            adapter, is_left_out = shard.param.adapter, config.rank0_only and shard.param.rank_group.rank
+            found.append(None if is_left_out else self.stored(adapter.from_local(unsharded), adapter, config))
+        return found
 
     def stored(self, tensor: torch.Tensor, adapter: TensorAdapter, config: Config) -> torch.Tensor:
         """Return the value of an unsharded tensor, a DTensor under tensor parallelism; they may share memory.
 
         Every rank of the adapter's mesh must call this.
         """
-        full = adapter.full_tensor(tensor)
+        full = tensor if adapter is PLAIN else adapter.full_tensor(tensor)
         return full.cpu() if config.offload_to_cpu else full
 
     def of_dtensor(self, value: Any, config: Config) -> Any:
@@ -93,7 +89,7 @@ class FullCodec(StateDictCodec):
         # Any tensor of one element is one, as for torch; what is no tensor is an error of decoding.
         return shape == expected or math.prod(shape) == math.prod(expected) == 1 or not is_tensor_like(value)
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
         full, interval, adapter = value, target.interval.to_slice(), target.param.adapter
         is_read = isinstance(value, torch.Tensor)
@@ -120,7 +116,7 @@ class FullCodec(StateDictCodec):
         if local.dtype is not target.local.dtype:
             # A dtype that is not converted fails here, and not in the middle of the writes.
             target.local[:0].copy_(local[:0])
-        plan.copy(target.local, local if is_read else local.clone())
+        writes.copy(target.local, local if is_read else local.clone())
 
 
 class BoxedTensor(torch.Tensor):
@@ -198,15 +194,13 @@ class BoxedTensor(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
-            )
-            for box in self.boxes
-        ]
+        found: list[Any] = []
+        for box in self.boxes:
+            chunk, properties = _chunk(box), TensorProperties(dtype=self.dtype)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
+            index = MetadataIndex(fqn, torch.Size(box.offsets))
+            found.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return found
 
     def __create_chunk_list__(self) -> list[Any]:
         return [_chunk(box) for box in self.boxes]
@@ -239,7 +233,7 @@ class BoxCodec(StateDictCodec):
             found.append(boxed if math.prod(boxed.shape) else local.new_empty(boxed.shape))
         return found
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         own, interval = _boxed(target, target.local), target.interval
         if value.boxes != own.boxes:
             raise LoadError(
@@ -250,15 +244,19 @@ class BoxCodec(StateDictCodec):
             )
         for part, given in zip(own.parts, value.parts, strict=True):
             if place_of(part) != place_of(given):
-                plan.copy(part, given)
+                writes.copy(part, given)
 
 
 def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:
     """Return views of this rank's elements ``local`` as boxes of the full tensor."""
     param, found = shard.param, boxes(shard.param.shape, shard.interval)
-    parts = [local[box.interval.shift(-shard.interval.start).to_slice()].view(box.sizes) for box in found]
-    start = param.adapter.offsets(param.shape)
-    if any(start):
+    parts: list[torch.Tensor] = []
+    at = 0
+    for box in found:
+        # Boxes are in the order of the elements, and adjacent.
+        parts.append(local[at : at + math.prod(box.sizes)].view(box.sizes))
+        at += math.prod(box.sizes)
+    if param.adapter is not PLAIN and any(start := param.adapter.offsets(param.shape)):
         found = tuple(box.within(start) for box in found)
     made = BoxedTensor(param.full_shape, found, parts, local.dtype, local.device)
     made.param = param if shard.state is None else None

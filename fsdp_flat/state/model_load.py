@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of
 from fsdp_flat.state.model_save import flat_shard, placeholder_of, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,
-    LoadPlan,
     ParamIndex,
+    PendingWrites,
     StateDictCodec,
     StateShard,
     dtype_of,
@@ -51,9 +52,9 @@ class ModelLoad:
     It keeps copies of the tensors that torch may overwrite besides flat shards: buffers, and parameters that no wrapper
     manages.
 
-    ``missing`` and ``errors`` are the lists from which torch builds its error, once it has begun. The ``plan`` runs if
-    everything fits. Ranks of ``units`` may have to exchange values; ``has_chunks`` if some take an exchange, and
-    ``has_own`` if some can be loaded without another rank.
+    ``missing`` and ``errors`` are the lists from which torch builds its error, once it has begun. The ``writes`` are
+    made if everything fits. Ranks of ``units`` may have to exchange values; ``has_chunks`` if some take an exchange,
+    and ``has_own`` if some can be loaded without another rank.
     """
 
     def __init__(self, wrapper: nn.Module, *, strict: bool, assign: bool) -> None:
@@ -62,7 +63,7 @@ class ModelLoad:
         self.errors: list[str] = []
         self._is_begun = self._has_flats = False
         self._sharded: list[str] = []
-        self.plan = LoadPlan()
+        self.writes = PendingWrites()
         self.units: list[Unit] = []
         self.has_chunks = self.has_own = False
         # The codec is None where the kind of the value decides.
@@ -152,7 +153,7 @@ class ModelLoad:
         found: dict[str, StatePlaceholder] = {}
         own = []
         for param in params_of(unit, clean_fqn(prefix)):
-            placeholder = placeholder_of(param, _refusal_of(param))
+            placeholder = placeholder_of(param, partial(_refusal, param))
             self._placeholders.append((StateShard(param, param.local, param.shape), placeholder, decoder))
             own.append(placeholder)
             for fqn in param.fqns:
@@ -177,7 +178,7 @@ class ModelLoad:
                 self.has_chunks = self.has_chunks or decoder.exchanges
                 self.has_own = self.has_own or not decoder.exchanges
                 if not decoder.exchanges:
-                    self.plan.describe(target, f"{shape_of(value)} without chunks")
+                    self.writes.describe(target, f"{shape_of(value)} without chunks")
                 self.decode(decoder, value, target)
         self._placeholders.clear()
         if self._sharded:
@@ -201,7 +202,7 @@ class ModelLoad:
             )
             return
         try:
-            codec.decode(value, target, self.plan)
+            codec.decode(value, target, self.writes)
         except LoadError as error:
             self.errors.append(str(error))
         except Exception as error:
@@ -240,12 +241,12 @@ class ModelLoad:
             rank_groups = rank_groups_of(units)
             for rank_group in rank_groups:
                 barrier("load_state_dict", rank_group)
-            found = find_disagreement(self.plan.lines_of, error, rank_groups, units[0].options.device, LOADING_STATE)
+            found = find_disagreement(self.writes.lines_of, error, rank_groups, units[0].options.device, LOADING_STATE)
             if found is not error:
                 self.errors.append(clean_text(str(found)))
                 error = found
         if error is None:
-            self.plan.commit()
+            self.writes.commit()
         else:
             self.undo()
         # If an exception follows a commit, new buffers belong to the new shards.
@@ -371,7 +372,7 @@ def load_unit(
             state_dict[key] = shown.get(clean_fqn(key), value)
 
 
-def _refusal_of(param: IndexedParam) -> LoadError:
+def _refusal(param: IndexedParam) -> LoadError:
     return LoadError(
         f"A load hook or method of a module used {param}, for which the state dict has no value; while a model is "
         "loaded, parameters have the values that were loaded before. Use it after load_state_dict, inside "
@@ -421,7 +422,7 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
     unit.before_gather()
     for param_group in unit.param_groups:
-        load.plan.call(param_group.raise_weights_epoch)
+        load.writes.call(param_group.raise_weights_epoch)
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -24,10 +26,11 @@ from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_ran
 from fsdp_flat.core import ParamGroup, Unit, modules_of, own_unit, units_of
 from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.guards import RankZeroTensors
+from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import full_params
-from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
+from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
+from fsdp_flat.state.plain_states import values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
@@ -77,10 +80,12 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         PhaseError: wrappers below ``module`` have different settings.
     """
-    found = [unit.state_dict_settings for unit in units_of(module)]
-    if any(settings is not found[0] and settings != found[0] for settings in found):
-        raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
-    return found[0] if found else None  # type: ignore[return-value]
+    found: StateDictSettings | None = None
+    for unit in units_of(module):
+        settings, found = unit.state_dict_settings, found or unit.state_dict_settings
+        if settings is not found and settings != found:
+            raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
+    return found  # type: ignore[return-value]
 
 
 @contextmanager
@@ -134,6 +139,21 @@ def is_own_save() -> bool:
 TEMPLATE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
 
 
+_LIVE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
+_COPIED = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(True, boxes=True), None)
+
+
+def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
+    with state_dict_settings(model, _COPIED if copy else _LIVE):
+        found = {name: values_of(value) for name, value in model.state_dict().items()}
+    for name, value in found.items() if copy else ():
+        # Boxes are copies already; buffers are the live ones.
+        if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):
+            found[name] = value.detach().to("cpu", copy=True)
+    return found
+
+
 # For each unit of the saves in progress, the tensors gathered for the save that it belongs to.
 _saves: ContextVar[Mapping[Unit, dict[Unit, Any]]] = ContextVar("fsdp_flat_saves", default=MappingProxyType({}))
 
@@ -154,42 +174,55 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     saves, settings = _saves.get(), settings_of(unit)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
-    outermost = unit not in saves
+    outermost, is_full = unit not in saves, isinstance(codec, FullCodec)
     # Units of fully_shard save themselves, as torch's modules do.
-    units = [each for each in units_of(wrapper) if each.options.front.has_wrapper] if outermost else []
+    every_unit = units_of(wrapper) if outermost else []
+    units = [each for each in every_unit if each.options.front.has_wrapper]
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
-    unmanaged: RankZeroTensors | None = None
+    unmanaged: ReplicatedTensors | None = None
     rank_groups: list[RankGroup] = []
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
         if outermost and codec.communicates:
             # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
-            is_full = isinstance(codec, FullCodec)
-            gathering = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
-            rank_groups = list(dict.fromkeys(each.options.groups.shard for each in gathering))
-            for rank_group in rank_groups:
-                barrier("state_dict", rank_group)
-            if rank_groups:
-                unmanaged = RankZeroTensors(wrapper)
-                unmanaged.compare(rank_groups, unit.options.device)
+            alike: list[Unit] = []
+            for each in units:
+                if each.param_groups and not (is_full and each.full is not None):
+                    rank_groups.append(each.options.groups.shard)
+                    # A nested wrapper with different settings all-gathers by itself.
+                    if settings_of(each) == settings:
+                        alike.append(each)
+            rank_groups = list(dict.fromkeys(rank_groups))
             # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
             # all-gather.
             is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
-            if not any(true_on_any_rank([is_hooked], rank_groups, unit.options.device)):
-                # A nested wrapper with different settings all-gathers by itself.
-                alike = [each for each in gathering if settings_of(each) == settings]
-                gathered.update(_gather_units(alike, codec, config))
+            if rank_groups:
+                unmanaged = ReplicatedTensors(wrapper)
+                said, device = json.dumps([is_hooked, unmanaged.prints]), unit.options.device
+                met = list(map(partial(barrier, "state_dict", said=said), rank_groups))
+                are_equal = met == [True]
+                unmanaged.compare(rank_groups, device, are_equal=are_equal)
+                is_hooked = is_hooked if are_equal else any(true_on_any_rank([is_hooked], rank_groups, device))
+            # Device memory might not hold the values of several units at once.
+            is_large = config.offload_to_cpu and any(each.step.streams.is_accelerator for each in alike)
+            if not is_hooked and not is_large:
+                values = iter(codec.gather(_shards_of(alike, codec, ""), config))
+                for each in alike:
+                    gathered[each] = []
+                    for param_group in each.param_groups:
+                        gathered[each] += islice(values, len(param_group.params))
         inner = partial(wrapped.state_dict, **kwargs)
         # A hook may raise on one rank alone, while others wait in an all-gather.
         with reported_failure(rank_groups):
-            state = _save_unit(unit, codec, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
+            save: Any = _save_full if is_full else _save_parts
+            state = save(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
     finally:
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _replace_placeholders(state, list(state), keeps_all=settings is TEMPLATE)
-        if not all(each.options.front.has_wrapper for each in units_of(wrapper)):
+        if len(units) < len(every_unit):
             _encode_dtensors(wrapper, state, prefix=prefix, codec=codec, config=config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
@@ -220,32 +253,24 @@ def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> 
                 versions.setdefault((prefix + name).rstrip("."), saved)
 
 
-def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDictConfig) -> dict[Unit, Sequence[Any]]:
-    """Exchange the values of several units at once; return an empty dict if device memory might not hold them."""
-    if config.offload_to_cpu and any(unit.step.streams.is_accelerator for unit in units):
-        return {}
-    values = iter(codec.gather((shard for unit in units for shard in _shards_of(unit, codec, "")), config))
-    return {
-        unit: [next(values) for param_group in unit.param_groups for _ in param_group.layout.param_infos]
-        for unit in units
-    }
+def _shards_of(units: Sequence[Unit], codec: StateDictCodec, prefix: str) -> Iterator[StateShard]:
+    """Yield this rank's part of every parameter of units, or of their flat parameters; views of the current shards.
 
-
-def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
-    """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard.
-
-    While the unit's full parameters are shown these are copies of what the modules have, changes included.
+    While a unit's full parameters are shown these are copies of what the modules have, changes included.
     """
-    if unit.full is not None:
-        return [StateShard(param, _part_inside_summon(param), param.shape) for param in params_of(unit, prefix)]
-    if isinstance(codec, FullCodec):
-        unit.step.recover()
-    else:
-        unit.check_idle("state_dict")
-    unit.before_gather()
-    if codec.is_flat:
-        return [flat_shard(unit, param_group, prefix) for param_group in unit.param_groups]
-    return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
+    for unit in units:
+        if unit.full is None:
+            if isinstance(codec, FullCodec):
+                unit.step.recover()
+            else:
+                unit.check_idle("state_dict")
+            unit.before_gather()
+            if codec.is_flat:
+                for param_group in unit.param_groups:
+                    yield flat_shard(unit, param_group, prefix)
+                continue
+        for param in params_of(unit, prefix):
+            yield StateShard(param, param.local if unit.full is None else _part_inside_summon(param), param.shape)
 
 
 def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
@@ -267,23 +292,21 @@ def flat_shard(unit: Unit, param_group: ParamGroup, prefix: str) -> StateShard:
     return StateShard(IndexedParam(unit, param_group, 0, (name,)), local, (layout.unpadded_numel,))
 
 
-def _save_unit(
+def _save_parts(
     unit: Unit,
     codec: StateDictCodec,
     *,
+    config: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
-    """Return the state dict of one unit's subtree. Every rank of the shard group must call this.
+    """Save this rank's parts, in whose place wrapped modules and their hooks see placeholders.
 
     ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
-    unit's values if :func:`_gather_units` has them.
+    unit's values if :func:`save_model` has them. Every rank of the shard group must call this.
     """
     settings = settings_of(unit)
-    config = settings.state_dict_config
-    if isinstance(codec, FullCodec):
-        return _save_full(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     if codec.is_flat or unit.full is None:
         unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
@@ -297,10 +320,11 @@ def _save_unit(
             return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
     if unit.full is not None:
         return _save_summoned(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
-    shards = _shards_of(unit, codec, prefix)
+    shards = list(_shards_of([unit], codec, prefix))
     # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
     params = params_of(unit, prefix)
-    placeholders = [placeholder_of(param, _refusal_of(param, settings)) for param in params]
+    refuses = settings is not TEMPLATE
+    placeholders = [placeholder_of(each, partial(_refusal, each, settings) if refuses else None) for each in params]
     with _names_shown(unit, placeholders) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
         destination = inner()
     values = codec.gather(shards, config) if gathered is None else gathered
@@ -310,7 +334,7 @@ def _save_unit(
         values = [param.local.to("cpu", copy=True) if config.offload_to_cpu else param.local for param in params]
     for each, value in zip(placeholders, values, strict=True):
         if each.value is not None and each.refusal is not None:
-            raise each.refusal  # a hook has copied something into it
+            raise each.refusal()  # a hook has copied something into it
         each.value = value
     names = [name for param in params for name in param.fqns]
     _replace_placeholders(destination, names, keeps_all=settings is TEMPLATE)
@@ -334,7 +358,7 @@ def _save_summoned(
     params = params_of(unit, prefix)
     with full_params(unit):
         destination = inner()
-        values = codec.gather(_shards_of(unit, codec, prefix), config) if gathered is None else gathered
+        values = codec.gather(_shards_of([unit], codec, prefix), config) if gathered is None else gathered
         for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
             shown = param.param_group.shown.full_local(param.index)
             for name in present:
@@ -357,7 +381,7 @@ def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, 
                 del destination[name]
 
 
-def placeholder_of(param: IndexedParam, refusal: Exception | None) -> StatePlaceholder:
+def placeholder_of(param: IndexedParam, refusal: Callable[[], Exception] | None) -> StatePlaceholder:
     """Return a tensor to show in the place of a parameter."""
     device, dtype = param.unit.options.device, param.param_group.flat_param.dtype
     made = StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
@@ -367,9 +391,7 @@ def placeholder_of(param: IndexedParam, refusal: Exception | None) -> StatePlace
     return made
 
 
-def _refusal_of(param: IndexedParam, settings: StateDictSettings) -> UsageError | None:
-    if settings is TEMPLATE:
-        return None
+def _refusal(param: IndexedParam, settings: StateDictSettings) -> UsageError:
     return UsageError(
         f"A state-dict hook or method of a module computes with {param}, of which each rank has a part in a "
         f"{settings.state_dict_type.name}, as in save_checkpoint and save_full. It may rename, copy and delete the "
@@ -398,7 +420,7 @@ def _save_full(
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
     if gathered is None and not is_summoned:
-        gathered = codec.gather(_shards_of(unit, codec, ""), config)
+        gathered = codec.gather(_shards_of([unit], codec, ""), config)
     params = params_of(unit, prefix)
     with ExitStack() as shown:
         if is_summoned:
@@ -433,8 +455,13 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _names_in(destination: dict[str, Any], params: Sequence[IndexedParam]) -> list[list[str]]:
     """Return for each parameter the names of its entries, also those under which a hook has put the tensor itself."""
-    found = [[name for name in param.fqns if name in destination] for param in params]
-    lacking = [(param, names) for param, names in zip(params, found, strict=True) if len(names) < len(param.fqns)]
+    found: list[list[str]] = []
+    lacking: list[tuple[IndexedParam, list[str]]] = []
+    for param in params:
+        names = [name for name in param.fqns if name in destination]
+        found.append(names)
+        if len(names) < len(param.fqns):
+            lacking.append((param, names))
     places: dict[Any, list[str]] = {}
     for name, value in destination.items() if lacking else ():
         places.setdefault(_place(value), []).append(name)
@@ -457,7 +484,7 @@ def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     remaining = iter(tensors)
     try:
         for param_group in unit.param_groups:
-            param_group.shown.show_full_params([next(remaining) for _ in param_group.layout.param_infos])
+            param_group.shown.show_full_params(list(islice(remaining, len(param_group.params))))
         yield
     finally:
         for param_group in unit.param_groups:

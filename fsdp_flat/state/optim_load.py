@@ -25,9 +25,9 @@ from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingT
 from fsdp_flat.state.plain_states import has_quantized, quantized_like
 from fsdp_flat.state.shards import (
     IndexedParam,
-    LoadPlan,
     OptimContents,
     ParamIndex,
+    PendingWrites,
     StateShard,
     check_rows,
     check_states,
@@ -101,10 +101,10 @@ def load_optim_state(
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
-        agree(loading.plan.lines_of, error, index.rank_groups, index.device, LOADING_STATE)
+        agree(loading.writes.lines_of, error, index.rank_groups, index.device, LOADING_STATE)
     elif error is not None:
         raise error
-    loading.plan.commit()
+    loading.writes.commit()
     return result
 
 
@@ -117,10 +117,10 @@ def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
 
 
 class _OptimLoad:
-    """Plans the load of one optimizer state dict; ``plan`` fills the tensors of the result."""
+    """Plans the load of one optimizer state dict; ``writes`` fill the tensors of the result."""
 
     def __init__(self, index: ParamIndex, contents: OptimContents) -> None:
-        self.plan = LoadPlan()
+        self.writes = PendingWrites()
         self._index = index
         self._contents = contents
         self._elementwise: set[str] = set()
@@ -171,7 +171,7 @@ class _OptimLoad:
         """Plan to quantize states that the optimizer has quantized."""
         present = self._contents.state.get(param, {})
         if has_quantized({param: present}):
-            self.plan.call(partial(quantized_like, row, present), last=True)
+            self.writes.call(partial(quantized_like, row, present), last=True)
 
     def _managed_row(
         self,
@@ -209,7 +209,7 @@ class _OptimLoad:
                 found[key] = empty(value, shape if owner == first.rank_group.rank else (0,))
                 self._fill(StateShard(first, found[key].view(-1), shape, key, owner), value)
             else:
-                shard = empty(value, (first.local_shard.numel if first.is_original else layout.shard_numel,))
+                shard = empty(value, (first.numel if first.is_original else layout.shard_numel,))
                 found[key] = shard if visible.dim() == 1 else shard.view(visible.shape)
                 if not first.is_original:
                     # The padding is zero; everything else will be written.
@@ -265,12 +265,12 @@ class _OptimLoad:
                 f"rank {target.param.rank_group.rank} of the shard group. Is it the state dict of another model?"
             )
         if isinstance(value, PendingTensor):
-            value.plan_shard(target, self.plan)
+            value.plan_shard(target, self.writes)
         else:
-            decoder_of(value).decode(value, target, self.plan)
+            decoder_of(value).decode(value, target, self.writes)
 
     def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
-        """Split this rank's part of a state off with its handler, now or as part of the plan."""
+        """Split this rank's part of a state off with its handler, now or as one of the writes."""
         refuse_split(param, key)
         interval, device = param.local_shard.in_param, param.param_group.flat_param.device
         handler = param.unit.optim_state_handlers[key]
@@ -281,7 +281,7 @@ class _OptimLoad:
             )
 
         if isinstance(value, PendingTensor):
-            value.plan_full(device, self.plan, put)
+            value.plan_full(device, self.writes, put)
         elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
             put(value)
         else:
@@ -300,10 +300,10 @@ class _OptimLoad:
             return copied_state(value) if shown is None else dtensor_from(shown, value, label)
         assert isinstance(value, FromRankZero)
         if shown is None:
-            return value.plan_full(param.device, self.plan)
+            return value.plan_full(param.device, self.writes)
         sharded = empty_dtensor(shown, value.dtype, shown.param_group.flat_param.device)
         device, local = shown.unit.options.device, sharded.to_local()
-        value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
+        value.plan_full(device, self.writes, lambda full: local.copy_(local_from(shown, full)))
         return sharded
 
     def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
@@ -335,7 +335,7 @@ class _OptimLoad:
                 found = placed_like(shown, full, like)
                 local.copy_(found.to_local() if isinstance(found, DTensor) else found)
 
-            value.plan_full(shown.unit.options.device, self.plan, put)
+            value.plan_full(shown.unit.options.device, self.writes, put)
             return made
         if not isinstance(value, torch.Tensor):
             raise LoadError(f"State {key!r} of {shown.fqn!r} is a {type(value).__name__}; expected a tensor.")
@@ -368,11 +368,7 @@ def _keyed_by_names(given: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]
 def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
     """Warn of states that are not loaded: of parameters that the optimizer, or the model, does not have."""
     # Only of parameters that this rank has elements of: its optimizer may be built from these alone.
-    found = [
-        param.fqn
-        for param in index.params
-        if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
-    ]
+    found = [param.fqn for param in index.params if param.fqn in by_name and param.fqn not in positions and param.numel]
     known = {*(param.fqn for param in index.params), *index.others.values()}
     unknown = [name for name in by_name if name not in known]
     for names, told in (
@@ -494,7 +490,7 @@ def template_states(
                 )
             value: torch.Tensor
             if param is not None:
-                local = torch.zeros(param.local_shard.numel, dtype=dtype)
+                local = torch.zeros(param.numel, dtype=dtype)
                 (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
             elif fqn in index.dtensors_by_name and shape:
                 value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))

@@ -11,34 +11,24 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StatePart
-from fsdp_flat.comm import ErrorTexts, RankGroup, agree, barrier, dtype_from_name, exchange_bytes
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import some_of
 from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state.codecs import FULL, FullCodec
-from fsdp_flat.state.optim_states import (
-    ParamState,
-    Peers,
-    PlainRow,
-    compare_states,
-    complete_over_groups,
-    read_plain,
-    read_states,
-)
-from fsdp_flat.state.plain_states import plain_states
+from fsdp_flat.state.optim_states import OptimStates, ParamState, complete_over_groups
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
     OptimContents,
     ParamIndex,
     StateDictCodec,
+    StateShard,
     TensorTransfer,
     copied_state,
     is_scalar,
@@ -48,10 +38,6 @@ from fsdp_flat.state.shards import (
 from fsdp_flat.user_warnings import warn_user
 
 _MERGING = ErrorTexts("merging optimizer states")
-_SAVING = ErrorTexts(
-    "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
-)
-
 # A parameter and the name of one of its states.
 Place = tuple[IndexedParam, str]
 # By name of a parameter, its states by name.
@@ -64,72 +50,47 @@ def save_optim_state(
     *,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
-    peers: Peers | None = None,
     error: Exception | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer, keyed by names. Every rank must call this, also with an ``error``.
 
-    If the codec does not communicate, nothing is communicated except with registered handlers, owned parameters or
-    ``peers``. With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
-
-    A checkpoint passes ``peers``, through which ranks compare their states, and such a codec; each state of another
-    shape (which has a handler, or whose parameter has an owner) is returned on one rank only, as a full tensor.
+    If the codec does not communicate, nothing is communicated except with registered handlers or owned parameters.
+    With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
     """
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
-    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
-    is_alone = peers is None and not codec.communicates and not shared
-    if peers is None and not is_alone:
-        for rank_group in dict.fromkeys(unit.options.groups.shard for unit in index.units):
-            barrier("optim_state_dict", rank_group)
-    names: list[list[str]] = []
-    states: list[ParamState] = []
-    plain: dict[IndexedParam, PlainRow] = {}
-    values: dict[Place, Any] = {}
+    compares = codec.communicates or bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
+    own: OptimStates | None = None
     try:
-        contents = replace(contents, state=plain_states(contents.state, index, in_boxes=peers is not None))
-        names, states = _names(index, contents), read_states(index, contents)
-        if not is_alone:
-            keeps_dtensors = peers is None and not isinstance(codec, FullCodec)
-            plain = read_plain(index, contents, keeps_dtensors=keeps_dtensors)
-        if peers is not None:
-            # Copied before ranks compare, since there may not be enough memory on one of them.
-            values = _encoded(states, codec, config, on_owner=True)
+        own = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not isinstance(codec, FullCodec))
     except Exception as raised:
         error = error or raised
-    if peers is not None:
-        compare_states(index, states, plain, names=names, error=error, peers=peers)
-    elif not is_alone:
-        error = complete_over_groups(index, states, plain, names=names, error=error)
-        lines = [
-            f"state {key!r} of {param.fqn!r}"
-            for visible, param in index.dtensors.items()
-            for key, value in sorted(contents.state.get(visible, {}).items())
-            if isinstance(value, DTensor)
-        ]
-        agree(lines, error, index.rank_groups, index.device, _SAVING)
-    if error is not None:
+    if compares:
+        complete_over_groups(index, own, error)
+    elif error is not None:
         raise error
-    if is_alone and contents.state:
-        _warn_of_gaps(states)
+    assert own is not None
+    if not compares and contents.state:
+        _warn_of_gaps(own.states)
     with torch.no_grad():
-        values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
-        values |= _merged_states(states, config, in_turn=peers is not None)
-    rows = {**_rows(states, values), **_others(index, contents, codec, config, copies=peers is None)}
+        values = encoded_states(own.states, codec, config)
+        values |= merged_states(own.states, config)
+    rows = rows_of(own, values, codec, config)
     if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}
-    order, *held = names
-    placed = dict.fromkeys([*(fqn for fqn in order if fqn in rows), *sorted(rows)])
-    state: dict[str, Any] = {"state": {name: rows[name] for name in placed}}
-    if contents.groups is not None:
-        state["param_groups"] = _groups_of(contents.groups, held)
-    return state
+    groups = named_groups(own)
+    return {"state": rows} if groups is None else {"state": rows, "param_groups": groups}
 
 
-def _groups_of(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Return copies of parameter groups with the names of their parameters."""
+def named_groups(own: OptimStates) -> list[dict[str, Any]] | None:
+    """Return copies of parameter groups with the names of their parameters; None if no groups are known."""
+    if own.contents.groups is None:
+        return None
     found = []
-    for group, params in zip(groups, names, strict=True):
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    for group, params in zip(own.contents.groups, own.names[1:], strict=True):
+        settings: dict[str, Any] = {}
+        for key, value in group.items():
+            if key != "params":
+                settings[key] = copy.deepcopy(value)
         if "param_names" in settings:
             # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             settings["param_names"] = list(params)
@@ -137,35 +98,55 @@ def _groups_of(groups: Sequence[Mapping[str, Any]], names: Sequence[list[str]]) 
     return found
 
 
-def _encoded(
-    states: Sequence[ParamState], codec: StateDictCodec, config: Config, *, on_owner: bool
+def encoded_states(
+    states: Sequence[ParamState], codec: StateDictCodec, config: Config, *, on_owner: bool = False
 ) -> dict[Place, Any]:
     """Return the value of each tensor; those of another shape than their parameter's are full tensors.
 
     With ``on_owner`` these are the owner's own, so that nothing is communicated; other ranks have none.
     """
+    alike: list[StateShard] = []
+    others: list[StateShard] = []
     # Every rank exchanges states in the same order.
-    shards = [state.tensors[name] for state in states for name in sorted(state.tensors)]
-    alike = [shard for shard in shards if shard.shape == shard.param.shape]
-    others = [shard for shard in shards if shard.shape != shard.param.shape]
+    for state in states:
+        for name in sorted(state.tensors):
+            shard = state.tensors[name]
+            (alike if shard.shape == shard.param.shape else others).append(shard)
     values = codec.encode(alike, config)
     if on_owner:
-        full = [shard.local.view(shard.shape) for shard in others]
-        values += [value.to("cpu", copy=True) if config.offload_to_cpu else value for value in full]
-    else:
+        for shard in others:
+            value = shard.local.view(shard.shape)
+            values.append(value.to("cpu", copy=True) if config.offload_to_cpu else value)
+    elif others:
         values += (codec if isinstance(codec, FullCodec) else FULL).encode(others, config)
-    return {(shard.param, shard.state or ""): value for shard, value in zip([*alike, *others], values, strict=True)}
+    found: dict[Place, Any] = {}
+    for shard, value in zip([*alike, *others], values, strict=True):
+        found[shard.param, shard.state or ""] = value
+    return found
 
 
-def _rows(states: Sequence[ParamState], values: Mapping[Place, Any]) -> Rows:
-    """Return by name of a parameter its states, without those that this rank has no value of."""
+def rows_of(
+    own: OptimStates, values: Mapping[Place, Any], codec: StateDictCodec, config: Config, *, copies: bool = True
+) -> Rows:
+    """Return the states by name of a parameter, in the order of a state dict, without those that this rank lacks.
+
+    ``values`` are those of the tensors of managed parameters. Without ``copies`` other tensors are as they are.
+    """
     rows: Rows = {}
-    for state in states:
-        if state.names:
-            tensors = {name: values.get((state.param, name)) for name in (*state.tensors, *state.handled)}
-            row = {**state.plain, **{name: value for name, value in tensors.items() if value is not None}}
-            rows[state.param.fqn] = {key: row[key] for key in sorted(row)}
-    return rows
+    for state in own.states:
+        if state.tensors or state.handled or state.plain:
+            row = dict(state.plain)
+            for name in (*state.tensors, *state.handled):
+                value = values.get((state.param, name))
+                if value is not None:
+                    row[name] = value
+            rows[state.param.fqn] = dict(sorted(row.items()))
+    rows |= _others(own.index, own.contents, codec, config, copies=copies)
+    placed: Rows = {}
+    for name in (*own.names[0], *sorted(rows)):
+        if name in rows:
+            placed[name] = rows[name]
+    return placed
 
 
 def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config, *, copies: bool) -> Rows:
@@ -186,24 +167,9 @@ def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, c
     return found
 
 
-def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
-    """Return the names of an optimizer's parameters in its order, then those in each of its groups.
-
-    FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
-    """
-    names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
-    if all(unit.options.use_orig_params for unit in index.units):
-        return [[], *names]
-    # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's wrapper).
-    order = [fqn for each in names for fqn in each]
-    return [order if contents.groups else [fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
-
-
 def _warn_of_gaps(states: Sequence[ParamState]) -> None:
     """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
-    found = [
-        str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
-    ]
+    found = [str(state.param) for state in states if state.param.numel and state.is_held and not state.names()]
     if found:
         warn_user(
             f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
@@ -212,7 +178,7 @@ def _warn_of_gaps(states: Sequence[ParamState]) -> None:
         )
 
 
-def _merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool) -> dict[Place, torch.Tensor]:
+def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool = False) -> dict[Place, torch.Tensor]:
     """Merge every state that has a handler: each for rank 0 of its shard group, for one rank in turn, or for all ranks.
 
     Every rank must call this with the same states in the same order.
@@ -221,7 +187,7 @@ def _merged_states(states: Sequence[ParamState], config: Config, *, in_turn: boo
     by_rank_group: dict[RankGroup, list[Place]] = {}
     for state in states:
         for name, tensor in sorted(state.handled.items()):
-            part = None if tensor is None or state.param.local_shard.is_empty else tensor.detach()
+            part = None if tensor is None or not state.param.numel else tensor.detach()
             own[state.param, name] = None if part is None else part.to(state.param.unit.options.device).contiguous()
             by_rank_group.setdefault(state.param.rank_group, []).append((state.param, name))
     if not own:

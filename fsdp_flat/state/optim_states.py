@@ -7,17 +7,29 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, fingerprint, global_ranks
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    barrier,
+    digest_of,
+    dtype_from_name,
+    exchange_bytes,
+    fingerprint,
+    global_ranks,
+)
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.codecs import contained_tensors, holds_tensors
-from fsdp_flat.state.plain_states import without_hidden
+from fsdp_flat.state.plain_states import plain_states, without_hidden
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -35,8 +47,14 @@ from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
 PlainRow = dict[str, list[Any]]
+_NUMEL, _PARAM, _IS_ORIGINAL = attrgetter("numel"), attrgetter("param"), attrgetter("options.use_orig_params")
+# Of what ParamState.describe returns, the states that are one value for all of the parameter.
+_PLAIN = itemgetter(2)
 # The kind of a described container of tensors.
 _WHOLE = "whole"
+_SAVING = ErrorTexts(
+    "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
+)
 _COMPARED = (int, float, complex, str, bytes, type(None))
 
 
@@ -63,51 +81,42 @@ def _plain_from_json(kind: str, value: Any) -> Any:
     return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
 
 
-class Peers(Protocol):
-    """Exchanges values between all ranks of a checkpoint; ``ranks`` are their global ranks."""
-
-    ranks: list[int]
-
-    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
-        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
-
-    def texts(self, text: str) -> list[str]:
-        """All-gather texts."""
-
-
 @dataclass(slots=True)
 class ParamState:
     """Holds the optimizer states of one parameter, by name: tensors of several elements, those with handlers, others.
 
     ``owner`` is the rank of the shard group that has them all; ``is_held``: this rank's optimizer holds the parameter.
-    A state with a handler is None if only other ranks have it.
+    A state with a handler is None if only other ranks have it. ``numel`` is the number of elements that this rank must
+    have states of; owners have all states of their parameters.
     """
 
     param: IndexedParam
     owner: int | None
-    is_held: bool = False
+    is_held: bool
+    numel: int
     tensors: dict[str, StateShard] = field(default_factory=dict)
     handled: dict[str, torch.Tensor | None] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
 
-    @property
     def names(self) -> set[str]:
+        """Return the names of the states."""
         return {*self.tensors, *self.handled, *self.plain}
 
     def describe(self) -> list[Any]:
         """Describe the states as JSON, equal on every rank that has the same ones: tensors by name and dtype."""
-        tensors = {
-            name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
-            for name, shard in sorted(self.tensors.items())
-        }
-        plain = {name: _plain_to_json(value) for name, value in sorted(self.plain.items())}
+        tensors: dict[str, Any] = {}
+        for name, shard in sorted(self.tensors.items()):
+            tensors[name] = [str(shard.local.dtype), [] if self.owner is None else shard.shape]
+        plain: dict[str, Any] = {}
+        for name, value in sorted(self.plain.items()):
+            plain[name] = _plain_to_json(value)
         return [tensors, sorted(self.handled), plain, self.is_held]
 
     def complete(self, tensors: dict[str, Any], handled: list[str], plain: dict[str, Any], _is_held: bool) -> None:
         """Add the states that another rank has described."""
         for name, (dtype_name, shape) in tensors.items():
             if name not in self.tensors:
-                shape, numel = (self.param.shape, self.param.local_shard.numel) if self.owner is None else (shape, 0)
+                shape, numel = (self.param.shape, self.param.numel) if self.owner is None else (shape, 0)
                 device = self.param.param_group.flat_param.device
                 local = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=device)
                 self.tensors[name] = StateShard(self.param, local, tuple(shape), name, self.owner)
@@ -152,7 +161,10 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         groups = given.get("param_groups")
         groups = groups and tuple({**group, "params": [of(key) for key in group["params"]]} for group in groups)
     # A subclass may keep states of the whole optimizer under names of its own.
-    alone = [str(key) for key in rows if not isinstance(key, torch.Tensor)]
+    alone: list[str] = []
+    for key in rows:
+        if not isinstance(key, torch.Tensor):
+            alone.append(str(key))
     if alone:
         warn_user(
             f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
@@ -160,32 +172,144 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         )
         rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
     check_rows(rows)
-    return replace(held, state={param: without_hidden(row) for param, row in rows.items()}, groups=groups)
+    shown = dict(zip(rows, map(without_hidden, rows.values()), strict=True))
+    return replace(held, state=shown, groups=groups)
 
 
 def _has_plain_state_dict(optim: Any) -> bool:
     """Return whether ``optim.state_dict()`` has what ``optim.state`` has: nothing overrides it, and it has no hooks."""
     method = getattr(optim, "state_dict", None)
-    hooks = [getattr(optim, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
-    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not any(hooks))
+    pre = getattr(optim, "_optimizer_state_dict_pre_hooks", None)
+    hooks = pre or getattr(optim, "_optimizer_state_dict_post_hooks", None)
+    return method is None or (getattr(method, "__func__", None) is torch.optim.Optimizer.state_dict and not hooks)
 
 
-def read_states(index: ParamIndex, contents: OptimContents) -> list[ParamState]:
-    """Read this rank's states of every parameter; shards are views of the optimizer's tensors."""
-    found: dict[IndexedParam, ParamState] = {}
-    held = set(contents.params)
-    for visible, params in index.managed.items():
-        owner = contents.owners.get(visible)
-        states = [ParamState(param, owner, visible in held) for param in params]
-        found.update(zip(params, states, strict=True))
-        # States of empty local shards are never updated (a step count, for one): use those of other ranks.
-        if owner is None:
-            is_here = visible in held and not params[0].is_on_other_ranks
-        else:
-            is_here = owner == params[0].rank_group.rank
-        if is_here and visible in contents.state:
-            _read(states, visible, contents.state[visible])
-    return [found[param] for param in index.params]
+@dataclass(slots=True)
+class OptimStates:
+    """Holds an optimizer's states on this rank, and what its ranks have to have alike.
+
+    Attributes:
+        contents: what the optimizer holds, without tensors made of others.
+        names: names of its parameters in its order, then of those in each group.
+        states: those of the parameters that units manage, in the model's order; shards are views of its tensors.
+        whole: described as JSON, the states of parameters of ``fully_shard`` that every rank has whole.
+    """
+
+    index: ParamIndex
+    contents: OptimContents
+    names: list[list[str]]
+    states: list[ParamState]
+    whole: dict[IndexedParam, PlainRow]
+
+    @classmethod
+    def read(
+        cls, index: ParamIndex, contents: OptimContents, *, compares: bool, keeps_dtensors: bool, in_boxes: bool = False
+    ) -> OptimStates:
+        """Read this rank's states of every parameter.
+
+        Args:
+            index: that of the model.
+            contents: the optimizer's.
+            compares: ranks compare their states, so those that each has whole are described.
+            keeps_dtensors: containers hold DTensors as they are; else they are refused, as each rank has other parts.
+            in_boxes: tensors made of others are read as a checkpoint has them.
+        """
+        contents = replace(contents, state=plain_states(contents.state, index, in_boxes=in_boxes))
+        names, held = _names(index, contents), set(contents.params)
+        found: dict[IndexedParam, ParamState] = {}
+        for visible, params in index.managed.items():
+            owner, states = contents.owners.get(visible), list[ParamState]()
+            for param in params:
+                found[param] = state = ParamState(param, owner, visible in held, param.numel if owner is None else 0)
+                states.append(state)
+            # States of empty local shards are never updated (a step count, for one): use those of other ranks.
+            if owner is None:
+                is_here = visible in held and not params[0].is_on_other_ranks
+            else:
+                is_here = owner == params[0].rank_group.rank
+            if is_here and visible in contents.state:
+                _read(states, visible, contents.state[visible])
+        whole: dict[IndexedParam, PlainRow] = {}
+        for visible, param in index.dtensors.items() if compares else ():
+            whole[param] = _read_whole(param, contents.state.get(visible, {}), keeps_dtensors=keeps_dtensors)
+        return cls(index, contents, names, list(map(found.__getitem__, index.params)), whole)
+
+    def digests(self) -> list[int]:
+        """Return integers that a rank compares with others: of what all have, and of the states of each parameter.
+
+        Those of a parameter are 0 without its states and elements of it: a rank may lack the states of no elements.
+        """
+        found = [digest_of(json.dumps([self.names, list(self.whole.values())]).encode())]
+        for state in self.states:
+            has_any = state.numel or state.tensors or state.handled or state.plain
+            found.append(digest_of(json.dumps(state.describe()).encode()) if has_any else 0)
+        return found
+
+    def described(self) -> list[Any]:
+        """Describe all of it as JSON: names, states, and states that every rank has whole, alike on all ranks."""
+        return [self.names, list(map(ParamState.describe, self.states)), list(self.whole.values())]
+
+    def numels(self) -> list[int]:
+        """Return the number of elements of each parameter that this rank must have states of."""
+        return [*map(_NUMEL, self.states), *map(_NUMEL, self.whole)]
+
+    def over(self, rank_group: RankGroup) -> OptimStates:
+        """Return those that the ranks of a group have alike, of the units on the group; names are shared."""
+        units = {unit for unit in self.index.units if rank_group in rank_groups_of([unit])}
+        states = [state for state in self.states if state.param.unit in units]
+        whole = {param: row for param, row in self.whole.items() if param.unit in units}
+        return replace(self, states=states, whole=whole)
+
+    def complete(self, ranks: Sequence[int], everyone: Sequence[Sequence[Any]]) -> None:
+        """Complete states and names from what each of ``ranks`` has :meth:`described`, with its :meth:`numels`.
+
+        Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all
+        ranks.
+        """
+        each_names, each_states, each_whole, each_numels, *_ = zip(*everyone, strict=True)
+        lacking: dict[tuple[int, str], list[str]] = {}
+        for at, state in enumerate(self.states):
+            kept: list[set[str]] = []
+            for described in each_states:
+                tensors, handled, plain, is_held = described[at]
+                kept.append({*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())})
+            anywhere = set().union(*kept)
+            for rank, here, numels in zip(ranks, kept, each_numels, strict=True):
+                if anywhere - here and numels[at]:
+                    lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
+        if lacking:
+            told = "; ".join(
+                f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items()
+            )
+            raise UsageError(
+                f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack "
+                "the states of parameters that it has no elements of, and no others: build the optimizer from the "
+                "same parameters on every rank, and step it on every rank or on none."
+            )
+        rows: list[list[PlainRow]] = []
+        for described, whole in zip(each_states, each_whole, strict=True):
+            rows.append([*map(_PLAIN, described), *whole])
+        _check_equal([*map(_PARAM, self.states), *self.whole], rows, each_numels, ranks)
+        for at, state in enumerate(self.states):
+            for described in each_states:
+                state.complete(*described[at])
+        if each_names.count(self.names) < len(each_names):
+            _merge_names(self.index, self.names, each_names)
+
+
+def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
+    """Return the names of an optimizer's parameters in its order, then those in each of its groups.
+
+    FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
+    """
+    names: list[list[str]] = [[]]
+    for group in contents.groups or ():
+        names.append(list(chain.from_iterable(map(index.fqns_of, group["params"]))))
+    if not all(map(_IS_ORIGINAL, index.units)):
+        # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's).
+        held = chain.from_iterable(map(index.fqns_of, contents.params)) if not contents.groups else chain(*names)
+        names[0] = list(held)
+    return names
 
 
 def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
@@ -207,7 +331,8 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
             refuse_split(first, name)
             states[0].handled[name] = value
         elif is_scalar(value):
-            if holds_tensors(value, min_dim=0 if is_owned else 1) and (is_owned or first.is_split):
+            has_tensors = not isinstance(value, torch.Tensor) and holds_tensors(value, min_dim=0 if is_owned else 1)
+            if has_tensors and (is_owned or first.is_split):
                 raise _container_error(name, where, value)
             for state in states:
                 state.plain[name] = copied_state(value, "cpu")
@@ -225,58 +350,65 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
                 state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
 
 
-def read_plain(index: ParamIndex, contents: OptimContents, *, keeps_dtensors: bool) -> dict[IndexedParam, PlainRow]:
-    """Describe as JSON the states of parameters of ``fully_shard`` that are no DTensors: every rank has each whole.
-
-    With ``keeps_dtensors`` containers hold DTensors as they are; else they are refused, as each rank has other parts.
-    """
-    found: dict[IndexedParam, PlainRow] = {}
-    for visible, param in index.dtensors.items():
-        row = found[param] = {}
-        for name, value in sorted(contents.state.get(visible, {}).items()):
-            if not isinstance(value, torch.Tensor):
-                if holds_tensors(value) and param.is_split:
-                    others = [each for each in contained_tensors(value) if each.dim() and not isinstance(each, DTensor)]
-                    if others or not keeps_dtensors:
-                        raise _container_error(name, str(param), value)
-                    continue
-                row[name] = _plain_to_json(value)
-            elif not isinstance(value, DTensor):
-                kind = f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-                is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-                row[name] = _plain_to_json(value) if not value.dim() else [kind, fingerprint(value) if is_plain else 0]
-    return found
+def _read_whole(param: IndexedParam, values: Mapping[str, Any], *, keeps_dtensors: bool) -> PlainRow:
+    """Describe as JSON the states of a parameter of ``fully_shard`` that are no DTensors: every rank has each whole."""
+    row: PlainRow = {}
+    for name, value in sorted(values.items()):
+        if not isinstance(value, torch.Tensor):
+            if holds_tensors(value) and param.is_split:
+                others = [each for each in contained_tensors(value) if each.dim() and not isinstance(each, DTensor)]
+                if others or not keeps_dtensors:
+                    raise _container_error(name, str(param), value)
+                continue
+            row[name] = _plain_to_json(value)
+        elif not isinstance(value, DTensor):
+            kind = f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+            is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+            row[name] = _plain_to_json(value) if not value.dim() else [kind, fingerprint(value) if is_plain else 0]
+    return row
 
 
-def complete_over_groups(
-    index: ParamIndex,
-    states: Sequence[ParamState],
-    plain: Mapping[IndexedParam, PlainRow],
-    *,
-    names: list[list[str]],
-    error: Exception | None,
-) -> Exception | None:
+def are_equal(digests: Sequence[Sequence[int]]) -> bool:
+    """Return whether all ranks have said the same in their :meth:`OptimStates.digests`, given by position."""
+    for each in digests[1:]:
+        if len({*each} - {0}) > 1:
+            return False
+    return len({*digests[0]}) == 1
+
+
+def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exception | None) -> None:
     """Complete the states and names of this rank from those of the others, group by group.
 
-    Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
-    one integer is exchanged per group. Returns the exception that stopped this rank before or now, to agree on next.
+    Every rank must call this, even one that could not read its states and has an error: then all raise. If all ranks
+    have the same states they meet once, and exchange nothing.
     """
-    groups = {unit: rank_groups_of([unit]) for unit in index.units}
-    for rank_group in index.rank_groups:
-        own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        others = {param: row for param, row in plain.items() if rank_group in groups[param.unit]}
-        said = [names, [state.describe() for state in own], list(others.values())]
-        numels = [*numels_of(own), *(param.local_shard.numel for param in others)]
-        payload, compared = (b"" if error else json.dumps(each).encode() for each in ([*said, numels], said))
-        payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
-        if payloads is not None and all(payloads):
-            assert rank_group.group is not None
+    rank_groups, lines = index.rank_groups, list[str]()
+    for visible, param in index.dtensors.items():
+        for key, value in sorted(own.contents.state.get(visible, {}).items()) if own is not None else ():
+            if isinstance(value, DTensor):
+                lines.append(f"state {key!r} of {param.fqn!r}")
+    # Over groups that are the lines of one grid, what ranks of one find differing is told to all on the way.
+    is_grid = all(rank_groups_of([unit]) == rank_groups for unit in index.units)
+    must_agree = not is_grid
+    for rank_group in rank_groups:
+        here = None if own is None or error is not None else own if is_grid else own.over(rank_group)
+        described = None if here is None else here.described()
+        if barrier("optim_state_dict", rank_group, json.dumps([must_agree, lines, described])):
+            continue
+        assert rank_group.group is not None
+        payload = None if here is None or described is None else [*described, here.numels(), lines]
+        everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group, index.device)))
+        must_agree = must_agree or len(rank_groups) > 1 or None in everyone
+        if here is not None and None not in everyone:
+            must_agree = must_agree or list(map(itemgetter(4), everyone)).count(lines) < len(everyone)
             try:
-                ranks = global_ranks(rank_group.group)
-                _complete_states(index, own, list(others), names=names, ranks=ranks, payloads=payloads)
+                here.complete(global_ranks(rank_group.group), everyone)
             except FsdpFlatError as found:
                 error = found
-    return error
+    if must_agree:
+        agree(lines, error, rank_groups, index.device, _SAVING)
+    if error is not None:
+        raise error
 
 
 def _container_error(name: str, where: str, value: Any) -> UnsupportedError:
@@ -285,80 +417,6 @@ def _container_error(name: str, where: str, value: Any) -> UnsupportedError:
         "other plain values. Save the optimizer's own state_dict() rank by rank, which fits the same number of ranks "
         "only, or use an optimizer that keeps each tensor under a name."
     )
-
-
-def numels_of(states: Sequence[ParamState]) -> list[int]:
-    """Return how many elements this rank must have states of; owners have all states of their parameters."""
-    return [0 if state.owner is not None else state.param.local_shard.numel for state in states]
-
-
-def compare_states(
-    index: ParamIndex,
-    states: Sequence[ParamState],
-    plain: Mapping[IndexedParam, PlainRow],
-    *,
-    names: list[list[str]],
-    error: Exception | None,
-    peers: Peers,
-) -> None:
-    """Compare the states of all ranks in one collective of an integer a parameter, and one for all others.
-
-    A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
-    parameters, for which every rank needs to know all states, a second exchange names the difference or completes them.
-    """
-    digests, numels = [0] * len(index.params), numels_of(states)
-    for at, (state, numel) in enumerate(zip(states, numels, strict=True) if error is None else ()):
-        digests[at] = digest_of(json.dumps(state.describe()).encode()) if numel else 0
-    said = [names, list(plain.values())]
-    rows = peers.integers([digest_of(json.dumps(said).encode()), *digests], error)
-    needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
-    alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
-    if needs_all or not alike:
-        numels += [param.local_shard.numel for param in plain]
-        own = [names, [state.describe() for state in states], list(plain.values()), numels]
-        payloads = peers.texts(json.dumps(own))
-        _complete_states(index, states, list(plain), names=names, ranks=peers.ranks, payloads=payloads)
-
-
-def _complete_states(
-    index: ParamIndex,
-    states: Sequence[ParamState],
-    others: Sequence[IndexedParam],
-    *,
-    names: list[list[str]],
-    ranks: Sequence[int],
-    payloads: Sequence[str | bytes],
-) -> None:
-    """Complete states and names from the payloads of ``ranks``.
-
-    Raises if a rank lacks a state of elements that it has, or has another value of a state that is one for all ranks.
-    """
-    each_names, everyone, each_plain, numels = zip(*map(json.loads, payloads), strict=True)
-    lacking: dict[tuple[int, str], list[str]] = {}
-    for at, state in enumerate(states):
-        kept = [
-            {*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())}
-            for tensors, handled, plain, is_held in (described[at] for described in everyone)
-        ]
-        anywhere = set().union(*kept)
-        for rank, here, row in zip(ranks, kept, numels, strict=True):
-            if anywhere - here and row[at]:
-                lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
-    if lacking:
-        told = "; ".join(f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items())
-        raise UsageError(
-            f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the "
-            "states of parameters that it has no elements of, and no others: build the optimizer from the same "
-            "parameters on every rank, and step it on every rank or on none."
-        )
-    rows = [
-        [plain for _, _, plain, _ in described] + other for described, other in zip(everyone, each_plain, strict=True)
-    ]
-    _check_equal([*(state.param for state in states), *others], rows, numels, ranks)
-    for at, state in enumerate(states):
-        for described in everyone:
-            state.complete(*described[at])
-    _merge_names(index, names, each_names)
 
 
 def _check_equal(
@@ -373,8 +431,12 @@ def _check_equal(
     """
     told = []
     for at, param in enumerate(params):
-        here = [(rank, row[at]) for rank, row, numel in zip(ranks, rows, numels, strict=True) if numel[at]]
-        if all(row == here[0][1] for _, row in here):
+        here: list[tuple[int, PlainRow]] = []
+        for rank, row, numel in zip(ranks, rows, numels, strict=True):
+            if numel[at]:
+                here.append((rank, row[at]))
+        each_row = list(map(itemgetter(1), here))
+        if not here or each_row.count(each_row[0]) == len(each_row):
             continue
         for name in sorted({name for _, row in here for name in row}):
             found = [(rank, row[name]) for rank, row in here if name in row]

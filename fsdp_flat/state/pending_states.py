@@ -14,7 +14,7 @@ from fsdp_flat.core import PLAIN, Unit
 from fsdp_flat.errors import PeerFailureError, UnsupportedError
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.state.shards import (
-    LoadPlan,
+    PendingWrites,
     StateShard,
     TensorTransfer,
     check_rows,
@@ -32,14 +32,14 @@ class DeferredState:
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
 
-    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+    def plan_full(self, device: torch.device, writes: PendingWrites, then: Callable[[torch.Tensor], object]) -> None:
         """Plan a call of ``then`` with the full tensor."""
-        plan.call(lambda: then(self.read()))
+        writes.call(lambda: then(self.read()))
 
-    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+    def plan_shard(self, target: StateShard, writes: PendingWrites) -> None:
         """Plan how ``target`` gets its elements."""
         if not target.interval.is_empty:
-            plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
+            writes.call(lambda: target.local.copy_(self.read().reshape(-1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +52,26 @@ class FromRankZero:
     unit: Unit
 
     def plan_full(
-        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
+        self, device: torch.device, writes: PendingWrites, then: Callable[[torch.Tensor], object] | None = None
     ) -> torch.Tensor:
         """Plan how every rank gets the full tensor, which is returned, and a call of ``then`` once it is there."""
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
         wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
-        self._plan_transfer(wanted, full.view(-1), plan)
+        self._plan_transfer(wanted, full.view(-1), writes)
         if then is not None:
-            plan.call(partial(then, full), last=True)
+            writes.call(partial(then, full), last=True)
         return full
 
-    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+    def plan_shard(self, target: StateShard, writes: PendingWrites) -> None:
         """Plan how ``target`` gets its elements."""
         local, adapter, interval = target.local, target.param.adapter, target.interval.to_slice()
         if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
-            self._plan_transfer(target.held, local, plan)
+            self._plan_transfer(target.held, local, writes)
         else:
             part_of = adapter.local_slice
-            self.plan_full(local.device, plan, lambda full: local.copy_(part_of(full).reshape(-1)[interval]))
+            self.plan_full(local.device, writes, lambda full: local.copy_(part_of(full).reshape(-1)[interval]))
 
-    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
+    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, writes: PendingWrites) -> None:
         groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
         shard, replicate, first, second = groups.shard, groups.replicate, None, None
         if replicate.rank == 0:
@@ -83,7 +83,7 @@ class FromRankZero:
             held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
             source, received = (None, target) if replicate.rank else (target, None)
             second = TensorTransfer(replicate, held, wanted, source, received, device, target.nbytes)
-        plan.transfer(first, second)
+        writes.transfer(first, second)
 
 
 PendingTensor = DeferredState | FromRankZero

@@ -35,7 +35,13 @@ def is_wrapper(value: Any) -> bool:
 
 def has_quantized(state: States) -> bool:
     """Return whether any state is a tensor made of other tensors, or codes."""
-    return any(_code_names(row) or any(map(is_wrapper, row.values())) for row in state.values())
+    for row in state.values():
+        if _code_names(row):
+            return True
+        for value in row.values():
+            if type(value) is not torch.Tensor and is_wrapper(value):
+                return True
+    return False
 
 
 # The name under which bitsandbytes' ``state_dict`` hides tensors that are not shaped like the parameter from FSDP1.
@@ -44,18 +50,20 @@ _HIDDEN = "__bnb_optimizer_quant_state__"
 _BLOCK = 256
 
 
-def without_hidden(row: Mapping[str, Any]) -> dict[str, Any]:
+def without_hidden(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the states of a parameter, those that bitsandbytes hides among them."""
+    if _HIDDEN not in row:
+        return row
     return {**{name: value for name, value in row.items() if name != _HIDDEN}, **row.get(_HIDDEN, {})}
 
 
 def _code_names(row: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the names of states that are codes of bitsandbytes, each with those of its constants and its map."""
-    return {
-        f"state{number}": (f"absmax{number}", f"qmap{number}")
-        for number in (1, 2)
-        if f"qmap{number}" in row and f"absmax{number}" in row
-    }
+    found: dict[str, tuple[str, str]] = {}
+    for number in (1, 2):
+        if f"qmap{number}" in row and f"absmax{number}" in row:
+            found[f"state{number}"] = f"absmax{number}", f"qmap{number}"
+    return found
 
 
 def _without_codes(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,21 +87,40 @@ def quantized_like(row: dict[str, Any], present: Mapping[str, Any]) -> None:
             row[qmap] = present[qmap]
 
 
+def values_of(value: Any) -> Any:
+    """Return a tensor made of others as the plain one of them that has its values, in its shape and dtype.
+
+    torchao's float8 weights have one. Any other value, and a tensor that has no such one or several, is returned.
+    """
+    if not is_wrapper(value):
+        return value
+    local = local_of(value)
+    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    same = [each for each in inner if (each.shape, each.dtype) == (local.shape, local.dtype) and not is_wrapper(each)]
+    if len(same) != 1:
+        return value
+    return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
+
+
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
     """Return an optimizer's states without tensors made of others, and with counts on the CPU.
 
     With ``in_boxes`` values of such tensors are CPU tensors, and of DTensors boxes, as checkpoints have them.
     """
-    found = {param: _without_codes(row) for param, row in state.items()}
-    counts = [
-        (row, name, value)
-        for row in found.values()
-        for name, value in row.items()
-        if type(value) is torch.Tensor and not value.dim() and value.device.type != "cpu"
-    ]
-    for (row, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
-        row[name] = value
-    wrapped = {name for row in found.values() for name, value in row.items() if is_wrapper(value)}
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    counts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    wrapped: set[str] = set()
+    for param, row in state.items():
+        found[param] = copied = _without_codes(row)
+        for name, value in copied.items():
+            if type(value) is not torch.Tensor:
+                if is_wrapper(value):
+                    wrapped.add(name)
+            elif not value.dim() and value.device.type != "cpu":
+                counts.append((copied, name, value))
+    if counts:
+        for (copied, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
+            copied[name] = value
     for param, row in found.items() if wrapped else ():
         for name in wrapped & row.keys():
             if is_wrapper(row[name]):

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -20,12 +22,13 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.core import LocalShard, ParamGroup, TensorAdapter, Unit, check_module, unit_of
+from fsdp_flat.core import PLAIN, LocalShard, ParamGroup, TensorAdapter, Unit, check_module, unit_of
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import EvenPartition, Interval, Partition, ReplicatedPartition, clean_fqn, plan_transfer
 from fsdp_flat.runtime import param_groups_of
 
 Config = StateDictConfig | OptimStateDictConfig
+_UNIT, _FQN = attrgetter("unit"), attrgetter("fqn")
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -51,53 +54,51 @@ def dtype_of(value: Any) -> torch.dtype:
 class IndexedParam:
     """Locates one parameter that a unit manages: the parameter ``index`` of a group.
 
-    Its names ``fqns`` are relative to a model and without wrapper components; a tied parameter has several.
+    Attributes:
+        fqns: its names, relative to a model and without wrapper components; a tied parameter has several.
+        fqn: the first of them, under which optimizer states are saved.
+        rank_group: the shard group.
+        adapter: that of the tensor that its modules hold.
+        shape: its unsharded shape; that of this rank's part if tensor parallelism has split it.
+        full_shape: its shape in state dicts of full tensors.
+        local_shard: the elements of this rank.
+        numel: the number of them.
+        shown: the tensor that its modules hold outside of compute.
+        is_original: optimizers hold it itself, and not a flat parameter.
     """
 
     unit: Unit
     param_group: ParamGroup
     index: int
     fqns: tuple[str, ...]
+    fqn: str = field(init=False)
+    rank_group: RankGroup = field(init=False)
+    adapter: TensorAdapter = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    full_shape: tuple[int, ...] = field(init=False)
+    local_shard: LocalShard = field(init=False)
+    numel: int = field(init=False)
+    shown: nn.Parameter = field(init=False)
+    is_original: bool = field(init=False)
 
-    @property
-    def fqn(self) -> str:
-        """First name, under which optimizer states are saved."""
-        return self.fqns[0]
-
-    @property
-    def rank_group(self) -> RankGroup:
-        """Shard group of its unit."""
-        shard: RankGroup = self.param_group.comm.options.groups.shard
-        return shard
-
-    @property
-    def adapter(self) -> TensorAdapter:
-        """Adapter of the tensor that its modules hold."""
-        return self.param_group.params[self.index].adapter
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Unsharded shape; that of this rank's part if tensor parallelism has split the parameter."""
-        return self.param_group.layout.param_infos[self.index].shape
+    def __post_init__(self) -> None:
+        group, index = self.param_group, self.index
+        entry, self.shape = group.params[index], group.layout.param_infos[index].shape
+        self.fqn, self.adapter, self.shown = self.fqns[0], entry.adapter, entry.param
+        self.full_shape = self.shape if self.adapter is PLAIN else self.adapter.full_shape(self.shape)
+        self.rank_group, self.local_shard = group.comm.options.groups.shard, group.local_shards[index]
+        self.numel = self.local_shard.in_param.stop - self.local_shard.in_param.start
+        self.is_original = group.spec.use_orig_params
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
         return self.param_group.shown.requires_grad()[self.index]
 
     @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Shape in state dicts of full tensors."""
-        return self.adapter.full_shape(self.shape)
-
-    @property
-    def local_shard(self) -> LocalShard:
-        """Elements of this rank."""
-        return self.param_group.local_shards[self.index]
-
-    @property
     def local(self) -> torch.Tensor:
         """This rank's local shard (1-D), a view of the flat shard; see ``ParamGroup.local``."""
-        return self.param_group.local(self.index)
+        own = self.local_shard.in_shard
+        return self.param_group.flat_param.data[own.start : own.stop]
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
@@ -109,19 +110,9 @@ class IndexedParam:
         return self.param_group.layout.partition(self.index)
 
     @property
-    def shown(self) -> nn.Parameter:
-        """The tensor that its modules hold outside of compute."""
-        return self.param_group.params[self.index].param
-
-    @property
-    def is_original(self) -> bool:
-        """Return whether optimizers hold it itself, and not a flat parameter."""
-        return self.param_group.spec.use_orig_params
-
-    @property
     def is_on_other_ranks(self) -> bool:
         """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
-        return self.is_original and self.local_shard.is_empty and math.prod(self.shape) > 0
+        return self.is_original and not self.numel and math.prod(self.shape) > 0
 
     @property
     def is_split(self) -> bool:
@@ -147,11 +138,12 @@ def refuse_split(param: IndexedParam, name: str) -> None:
 
 def params_of(unit: Unit, *prefixes: str) -> list[IndexedParam]:
     """Return the parameters of one unit in the order of its groups; prefixes (with dots) precede their names."""
-    return [
-        IndexedParam(unit, param_group, index, tuple(prefix + site.fqn for prefix in prefixes for site in entry.sites))
-        for param_group in unit.param_groups
-        for index, entry in enumerate(param_group.params)
-    ]
+    found: list[IndexedParam] = []
+    for param_group in unit.param_groups:
+        for index, entry in enumerate(param_group.params):
+            fqns = [prefix + site.fqn for prefix in prefixes for site in entry.sites]
+            found.append(IndexedParam(unit, param_group, index, tuple(fqns)))
+    return found
 
 
 class ParamIndex:
@@ -171,43 +163,51 @@ class ParamIndex:
         check_module(model)
         self.params: list[IndexedParam] = []
         self.managed: dict[nn.Parameter, tuple[IndexedParam, ...]] = {}
-        rows: dict[nn.Parameter, IndexedParam] = {}
+        in_rows: dict[nn.Parameter, IndexedParam] = {}
         # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
-        paths: dict[Unit, list[str]] = {}
+        prefixes: dict[Unit, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             unit = unit_of(module)
             if unit is not None:
-                paths.setdefault(unit, []).append(clean_fqn(path))
-        for unit, found_paths in paths.items():
+                prefixes.setdefault(unit, []).append(clean_fqn(path + ".").lstrip("."))
+        for unit, found_prefixes in prefixes.items():
             if not unit.options.front.has_wrapper:
-                shown = params_of(unit, "")
-                rows.update((param.shown, param) for param in shown)
-                unsharded.update({param.param_group.buffer.params[param.index]: param.shown for param in shown})
-            else:
-                # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
-                ordered = found_paths if unit.options.use_orig_params else [found_paths[-1], *found_paths[:-1]]
-                found = params_of(unit, *(path + "." if path else "" for path in ordered))
-                self.params += found
-                for param_group in unit.param_groups:
-                    own = tuple(param for param in found if param.param_group is param_group)
-                    unsharded.update(dict.fromkeys(param_group.buffer.params))
-                    if param_group.spec.use_orig_params:
-                        self.managed.update(zip(param_group.shown.visible_params, zip(own), strict=True))
-                    else:
-                        self.managed[param_group.flat_param] = own
+                for each in params_of(unit, ""):
+                    in_rows[each.shown] = each
+                    unsharded[each.param_group.buffer.params[each.index]] = each.shown
+                continue
+            # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
+            is_flat = not unit.options.use_orig_params
+            ordered = [found_prefixes[-1], *found_prefixes[:-1]] if is_flat else found_prefixes
+            found = params_of(unit, *ordered)
+            self.params += found
+            for param_group in unit.param_groups:
+                own, found = tuple(found[: len(param_group.params)]), found[len(param_group.params) :]
+                unsharded.update(dict.fromkeys(param_group.buffer.params))
+                if param_group.spec.use_orig_params:
+                    self.managed.update(zip(param_group.shown.visible_params, zip(own), strict=True))
+                else:
+                    self.managed[param_group.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             kept = unsharded.get(param)
             names.setdefault(param if kept is None else kept, []).append(name)
-        self.shown_names = {param: found[0] for param, found in names.items()}
-        others = [(param, found) for param, found in names.items() if param not in self.managed]
-        self.others = {param: clean_fqn(found[0]) for param, found in others if param not in unsharded}
-        self._further_names = {clean_fqn(name): clean_fqn(found[0]) for _, found in others for name in found[1:]}
-        # A unit of several modules does not know their names.
-        self.dtensors = {
-            param: replace(rows[param], fqns=tuple(map(clean_fqn, found))) for param, found in others if param in rows
-        }
+        self.shown_names: dict[nn.Parameter, str] = {}
+        self.others: dict[nn.Parameter, str] = {}
+        self.dtensors: dict[nn.Parameter, IndexedParam] = {}
+        self._further_names: dict[str, str] = {}
+        for param, each_name in names.items():
+            self.shown_names[param], first = each_name[0], clean_fqn(each_name[0])
+            if param in self.managed:
+                continue
+            if param not in unsharded:
+                self.others[param] = first
+            for name in each_name[1:]:
+                self._further_names[clean_fqn(name)] = first
+            if param in in_rows:
+                # A unit of several modules does not know their names.
+                self.dtensors[param] = replace(in_rows[param], fqns=tuple(map(clean_fqn, each_name)))
 
     @cached_property
     def by_name(self) -> dict[str, IndexedParam]:
@@ -227,7 +227,7 @@ class ParamIndex:
     @cached_property
     def units(self) -> list[Unit]:
         """Units that have parameters, each once, in the model's order."""
-        return list(dict.fromkeys(param.unit for param in (*self.params, *self.dtensors.values())))
+        return list(dict.fromkeys(map(_UNIT, (*self.params, *self.dtensors.values()))))
 
     @property
     def device(self) -> torch.device:
@@ -246,7 +246,7 @@ class ParamIndex:
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the first names of the parameters that a parameter of an optimizer holds."""
         if param in self.managed:
-            return tuple([each.fqn for each in self.managed[param]])
+            return tuple(map(_FQN, self.managed[param]))
         if param in self.others:
             return (self.others[param],)
         raise OptionError(
@@ -259,10 +259,11 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
     found: dict[RankGroup, None] = {}
     for unit in units:
-        found.update(dict.fromkeys(group for options, _ in unit.by_mesh() for group in options.groups.rank_groups))
+        for options, _ in unit.by_mesh():
+            found.update(dict.fromkeys(options.groups.rank_groups))
         for param_group in unit.param_groups:
             for entry in param_group.params:
-                found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
+                found.update(dict.fromkeys(map(RankGroup.of, entry.adapter.groups)))
     return [rank_group for rank_group in found if rank_group.size > 1]
 
 
@@ -284,7 +285,7 @@ class OptimContents:
 def held_by(optim: Any) -> OptimContents:
     """Return the parameters and groups of an optimizer, with its present states if it shows them."""
     groups = param_groups_of(optim)
-    params = tuple(param for group in groups for param in group["params"])
+    params = tuple(chain.from_iterable(map(itemgetter("params"), groups)))
     state = getattr(optim, "state", None)
     state = state if isinstance(state, Mapping) else {}
     inner = getattr(optim, "optimizer", None)
@@ -357,7 +358,7 @@ class StateShard:
     def held(self) -> Partition:
         """Partition of the flattened tensor over the shard group."""
         if self.owner is None:
-            return self.param.partition
+            return self.param.param_group.layout.partition(self.param.index)
         return ReplicatedPartition(math.prod(self.shape), self.owner, self.param.rank_group.size)
 
     @property
@@ -370,12 +371,13 @@ class StateShard:
         """Shape of the full tensor in a state dict."""
         return self.param.adapter.full_shape(self.shape)
 
-    def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
-        """Describe the transfer of the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
+    def send(self, dst: int | None, target: torch.Tensor | None, channels: P2PChannels) -> None:
+        """Begin to send the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
         rank_group, device = self.param.rank_group, self.param.unit.options.device
         numel, target = math.prod(self.shape), None if target is None else target.view(-1)
         wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * self.local.itemsize
-        return TensorTransfer(rank_group, self.held, wanted, self.local, target, device, nbytes)
+        plan = plan_transfer(self.held, wanted, rank_group.rank)
+        channels.add(plan, self.local, target, rank_group=rank_group, device=device, nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +413,7 @@ def redistribute(transfers: Iterable[TensorTransfer]) -> None:
     channels.wait()
 
 
-class LoadPlan:
+class PendingWrites:
     """Collects the calls, copies and transfers of one load, to run once every value fits."""
 
     def __init__(self) -> None:
@@ -490,7 +492,7 @@ class StateDictCodec:
         """Return whether a model's load decodes a value of this shape; else its error is torch's."""
         return shape_of(value) == target.full_shape
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         """Plan how ``target`` gets its elements of ``value``, which has its full shape.
 
         If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype

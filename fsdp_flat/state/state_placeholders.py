@@ -19,11 +19,11 @@ class StatePlaceholder(torch.Tensor):
 
     It has the shape, dtype and device of the full tensor and no data. Modules and hooks may rename, detach, copy and
     delete it, look at its attributes, and create other tensors like it. An operation that needs its values works with
-    the full tensor that a load has copied into it; without one it raises ``refusal``.
+    the full tensor that a load has copied into it; without one it raises that of ``refusal``.
 
     Attributes:
         value: in a load what was copied into it, in a save what takes its place in the state dict; else None.
-        refusal: the error of an operation that needs its values. None on ranks that keep no values: there operations
+        refusal: returns the error of an operation that needs its values. None on ranks that keep none: there operations
             work with zeros, and their results are placeholders too.
         trains: returns whether the parameter requires gradients.
     """
@@ -32,7 +32,7 @@ class StatePlaceholder(torch.Tensor):
     _is_param = True
 
     value: Any
-    refusal: Exception | None
+    refusal: Callable[[], Exception] | None
     trains: Callable[[], bool]
     _is_own: bool
 
@@ -43,7 +43,7 @@ class StatePlaceholder(torch.Tensor):
         device: torch.device,
         *,
         value: Any = None,
-        refusal: Exception | None = None,
+        refusal: Callable[[], Exception] | None = None,
         trains: Callable[[], bool] = lambda: False,
     ) -> StatePlaceholder:
         """Create one; see the attributes of the class."""
@@ -92,7 +92,7 @@ class StatePlaceholder(torch.Tensor):
                 f"shape {tuple(self.shape)}. Give the state dict's value the parameter's shape."
             )
         if self.value is None and self.refusal is not None:
-            raise self.refusal
+            raise self.refusal()
         full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self.value is not None:
             self.value, self._is_own = full.copy_(self.value), True

@@ -12,9 +12,10 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint import list_checkpoints
 from fsdp_flat.checkpoint.dcp_files import SafeReader
+from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_header
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.tools.sharded_values import parts_of
@@ -90,7 +91,7 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 def has_steps(path: Path) -> bool:
     """Return whether a path is a folder of this library's checkpoints."""
-    return bool(disk.list_steps(path))
+    return bool(disk.orders_in(path))
 
 
 def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
@@ -184,7 +185,7 @@ def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterat
         for name, record in disk.read_commit(path).files.items():
             try:
                 disk.check_size(path / name, record)
-                disk.check_sums(path, {name: record}, disk.progress_bar("", asked=False, here=False))
+                disk.check_sums(path, {name: record}, progress_bar("", asked=False, here=False))
             except LoadError as error:
                 yield str(error)
         return

@@ -25,9 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.commit import commit
+from fsdp_flat.checkpoint.format import records_of, writing_path
+from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
+from fsdp_flat.layout import owners_of_constants
 from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.stored_checkpoint import (
@@ -178,6 +181,11 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
             aliases[tensor.name] = same
         else:
             tensors[tensor.name] = tensor
+    if options.dtype is not None and (coded := sorted(set(owners_of_constants(tensors).values()))):
+        raise OptionError(
+            f"--dtype would change the codes of quantized parameters, {some_of(coded, 3)}. Write them as they are "
+            "stored, without it."
+        )
     files = divided(
         {name: _nbytes_as(tensor, options.dtype) for name, tensor in tensors.items()}, options.max_file_bytes
     )
@@ -337,10 +345,10 @@ def _write_sharded(source: StoredCheckpoint, path: Path, options: WriteOptions, 
     _check_values({keys: entry for keys, value in values.items() for _, entry in flattened(value, keys)})
     step = 0 if source.step is None else source.step
     path.mkdir()
-    writing = disk.writing_path(path, step)
+    writing = writing_path(path, step)
     named = {keys: replace(tensor, keys=keys) for keys, tensor in tensors.items()}
     _write_dcp_files(replace(source, tensors=named, values=values), writing, options.num_ranks, update)
-    disk.commit(path, step, disk.records_of(writing, "*"))
+    commit(path, step, records_of(writing, "*"))
 
 
 def _optim_tensors(optim: StoredCheckpoint, model: StoredCheckpoint) -> dict[Keys, TensorInFiles]:
@@ -378,7 +386,7 @@ def convert_checkpoint(
     """Write a checkpoint as one of another kind (None: of the same, or torch's), and show what was written."""
     checkpoint = open_checkpoint(source, allow_pickle=allow_pickle)
     kind = kind or ("sharded" if checkpoint.kind == "fsdp_flat" else "dcp")
-    bar = disk.progress_bar(f"Writing {target.name}", asked=sys.stderr.isatty() and not as_json, here=True)
+    bar = progress_bar(f"Writing {target.name}", asked=sys.stderr.isatty() and not as_json, here=True)
     with bar(checkpoint.nbytes) as update:
         write_checkpoint(checkpoint, target, kind, options, update)
     made = open_checkpoint(target, allow_pickle=allow_pickle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,15 @@ from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
 from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
 from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
+from fsdp_flat.tools.text import scale_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # The share of a model's parameters that modules of one class must have, for them to be tried as units.
 _LEAST_SHARE = 0.1
+# Memory budgets that are tried for the same units.
+_MOST_BUDGETS = 3
+
+_Compared = tuple[PlanChoice, StepPlan]
 
 
 def search(
@@ -30,15 +35,16 @@ def search(
 ) -> StepPlan:
     """Compare plans of all strategies, wrappings and checkpointing that ``arguments`` leave open.
 
-    Plans with offloading are compared too, if that is open and nothing fits without it.
+    Plans with offloading are compared too, if that is open and nothing fits without it; and plans with a memory budget,
+    if parameters can be kept for backward in part.
 
     Returns:
         The best plan within ``limit_nbytes``, else the smallest one, with all that were compared.
     """
-    found: list[tuple[PlanChoice, StepPlan]] = []
+    found: list[_Compared] = []
     for offloads in [False, True] if searches_offload and arguments.is_accelerator else [arguments.offloads]:
         if not any(choice.peak_nbytes <= limit_nbytes for choice, _ in found):
-            found += _compared(module, replace(arguments, offloads=offloads), step, checkpointed)
+            found += _compared(module, replace(arguments, offloads=offloads), step, checkpointed, limit_nbytes)
     fitting = sorted((each for each in found if each[0].peak_nbytes <= limit_nbytes), key=lambda each: each[0].cost())
     too_large = sorted((each for each in found if each not in fitting), key=lambda each: each[0].peak_nbytes)
     ordered = [*fitting, *too_large]
@@ -46,36 +52,62 @@ def search(
 
 
 def _compared(
-    module: nn.Module, arguments: UnitArguments, step: StepSettings, checkpointed: Checkpointed
-) -> Iterator[tuple[PlanChoice, StepPlan]]:
+    module: nn.Module, arguments: UnitArguments, step: StepSettings, checkpointed: Checkpointed, limit_nbytes: int
+) -> Iterator[_Compared]:
     """Yield the plans of all strategies, wrappings and checkpointing that are open."""
     for wrapping, policy, is_whole in _wrappings(module, arguments.auto_wrap_policy):
         for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
-            for strategy in _strategies(arguments, is_whole=is_whole):
-                plan = planned_step(
-                    module, replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy), step, some
+
+            def planned(strategy: Any) -> _Compared:
+                chosen = replace(arguments, sharding_strategy=strategy, auto_wrap_policy=policy)  # noqa: B023
+                plan = planned_step(module, chosen, step, some)  # noqa: B023
+                choice = PlanChoice(
+                    strategy=strategy_from(strategy).name,
+                    wrapping=wrapping,  # noqa: B023
+                    checkpointing=recomputed,  # noqa: B023
+                    offloads=arguments.offloads,
+                    arguments={
+                        "sharding_strategy": strategy,
+                        "auto_wrap_policy": policy,  # noqa: B023
+                        "checkpointing": some,  # noqa: B023
+                        "cpu_offload": CPUOffload(arguments.offloads),
+                    },
+                    num_units=len(plan.units),
+                    peak_nbytes=plan.peak_nbytes,
+                    host_nbytes=plan.host_nbytes,
+                    sent_nbytes=plan.sent_nbytes,
+                    flops=plan.flops,
+                    seconds=plan.seconds,
                 )
-                yield (
-                    PlanChoice(
-                        strategy=strategy_from(strategy).name,
-                        wrapping=wrapping,
-                        checkpointing=recomputed,
-                        offloads=arguments.offloads,
-                        arguments={
-                            "sharding_strategy": strategy,
-                            "auto_wrap_policy": policy,
-                            "checkpointing": some,
-                            "cpu_offload": CPUOffload(arguments.offloads),
-                        },
-                        num_units=len(plan.units),
-                        peak_nbytes=plan.peak_nbytes,
-                        host_nbytes=plan.host_nbytes,
-                        sent_nbytes=plan.sent_nbytes,
-                        flops=plan.flops,
-                        seconds=plan.seconds,
-                    ),
-                    plan,
-                )
+                return choice, plan
+
+            found = [planned(strategy) for strategy in _strategies(arguments, is_whole=is_whole)]
+            yield from found
+            yield from _with_budget(planned, found, limit_nbytes)
+
+
+def _with_budget(planned: Callable[[Any], _Compared], found: list[_Compared], limit_nbytes: int) -> Iterator[_Compared]:
+    """Yield plans that keep a part of the parameters for backward, until one fits, if all of them are too many.
+
+    ``found`` are the plans of all strategies for the same units.
+    """
+    rows = [(strategy_from(choice.arguments["sharding_strategy"]), choice, plan) for choice, plan in found]
+    freed = [choice for row, choice, _ in rows if row.reshard_after_forward and row.budget is None]
+    kept = [(choice, plan) for row, choice, plan in rows if row.shards and not row.reshard_after_forward]
+    if not (freed and kept and freed[0].peak_nbytes <= limit_nbytes < kept[0][0].peak_nbytes):
+        return
+    peak_nbytes, sizes = kept[0][0].peak_nbytes, [unit.gathered_nbytes for unit in kept[0][1].units[1:]]
+    budget = sum(sizes)
+    for _ in range(_MOST_BUDGETS):
+        budget -= max(peak_nbytes - limit_nbytes, min(sizes, default=0))
+        if budget < min(sizes, default=1):
+            return
+        divisor, unit = scale_of(budget)
+        tried = planned(f"{freed[0].strategy}:{int(budget / divisor * 1000) / 1000:g}{unit}")
+        yield tried
+        peak_nbytes = tried[0].peak_nbytes
+        if peak_nbytes <= limit_nbytes:
+            return
 
 
 def _strategies(arguments: UnitArguments, *, is_whole: bool) -> list[Any]:

@@ -85,7 +85,8 @@ def plan(
         fit: the memory of a rank, bytes or a text like "80GB". Of the arguments ``sharding_strategy``,
             ``auto_wrap_policy``, ``checkpointing`` and ``cpu_offload`` those left out are searched for: the result is
             the plan that fits at the least cost, or the smallest if none fits, with all that were compared. Offloading
-            is compared if nothing fits without it.
+            is compared if nothing fits without it, and a memory budget ("FULL_SHARD:40GB") if parameters can stay for
+            backward in part.
 
     Raises:
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, wrapping would raise it, the model or the

@@ -35,7 +35,7 @@ from fsdp_flat import (
     save_full,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.checkpoint.checkpoints import CheckpointValues
+from fsdp_flat.checkpoint import checkpoints
 from fsdp_flat.checkpoint.dcp_files import SafeReader, unpacked
 from fsdp_flat.errors import (
     LoadError,
@@ -637,14 +637,14 @@ def test_one_rank_sends_the_states_of_a_parameter_that_are_no_tensors(
     train(model, optimizer, rank % 2, range(1))
     sent: list[str] = []
 
-    def read(values: CheckpointValues, each_rows: Any) -> bytes:
+    def read(plain: dict[str, Any], each_rows: Any) -> bytes:
         for text in filter(None, each_rows):
             sent.extend(unpacked(base64.b64decode(text)))
-        return write(values, each_rows)
+        return write(plain, each_rows)
 
-    write = CheckpointValues.plain_of
+    write = checkpoints._packed_plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointValues, "plain_of", read)
+        patch.setattr(checkpoints, "_packed_plain", read)
         save_checkpoint(tmp_path, model, optimizer)
     names = FSDP.optim_state_dict(model, optimizer)["state"]
     assert sorted(sent) == (sorted(names) if rank == 0 else [])

@@ -18,8 +18,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
+from fsdp_flat.checkpoint import commit as disk
 from fsdp_flat.checkpoint import dcp_files
-from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.held_saves import held
 from tests.support import assert_equal, on_ranks

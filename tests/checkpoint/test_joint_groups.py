@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_flat import fully_shard
-from fsdp_flat.checkpoint.directory import SAVING, Consensus
+from fsdp_flat.checkpoint.consensus import SAVING, Consensus
 from fsdp_flat.errors import UnsupportedError
 from tests.support.experts import Meshes, needs_mesh_infos
 from tests.support.models import Moe, MoeBlock

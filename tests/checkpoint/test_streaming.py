@@ -20,7 +20,8 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_full
-from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint import dcp_files
+from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.core import units_of
 from fsdp_flat.core.shown import Shown
@@ -488,9 +489,9 @@ def test_a_checkpoint_is_written_without_being_read_back(background: bool, tmp_p
         read.append(path.name)
         return computed(path, *args)
 
-    computed = disk._record
+    computed = disk.record_of
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(disk, "_record", record)
+        patched.setattr(dcp_files, "record_of", record)
         path = save_checkpoint(tmp_path, model, background=background).wait()
     assert read == [".metadata"] * (rank == 0)
     commit = disk.read_commit(path)

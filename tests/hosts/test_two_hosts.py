@@ -85,7 +85,7 @@ def lines_of(output: str, pattern: str) -> list[str]:
 def test_every_strategy_and_both_fronts_train_as_a_plain_replica(hosts: TwoHosts, tmp_path: Path) -> None:
     output = Run(hosts, tmp_path, "train").finish()
     assert len(lines_of(output, "equals the replica")) == 4, output
-    assert "tensors on the CPU move by shared memory within 2 hosts, and by gloo once between them" in output
+    assert "tensors on the CPU move by shared memory within each of 2 hosts, and by gloo once between them" in output
 
 
 def test_a_run_that_resumes_from_a_shared_folder_equals_an_undisturbed_one(hosts: TwoHosts, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/tensor_classes.md names tests that exist, and the versions that `make test-clients` installs."""
+"""docs/tensor_classes.md names tests that exist, and the versions that `make test` and `make test-clients` install."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def rows_of(text: str) -> list[list[str]]:
 
 def test_every_row_names_versions_that_are_installed_and_tests_that_exist() -> None:
     rows = rows_of(PAGE.read_text())
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints-clients.txt").read_text(), re.MULTILINE))
+    constraints = "".join((ROOT / name).read_text() for name in ("constraints.txt", "constraints-clients.txt"))
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))
     assert len(rows) >= 8
     for row in rows:
         assert len(row) == 6, row

@@ -21,7 +21,7 @@ from fsdp_flat import StateDictType
 from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig
 from fsdp_flat.core import TensorAdapter
 from fsdp_flat.errors import LoadError
-from fsdp_flat.state import CodecRow, LoadPlan, StateDictCodec, StateShard, codecs
+from fsdp_flat.state import CodecRow, PendingWrites, StateDictCodec, StateShard, codecs
 from fsdp_flat.state.codecs import FullCodec
 from tests.state_dict.kit import FULL, OPTIMIZERS, TASKS, save, train
 from tests.support import assert_equal, on_ranks
@@ -62,10 +62,10 @@ class NegatedCodec(StateDictCodec):
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
         return [Negated(-shard.local.double(), shard.interval.start, shard.full_shape) for shard in shards]
 
-    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+    def decode(self, value: Any, target: StateShard, writes: PendingWrites) -> None:
         if (value.start, value.elements.shape) != (target.interval.start, target.local.shape):
             raise LoadError(f"{target.label}: elements of another rank.")
-        plan.copy(target.local, -value.elements)
+        writes.copy(target.local, -value.elements)
 
 
 @dataclass

@@ -26,7 +26,7 @@ def meta_stack() -> nn.Module:
 
 def planned(num_ranks: int = 4, **arguments: Any) -> Any:
     batch = torch.empty(16, 64, device="meta")
-    return plan(meta_stack(), num_ranks, auto_wrap_policy=BLOCKS, batch=batch, **arguments)
+    return plan(meta_stack(), num_ranks, **{"auto_wrap_policy": BLOCKS, "batch": batch, **arguments})
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -37,6 +37,22 @@ def test_a_memory_budget_keeps_units_and_saves_their_second_all_gathers(api: str
     full = planned(api=api, device_type=device)
     assert none.sent_nbytes == full.sent_nbytes > some.sent_nbytes > all_.sent_nbytes
     assert none.phases[0].nbytes.gathered <= some.phases[0].nbytes.gathered < all_.phases[0].nbytes.gathered
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_search_spends_what_full_sharding_leaves_on_a_memory_budget(api: str) -> None:
+    freed, kept = (
+        planned(api=api, checkpointing=False, sharding_strategy=strategy).peak_nbytes
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    )
+    whole = planned(api=api, checkpointing=False, fit=kept)
+    assert not any(":" in choice.strategy for choice in whole.choices)
+    found = planned(api=api, checkpointing=False, fit=(freed + kept) // 2)
+    best = found.choices[0]
+    assert best.strategy.startswith("FULL_SHARD:")
+    assert best.sent_nbytes < next(c.sent_nbytes for c in found.choices if c.strategy == "FULL_SHARD")
+    again = planned(api=api, **best.arguments)
+    assert again.peak_nbytes == best.peak_nbytes <= (freed + kept) // 2
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat import CPUOffload
 from fsdp_flat.composable import DataParallelMeshDims, FSDPModule, fully_shard
@@ -161,38 +161,6 @@ class Caching(nn.Linear):
 @on_ranks(2)
 def test_a_module_that_notes_assignments_gets_its_parameters_by_assignment() -> None:
     Beside(nn.Sequential(Caching(8, 8), nn.Linear(8, 8)), ("originals", *BOTH), units=()).train(num_steps=2)
-
-
-class Extended(torch.Tensor):
-    """A tensor that wants to be all-gathered in its own way."""
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        raise AssertionError
-
-    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError
-
-
-@on_ranks(2)
-def test_all_gather_extensions_are_refused() -> None:
-    model = seeded()
-    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Extended))
-    with pytest.raises(NotImplementedError, match=r"'head\.weight' is a Extended.*ignored_params.*fsdp_pre_all_gather"):
-        fully_shard(model)
-    # On the local tensor of a parameter of tensor parallelism.
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = seeded()
-    model.head.weight = nn.Parameter(DTensor.from_local(torch.ones(5, 4), mesh["tp"], (Shard(1),), run_check=False))
-    model.head.weight._local_tensor.fsdp_pre_all_gather = Extended.fsdp_pre_all_gather
-    with pytest.raises(NotImplementedError, match=r"'head\.weight' has FSDP2's extension fsdp_pre_all_gather"):
-        fully_shard(model, mesh=mesh["dp"])
-    # As functions of one tensor.
-    model = seeded()
-    fully_shard(model.blocks[0])
-    fully_shard(model)
-    model.blocks[0].up.weight._local_tensor.fsdp_pre_all_gather = Extended.fsdp_pre_all_gather
-    with pytest.raises(NotImplementedError, match=r"'up\.weight' of unit 'blocks\.0' has FSDP2's extension"):
-        model(torch.ones(2, 8))
 
 
 @on_ranks(2)

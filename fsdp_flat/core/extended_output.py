@@ -1,0 +1,327 @@
+"""All-gathers parameters by functions of their local tensors: FSDP2's all-gather extensions.
+
+A local tensor with an extension has two methods. ``fsdp_pre_all_gather`` returns what its rank sends, tensors of any
+dtypes and shapes that are equal on all ranks, and metadata that stay on the rank. ``fsdp_post_all_gather`` makes the
+unsharded parameter of what all ranks have sent. So weights may be sent, and computed with, in fewer bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, unrecorded
+from fsdp_flat.core.buffers import AllGatherOutput, FlatBuffer, MemoryPool
+from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
+from fsdp_flat.core.group_spec import ParamGroupSpec
+from fsdp_flat.core.layout import Layout
+from fsdp_flat.core.params import ManagedParam
+from fsdp_flat.core.torch_core import VERSION_OF, attributes_of, has_inner_tensors, local_of, set_versions
+from fsdp_flat.errors import ShardingError, UnsupportedError
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_SIGNATURE = (
+    "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
+    "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
+)
+_SENT = ErrorTexts(
+    "preparing its first all-gather of parameters with fsdp_pre_all_gather",
+    "Ranks would send different inputs of an all-gather.",
+    "fsdp_pre_all_gather must return tensors of the same dtypes and shapes on every rank, with padding where the "
+    "parameter is sharded unevenly.",
+)
+
+
+def has_extension(local: torch.Tensor) -> bool:
+    """Return whether a local tensor is all-gathered by functions of its own."""
+    return hasattr(local, _PRE) or hasattr(local, _POST)
+
+
+class _BytesTarget(GatherTarget):
+    """Places rows of bytes, each one rank's inputs one after another, in the outputs of the inputs."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor], world_size: int) -> None:
+        # ``.data`` has a version counter of its own, so writes leave that of tensors made of the outputs as it is.
+        self._places = [each.data.view(torch.uint8).view(world_size, each.nbytes // world_size) for each in outputs]
+        self._sizes = [place.size(1) for place in self._places]
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        torch._foreach_copy_([each[first : first + len(rows)] for each in self._places], rows.split(self._sizes, 1))
+
+    def rows_of(self, ranks: range) -> torch.Tensor:
+        """Return a copy of the rows of consecutive ranks (1-D)."""
+        return torch.cat([each[ranks.start : ranks.stop] for each in self._places], 1).view(-1)
+
+
+class _ExtendedParam:
+    """All-gathers one parameter by its extension, or as it is if its local tensor has none.
+
+    Attributes:
+        param: the unsharded parameter; None before the first all-gather.
+        outputs: what all ranks have sent, in rank order: a 1-D tensor for each input.
+        freed: tensors to be freed with the outputs, that the extension made of them.
+    """
+
+    def __init__(self, entry: ManagedParam, index: int, output: ExtendedOutput) -> None:
+        # Not the entry itself, whose parameter is the full one before sharding.
+        self._fqn, self._adapter, self._module, self._output = entry.fqn, entry.adapter, entry.sites[0].module, output
+        layout = output.layout
+        self._size = torch.Size(layout.param_infos[index].shape)
+        self._stride = torch.empty(self._size, device="meta").stride()
+        self._padded_size = torch.Size(output.chunk_shapes[index])
+        # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
+        self._attributes = attributes_of(entry.param)
+        self.param: nn.Parameter | None = None
+        self.outputs: list[FlatBuffer] = []
+        self.freed: list[FlatBuffer] = []
+        self._input_sizes: list[torch.Size] = []
+        self._metadata: Any = None
+        self._checked: torch.Tensor | None = None
+        self._takes_mesh_only = False
+
+    def describe(self) -> str:
+        return f"{self._fqn!r} {tuple(self._size)} of unit {self._output.spec.unit_name!r}"
+
+    def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """Return what this rank sends of ``local``, its part of the parameter, as 1-D tensors of bytes."""
+        if local is not self._checked:
+            self._check(local)
+        given, output = local, self._output
+        if local.device != output.device:
+            local = local.to(output.device, non_blocking=True)
+        if not has_extension(given):
+            inputs: Sequence[torch.Tensor] = (self._padded(local).to(output.dtype),)
+        else:
+            pre_all_gather = cast(Any, local).fsdp_pre_all_gather
+            mesh = output.shard_mesh
+            if self._takes_mesh_only:
+                inputs, self._metadata = pre_all_gather(mesh)
+            else:
+                args = self._size, self._stride, self._module, output.policy
+                inputs, self._metadata = pre_all_gather(mesh, *args)
+            self._check_padding(local, inputs)
+        sizes = [each.size() for each in inputs]
+        if self.outputs and sizes != self._input_sizes:
+            raise ShardingError(
+                f"fsdp_pre_all_gather of parameter {self.describe()} returned tensors of shapes "
+                f"{[tuple(size) for size in sizes]}, and of {[tuple(size) for size in self._input_sizes]} in the first "
+                "all-gather. The shapes must stay the same."
+            )
+        if not self.outputs:
+            self._input_sizes, self._input_dtypes = sizes, [each.dtype for each in inputs]
+        return [each.reshape(-1).view(torch.uint8) for each in inputs]
+
+    def _padded(self, local: torch.Tensor) -> torch.Tensor:
+        if local.size() == self._padded_size:
+            return local
+        padded = local.new_zeros(self._padded_size)
+        if local.numel():
+            # Only dim 0 may be uneven.
+            padded[: local.size(0)].copy_(local)
+        return padded
+
+    def _check(self, local: torch.Tensor) -> None:
+        has_pre, has_post = hasattr(local, _PRE), hasattr(local, _POST)
+        if has_pre is not has_post:
+            has, lacks = (_PRE, _POST) if has_pre else (_POST, _PRE)
+            raise ShardingError(
+                f"The local tensor of parameter {self.describe()}, a {type(local).__name__}, has {has} and no {lacks}; "
+                "an all-gather extension needs both."
+            )
+        if has_pre:
+            num_params = len(inspect.signature(cast(Any, local).fsdp_pre_all_gather).parameters)
+            if num_params not in (1, 5):
+                raise ShardingError(
+                    f"fsdp_pre_all_gather of parameter {self.describe()} takes {num_params} arguments; expected "
+                    f"{_SIGNATURE}, or the mesh alone."
+                )
+            self._takes_mesh_only = num_params == 1
+        elif has_inner_tensors(local):
+            raise UnsupportedError(
+                f"Parameter {self.describe()} is a {type(local).__name__}, which has no fsdp_pre_all_gather and "
+                "fsdp_post_all_gather, so its parts cannot be all-gathered. Define them in the class, set them on the "
+                "local tensors before the first forward, or leave the parameter out with ignored_params."
+            )
+        self._checked = local
+
+    def _check_padding(self, local: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        if self._takes_mesh_only or local.size() == self._padded_size:
+            return
+        if any(each.size() != self._padded_size for each in inputs):
+            raise ShardingError(
+                f"fsdp_pre_all_gather of parameter {self.describe()} returned tensors of shapes "
+                f"{[tuple(each.size()) for each in inputs]} on rank {self._output.spec.rank} of the shard group, whose "
+                f"part has shape {tuple(local.size())}. The parameter is sharded unevenly over "
+                f"{self._output.world_size} ranks, so each must have the padded shape {tuple(self._padded_size)}."
+            )
+
+    def lines(self) -> list[str]:
+        """Describe what this rank sends."""
+        sent = zip(self._input_dtypes, self._input_sizes, strict=True)
+        return [f"{number} {self.describe()} {dtype} {tuple(size)}" for number, (dtype, size) in enumerate(sent)]
+
+    def make_outputs(self) -> None:
+        """Allocate the outputs."""
+        numels = [self._output.world_size * size.numel() for size in self._input_sizes]
+        self.outputs = [
+            FlatBuffer(torch.empty(numel, dtype=dtype, device=self._output.device))
+            for numel, dtype in zip(numels, self._input_dtypes, strict=True)
+        ]
+
+    def fill(self, local: torch.Tensor) -> bool:
+        """Make the unsharded parameter of the outputs; return whether it is another object than before."""
+        world_size = self._output.world_size
+        is_new = self.param is None
+        freed: Sequence[torch.Tensor]
+        if not has_extension(local):
+            if not is_new:
+                return False
+            made, freed = self.outputs[0].tensor.data, ()
+        else:
+            outputs = tuple(
+                buffer.tensor.view(world_size * size[0], *size[1:]) if size else buffer.tensor
+                for buffer, size in zip(self.outputs, self._input_sizes, strict=True)
+            )
+            post_all_gather = cast(Any, local).fsdp_post_all_gather
+            if not is_new:
+                post_all_gather(outputs, self._metadata, self._output.dtype, out=self.param)
+                return False
+            made, freed = post_all_gather(outputs, self._metadata, self._output.dtype)
+        made = torch.as_strided(made, self._size, self._stride, 0)
+        self.param = nn.Parameter(self._adapter.from_local(made), requires_grad=False)
+        self.param.__dict__.update(self._attributes)
+        held = {buffer.tensor.untyped_storage()._cdata for buffer in self.outputs}
+        for tensor in freed:
+            if tensor.untyped_storage()._cdata not in held:
+                held.add(tensor.untyped_storage()._cdata)
+                self.freed.append(FlatBuffer(tensor))
+        return True
+
+
+class ExtendedOutput(AllGatherOutput):
+    """Is the output of the all-gathers of a group some of whose local tensors have extensions.
+
+    Each input of each parameter has an output of its own. The unsharded parameters are made at the end of the first
+    all-gather, and the outputs that they are made of are freed, and filled again, in place, as one buffer is.
+
+    Args:
+        managed: the parameters, in the order of ``layout``.
+        chunk_shapes: the shape of a rank's part of each parameter with padding.
+        spec: that of the group.
+        dtype: compute dtype.
+
+    Attributes:
+        params: the unsharded parameters; before the first all-gather tensors on the meta device.
+        shard_mesh: the 1-D mesh that shards, for the extensions.
+    """
+
+    is_extended = True
+
+    def __init__(
+        self,
+        managed: Sequence[ManagedParam],
+        layout: Layout,
+        *,
+        chunk_shapes: Sequence[tuple[int, ...]],
+        spec: ParamGroupSpec,
+        dtype: torch.dtype,
+        place_of: Callable[[torch.Tensor], Any],
+    ) -> None:
+        FlatBuffer.__init__(self, torch.empty(0, dtype=dtype, device=spec.device))
+        assert spec.per_param is not None
+        self.layout, self.chunk_shapes = layout, chunk_shapes
+        self.spec, self.device, self.dtype = spec, spec.device, dtype
+        self.world_size, self.place_of = layout.world_size, place_of
+        self.shard_mesh, self.policy = spec.per_param.shard_mesh, spec.per_param.policy
+        self._extended = [_ExtendedParam(entry, index, self) for index, entry in enumerate(managed)]
+        self.params = tuple(
+            nn.Parameter(entry.adapter.from_local(torch.empty(info.shape, dtype=dtype, device="meta")), False)
+            for entry, info in zip(managed, layout.param_infos, strict=True)
+        )
+        self.plain, self.storages = [], [None] * len(managed)
+        self.gather_target = self.versions_before_free = self.versions_when_filled = None
+        self._target: _BytesTarget | None = None
+        self._memory: list[FlatBuffer] = []
+        self.tensors = ()
+
+    @property
+    def full_nbytes(self) -> int:
+        """Number of bytes that a free gives back, once the first all-gather has made the outputs."""
+        return sum(buffer.full_nbytes for buffer in self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._memory)
+
+    def alloc(self, pool: MemoryPool) -> bool:
+        for buffer in self._memory:
+            buffer.alloc(pool)
+        return True
+
+    def free(self, pool: MemoryPool) -> None:
+        """Free all memory of the unsharded parameters."""
+        for buffer in self._memory:
+            pool.empty(buffer.tensor.untyped_storage())
+
+    def begin_gather(
+        self, params: Sequence[nn.Parameter], pool: MemoryPool, groups: Sequence[RankGroup]
+    ) -> tuple[torch.Tensor, GatherTarget]:
+        """Return this rank's inputs as one row of bytes (1-D), and the target of all ranks' rows.
+
+        Before the first all-gather the ranks of ``groups`` compare what they send.
+        """
+        if self._target is None:
+            inputs, error = [], None
+            try:
+                inputs = self._inputs(params)
+            except Exception as raised:  # the extension's own, perhaps on one rank
+                error = raised
+            lines = [] if error is not None else [line for each in self._extended for line in each.lines()]
+            agree(lines, error, groups, self.device, _SENT)
+            for each in self._extended:
+                each.make_outputs()
+                self._memory += each.outputs
+            self._target = _BytesTarget([buffer.tensor for buffer in self._memory], self.world_size)
+        else:
+            inputs = self._inputs(params)
+            self.alloc(pool)
+        row = torch.empty(sum(each.numel() for each in inputs), dtype=torch.uint8, device=self.device)
+        torch._foreach_copy_(list(row.split([each.numel() for each in inputs])), inputs)
+        if self.world_size == 1:
+            self._target.place(0, row.view(1, -1))
+        return row, self._target
+
+    def _inputs(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        pairs = zip(self._extended, params, strict=True)
+        return [tensor for each, param in pairs for tensor in each.inputs(local_of(param))]
+
+    def begin_gather_again(
+        self, kept: torch.Tensor, num_ranks: int, pool: MemoryPool
+    ) -> tuple[torch.Tensor, GatherTarget]:
+        """Return the rows of ``num_ranks`` ranks that :meth:`rows_of` kept, and their target."""
+        assert self._target is not None
+        self.alloc(pool)
+        return kept, GroupedTarget(self._target, num_ranks)
+
+    def rows_of(self, ranks: range) -> torch.Tensor:
+        """Return a copy (1-D, bytes) of what consecutive ranks have sent."""
+        assert self._target is not None
+        return self._target.rows_of(ranks)
+
+    def fill(self, params: Sequence[nn.Parameter]) -> bool:
+        """Make the unsharded parameters of the outputs; return whether they are other objects than before."""
+        versions = tuple(map(VERSION_OF, self.params))
+        with unrecorded():
+            are_new = [each.fill(local_of(param)) for each, param in zip(self._extended, params, strict=True)]
+        if not any(are_new):
+            set_versions(self.params, versions)  # autograd may have saved them: they have the same values again
+            return False
+        self.params = tuple(cast(nn.Parameter, each.param) for each in self._extended)
+        self._memory += [buffer for each in self._extended for buffer in each.freed]
+        self.tensors = [buffer.tensor for buffer in self._memory]
+        self.versions_before_free = None
+        return True

@@ -1,0 +1,173 @@
+"""Classes of tensors that are all-gathered by functions of their own, as torch's fully_shard calls them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from tests.support import assert_close, assert_equal
+
+
+class Holder(torch.Tensor):
+    """Holds tensors of one shape and dtype, named ``_NAMES``, and runs each operation on each of them."""
+
+    _NAMES: tuple[str, ...] = ("first",)
+
+    @staticmethod
+    def __new__(cls: Any, *inner: torch.Tensor) -> Any:
+        first = inner[0]
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            first.shape,
+            strides=first.stride(),
+            storage_offset=first.storage_offset(),
+            dtype=first.dtype,
+            device=first.device,
+        )
+
+    def __init__(self, *inner: torch.Tensor) -> None:
+        for name, tensor in zip(self._NAMES, inner, strict=True):
+            setattr(self, name, tensor)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return list(self._NAMES), None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Any:
+        return cls(*[inner[name] for name in cls._NAMES])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({', '.join(map(str, self.inner()))})"
+
+    def inner(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self._NAMES]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = []
+        for name in cls._NAMES:
+            own_args, own_kwargs = pytree.tree_map_only(
+                cls, lambda each, name=name: getattr(each, name), (args, kwargs)
+            )
+            found.append(pytree.tree_flatten(func(*own_args, **own_kwargs)))
+        spec, leaves = found[0][1], zip(*[each for each, _ in found], strict=True)
+        out = [cls(*each) if isinstance(each[0], torch.Tensor) else each[0] for each in leaves]
+        return return_and_correct_aliasing(func, args, kwargs, pytree.tree_unflatten(out, spec))
+
+
+class Pair(Holder):
+    """Two tensors, both of which are sent; its function before an all-gather takes the mesh alone."""
+
+    _NAMES = ("first", "second")
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return tuple(self.inner()), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        assert metadata is None
+        first, second = outputs
+        if out is None:
+            return Pair(first, second).to(param_dtype), (first, second)
+        assert isinstance(out, Pair)
+        for own, sent in zip(out.inner(), outputs, strict=True):
+            if sent.dtype == param_dtype:
+                assert own.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+            else:
+                assert own.dtype == param_dtype
+                own.copy_(sent)
+        return None
+
+
+class NewPair(Pair):
+    """A pair whose function before an all-gather takes all that torch passes."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        assert isinstance(module, nn.Module)
+        assert hasattr(mp_policy, "param_dtype")
+        assert outer_stride == (outer_size[1], 1)
+        return tuple(self.inner()), None
+
+    fsdp_post_all_gather = Pair.fsdp_post_all_gather
+
+
+class SentInBfloat16(Holder):
+    """A tensor that is sent in bf16, with padding, and computed with in the dtype of the unit."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        assert mesh.ndim == 1
+        padded = torch.zeros(math.ceil(outer_size[0] / mesh.size()), *outer_size[1:], dtype=torch.bfloat16)
+        padded[: self.first.size(0)].copy_(self.first)
+        return (padded,), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        (tensor,) = outputs
+        assert tensor.dtype == torch.bfloat16
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(tensor[: out.size(0)])
+            return None
+        whole = tensor.to(param_dtype)
+        return whole, (tensor, whole)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class SentUnpadded(SentInBfloat16):
+    """One that forgets the padding."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self.first.bfloat16(),), None
+
+
+class SentInInt8(Holder):
+    """A tensor that is sent as integers of 8 bits with a scale a row; how many it sends is in the metadata."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        scale = self.first.abs().amax(1).clamp(min=1e-12) / 127
+        return ((self.first / scale[:, None]).round().to(torch.int8), scale), {"rows": outer_size[0]}
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        integers, scale = outputs
+        assert integers.dtype == torch.int8
+        assert metadata == {"rows": integers.size(0)}
+        whole = (integers * scale[:, None]).to(param_dtype)
+        if out is None:
+            return whole, (integers, scale, whole)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+class Mute(Holder):
+    """A tensor of a class of its own, without such functions."""
+
+
+def assert_alike(ours: Any, theirs: Any, *, atol: float = 1e-5, rtol: float = 1e-4) -> None:
+    """Assert that results are equal: to the bit on two ranks, since the sum of more depends on their order."""
+    if dist.get_world_size() == 2:
+        assert_equal(ours, theirs)
+    else:
+        assert_close(ours, theirs, atol=atol, rtol=rtol)
+
+
+def held_by(model: nn.Module, kind: type[Holder]) -> nn.Module:
+    """Put the weights of all linears of a model in tensors of a class, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach()
+            inner = [weight.clone() for _ in kind._NAMES]
+            module.weight = nn.Parameter(kind(*inner), requires_grad=module.weight.requires_grad)
+    return model

@@ -1,0 +1,90 @@
+"""Checkpoints of parameters of classes of their own, that keep their values in one plain tensor or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support import on_ranks
+from tests.support.extended_tensors import Holder, NewPair, SentInBfloat16, held_by
+from tests.support.kit import batch
+
+
+def model_of(kind: type[Holder] | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+    return nn.Sequential(*[layer if kind is None else held_by(layer, kind) for layer in layers])
+
+
+def in_place(kind: type[Holder]) -> nn.Module:
+    model = model_of(kind)
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def wrapped(kind: type[Holder]) -> nn.Module:
+    return FSDP(model_of(kind), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(batch(dist.get_rank(), step)).pow(2).mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+FRONTS = pytest.mark.parametrize("sharded", [in_place, wrapped])
+
+
+@FRONTS
+@on_ranks(2, 4)
+def test_training_goes_on_from_a_checkpoint(sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path) -> None:
+    model, again = sharded(SentInBfloat16), sharded(SentInBfloat16)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, again)]
+    trained(model, optimizers[0], 0, 1)
+    save_checkpoint(tmp_path, model, optimizers[0])
+    load_checkpoint(tmp_path, again, optimizers[1])
+    assert trained(again, optimizers[1], 2, 3) == trained(model, optimizers[0], 2, 3)
+
+
+@FRONTS
+@on_ranks(2)
+def test_full_values_are_loaded_into_tensors_of_the_class_and_into_plain_ones(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    model, again, plain = sharded(SentInBfloat16), sharded(SentInBfloat16), model_of(None)
+    fully_shard(plain)
+    trained(model, torch.optim.Adam(model.parameters(), lr=1e-2), 0, 1)
+    save_full(model, tmp_path / "full")
+    x = batch(0, 5)
+    assert not torch.equal(again(x), model(x))
+    for each in (again, plain):
+        load_full(each, tmp_path / "full")
+    assert torch.equal(again(x), model(x))
+    torch.testing.assert_close(plain(x), model(x), atol=1e-2, rtol=1e-2)  # the others compute with rounded values
+
+
+@FRONTS
+@on_ranks(2)
+def test_a_tensor_whose_values_are_in_several_is_refused_by_name(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    model = sharded(NewPair)
+    with pytest.raises(UnsupportedError, match=r"'0.weight'.*NewPair"):
+        save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(UnsupportedError, match=r"'0.weight' of the state dict is a NewPair.*keep"):
+        save_full(model, tmp_path / "full")
