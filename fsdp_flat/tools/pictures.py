@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.tools.step_plan import BytesByKind, Moment
+from fsdp_flat.tools.step_memory import BytesByKind, Moment
 from fsdp_flat.tools.step_trace import StepTrace, Work
 from fsdp_flat.tools.text import scale_of, size_text
 

@@ -34,7 +34,8 @@ from fsdp_flat.runtime import listed, planned_accelerator, resolve_ignored
 from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.live_bytes import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, LiveBytes
 from fsdp_flat.tools.planned_job import Machine, PlannedGroups, PlannedStreams, PlannedTransport, planned_groups
-from fsdp_flat.tools.step_plan import BytesByKind, Moment, StepPhase, StepPlan
+from fsdp_flat.tools.step_memory import BytesByKind, Moment, StepPhase
+from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.torch_tools import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
