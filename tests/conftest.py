@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import warnings
@@ -13,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
-from tests.support.selection import select
+from tests.support.selection import ALL_COMBINATIONS, select
 from tests.support.transport import TRANSPORTS
 
 # No deadline: on a busy machine the time of one example says nothing.
@@ -39,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make warnings errors from here on: in the modules of tests and in tests, not where plugins are configured."""
     if config.getoption("--transport") == "nccl" and not torch.cuda.is_available():
         raise pytest.UsageError("--transport nccl needs a CUDA device, and there is none here.")
+    if config.getoption("--all-combinations"):
+        os.environ[ALL_COMBINATIONS] = "1"
     exceptions = list(config.getini("filterwarnings"))
     for line in ("error", *exceptions):
         config.addinivalue_line("filterwarnings", line)

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_flat.checkpoint.directory import Consensus, Records, boxed_state_dict, check_file, naming, records_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.layout import clean_fqn, misfits, names_below_others
+from fsdp_flat.layout import clean_fqn, misfits, owners_of_constants
 from fsdp_flat.state import OptimContents, ParamIndex, held_by, load_optim_state, template_states
 from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
@@ -424,8 +424,9 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
     there = reader.tensors_in("model.")
     saved = {name: shape for name, (shape, _) in there.items()}
-    # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
-    for name in names_below_others(template) & there.keys():
+    owners = owners_of_constants(template)
+    for name in owners.keys() & there.keys():
+        # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
         template[name] = torch.empty(there[name][0], dtype=there[name][1])
     problems = misfits(
         [name for name in template if name not in saved], [name for name in saved if name not in template]
@@ -434,6 +435,11 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
         f"{name!r} has shape {saved[name]} there and {tuple(value.shape)} in the model"
         for name, value in template.items()
         if name in saved and saved[name] != tuple(value.shape)
+    ]
+    problems += [
+        f"{name!r} has codes in {there[name][1]} there and in {template[name].dtype} in the model"
+        for name in sorted(set(owners.values()) & there.keys())
+        if there[name][1] != template[name].dtype
     ]
     if problems:
         raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")

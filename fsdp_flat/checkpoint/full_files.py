@@ -45,7 +45,7 @@ from fsdp_flat.core import ParamGroup, local_of, no_units, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import RankZeroTensors
-from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, names_below_others
+from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, owners_of_constants
 from fsdp_flat.state import (
     TEMPLATE,
     BoxedTensor,
@@ -111,9 +111,12 @@ def _entries_of(
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     handles = {param.param_group for param in (*index.params, *by_name.values())} if trainable_only else ()
     flags = {handle: handle.shown.requires_grad() for handle in handles}
+    state = _template_of(model) if loads else boxed_state_dict(model)
+    owners = owners_of_constants([clean_fqn(key) for key in state]) if dtype is not None else {}
+    quantized = {*owners, *owners.values()}
     found: list[_Entry] = []
     first: dict[tuple[ParamGroup, int], str] = {}
-    for key, value in (_template_of(model) if loads else boxed_state_dict(model)).items():
+    for key, value in state.items():
         name = clean_fqn(key)
         # Hooks and modules put there in the place of a parameter may have renamed, or replaced, what has a known name.
         param = value.param if isinstance(value, BoxedTensor) else None
@@ -131,7 +134,7 @@ def _entries_of(
                 "keep=..., or trainable_only=True, and save it beside the tensors."
             )
         stored = value.dtype if param is None else param.param_group.orig_dtype
-        if dtype is not None and stored.is_floating_point:
+        if dtype is not None and stored.is_floating_point and name not in quantized:
             stored = dtype
         shape = value.shape if param is None else torch.Size(param.full_shape)
         earlier = name if param is None else first.setdefault((param.param_group, param.index), name)
@@ -585,13 +588,15 @@ def _unlike(pairs: Sequence[tuple[_Entry, torch.Tensor]], *, strict: bool) -> li
         return tensor.is_floating_point(), tensor.is_complex()
 
     told = []
-    # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
-    constants = names_below_others([entry.name for entry, _ in pairs])
+    owners = owners_of_constants([entry.name for entry, _ in pairs])
+    coded = set(owners.values())
     for entry, there in pairs:
         here = entry.template
-        if entry.name in constants:
-            continue
-        if there.shape != here.shape:
+        if entry.name in owners:
+            continue  # the load compares how parameters are quantized
+        if entry.name in coded and there.dtype != here.dtype:
+            told.append(f"{entry.name!r} has codes in {there.dtype} in the file, in {here.dtype} in the model")
+        elif there.shape != here.shape:
             told.append(f"{entry.name!r} has shape {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
         elif strict and kind(there) != kind(here):
             kinds = f"{there.dtype} in the file, of {here.dtype} in the model"

@@ -58,7 +58,13 @@ def load_constants(
         names = [] if own is None else [each for each in state_dict if each.startswith(below)]
         if names:
             values = {each.removeprefix(below): state_dict.pop(each) for each in names}
+            codes = state_dict.get(prefix + name)
             try:
+                if isinstance(codes, torch.Tensor) and codes.dtype != param.dtype:  # type: ignore[union-attr]
+                    raise LoadError(
+                        f"The codes of quantized parameter {clean_fqn(prefix + name)!r} are stored in {codes.dtype} "
+                        f"there and in {param.dtype} in the model, which no cast keeps."  # type: ignore[union-attr]
+                    )
                 _copy_constants(own, values, clean_fqn(prefix + name))
             except LoadError as error:
                 lists[-1].append(str(error))

@@ -12,17 +12,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.core import check_module, units_of
+from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError
 from fsdp_flat.state import ParamIndex
 
 
 @dataclass(frozen=True, slots=True)
 class _Averaged:
-    """Holds one parameter, its average, and an identity that is equal if two of them hold the same elements."""
+    """Holds one parameter, its average, and an identity that is equal if two of them hold the same elements.
+
+    A parameter of integers, or of 4-bit codes in any dtype, is copied in place of an average.
+    """
 
     param: nn.Parameter
     shadow: torch.Tensor
     identity: dict[str, Any]
+    is_copied: bool
 
 
 class ShardedEMA:
@@ -36,7 +41,7 @@ class ShardedEMA:
         model: a wrapped model, or any module that holds wrappers; parameters that no unit manages are averaged too.
         decay: weight of the old average, in [0, 1).
         dtype: dtype of the average; by default that of the parameters, or float32 if that is shorter than 4 bytes,
-            since an average in bfloat16 would lose most updates. Integer parameters are copied.
+            since an average in bfloat16 would lose most updates. Integers and 4-bit weights are copied.
 
     Attributes:
         decay: may be changed at any time.
@@ -73,10 +78,10 @@ class ShardedEMA:
         for entry in self._entries.values():
             shadow = entry.shadow
             data = entry.param.data.to(device=shadow.device, dtype=shadow.dtype)
-            if shadow.is_floating_point() or shadow.is_complex():
-                shadow.lerp_(data, 1.0 - self.decay)
-            else:
+            if entry.is_copied:
                 shadow.copy_(data)
+            else:
+                shadow.lerp_(data, 1.0 - self.decay)
         self.num_updates += 1
 
     @contextmanager
@@ -175,19 +180,25 @@ def _averages_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Aver
     found: dict[str, _Averaged] = {}
     for first in [param for param in index.params if param.index == 0]:
         layout, param = first.param_group.layout, first.param_group.flat_param
+        has_codes = any(quant_state_of(entry.param) is not None for entry in first.param_group.params)
         identity = {"fqns": list(layout.fqns), "numel": layout.numel, "world_size": layout.world_size}
-        found[first.fqn] = _Averaged(param, _shadow(param, dtype), {**identity, "rank": first.param_group.spec.rank})
+        identity["rank"] = first.param_group.spec.rank
+        found[first.fqn] = _averaged(param, dtype, identity, has_codes=has_codes)
     for other, name in index.others.items():
         identity = {"shape": list(other.shape)}
         if isinstance(other, DTensor):
             mesh = other.device_mesh
             identity |= {"placements": [str(each) for each in other.placements]}
             identity |= {"rank": list(mesh.get_coordinate() or ()), "mesh": list(mesh.shape)}
-        found[name] = _Averaged(other, _shadow(other, dtype), identity)
+        found[name] = _averaged(other, dtype, identity, has_codes=quant_state_of(other) is not None)
     return found
 
 
-def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
-    if not param.is_floating_point():
-        return param.detach().clone()
-    return param.detach().to(dtype or (torch.float32 if param.itemsize < 4 else param.dtype), copy=True)
+def _averaged(
+    param: nn.Parameter, dtype: torch.dtype | None, identity: dict[str, Any], *, has_codes: bool
+) -> _Averaged:
+    is_copied = has_codes or not (param.is_floating_point() or param.is_complex())
+    if is_copied or param.is_complex():
+        return _Averaged(param, param.detach().clone(), identity, is_copied)
+    wide = torch.float32 if param.itemsize < 4 else param.dtype
+    return _Averaged(param, param.detach().to(dtype or wide, copy=True), identity, is_copied)

@@ -14,7 +14,7 @@ from fsdp_flat.layout.fqn import (
     flat_param_name,
     is_flat_param_name,
     join_fqn,
-    names_below_others,
+    owners_of_constants,
 )
 from fsdp_flat.layout.intervals import (
     Box,

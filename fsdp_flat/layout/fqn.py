@@ -41,14 +41,15 @@ def clean_text(text: str) -> str:
     return _COMPONENTS_IN_TEXT.sub("", text)
 
 
-def names_below_others(names: Collection[str]) -> set[str]:
-    """Return the names of tensors that are below another one: those of a quantized parameter's constants.
+def owners_of_constants(names: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors that are below that of another one, the constants of a quantized parameter, with it.
 
-    >>> names_below_others(["fc.weight", "fc.weight.absmax", "fc.bias"])
-    {'fc.weight.absmax'}
+    >>> owners_of_constants(["fc.weight", "fc.weight.absmax", "fc.bias"])
+    {'fc.weight.absmax': 'fc.weight'}
     """
     known = set(names)
-    return {name for name in names if any(name[: dot.start()] in known for dot in re.finditer(r"\.", name))}
+    parents = ((name, name[: dot.start()]) for name in names for dot in re.finditer(r"\.", name))
+    return {name: parent for name, parent in parents if parent in known}
 
 
 def join_fqn(*parts: str) -> str:

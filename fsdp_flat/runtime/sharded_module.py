@@ -137,7 +137,7 @@ class ShardedModule(UnitSettings):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or keep them for backward, also those of the outermost unit.
 
-        It replaces a number of ranks that ``fully_shard`` was given.
+        It replaces a number of ranks or a memory budget that the module was given.
 
         Raises:
             OptionError: (a ValueError) not a bool.

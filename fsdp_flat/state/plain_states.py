@@ -33,21 +33,6 @@ def is_wrapper(value: Any) -> bool:
     return not isinstance(local, (DTensor, BoxedTensor)) and hasattr(local, "__tensor_flatten__")
 
 
-def values_of(value: Any) -> Any:
-    """Return a tensor made of others as the plain one of them that has its values, in its shape and dtype.
-
-    torchao's float8 weights have one. Any other value, and a tensor that has no such one or several, is returned.
-    """
-    if not is_wrapper(value):
-        return value
-    local = local_of(value)
-    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-    same = [each for each in inner if (each.shape, each.dtype) == (local.shape, local.dtype) and not is_wrapper(each)]
-    if len(same) != 1:
-        return value
-    return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
-
-
 def has_quantized(state: States) -> bool:
     """Return whether any state is a tensor made of other tensors, or codes."""
     return any(_code_names(row) or any(map(is_wrapper, row.values())) for row in state.values())
@@ -92,6 +77,21 @@ def quantized_like(row: dict[str, Any], present: Mapping[str, Any]) -> None:
             value, codes = row[name].float().contiguous(), present[qmap].to(row[name].device)
             row[name], row[absmax] = torch.ops.bitsandbytes.quantize_blockwise(value, codes, _BLOCK)
             row[qmap] = present[qmap]
+
+
+def values_of(value: Any) -> Any:
+    """Return a tensor made of others as the plain one of them that has its values, in its shape and dtype.
+
+    torchao's float8 weights have one. Any other value, and a tensor that has no such one or several, is returned.
+    """
+    if not is_wrapper(value):
+        return value
+    local = local_of(value)
+    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    same = [each for each in inner if (each.shape, each.dtype) == (local.shape, local.dtype) and not is_wrapper(each)]
+    if len(same) != 1:
+        return value
+    return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
 
 
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:

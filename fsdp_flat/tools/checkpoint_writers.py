@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, some_of
+from fsdp_flat.layout import owners_of_constants
 from fsdp_flat.tools.stored_checkpoint import (
     OPTIM_NAMES,
     Keys,
@@ -171,6 +172,11 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
             aliases[tensor.name] = same
         else:
             tensors[tensor.name] = tensor
+    if options.dtype is not None and (coded := sorted(set(owners_of_constants(tensors).values()))):
+        raise OptionError(
+            f"--dtype would change the codes of quantized parameters, {some_of(coded, 3)}. Write them as they are "
+            "stored, without it."
+        )
     files = divided(
         {name: _nbytes_as(tensor, options.dtype) for name, tensor in tensors.items()}, options.max_file_bytes
     )

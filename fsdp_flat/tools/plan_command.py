@@ -43,7 +43,7 @@ class PlanFlags:
 
     Attributes:
         wrap: names of the classes of modules to make units of.
-        strategy: name of the ``ShardingStrategy``.
+        strategy: name of the ``ShardingStrategy``, or one with a memory budget, as "FULL_SHARD:40GB".
         replicas: ranks that hold the same shard.
         api: a key of ``APIS``.
         precision: a key of ``PRECISIONS``; without it a hub model is trained in "bf16", and others are "as-built".
@@ -119,8 +119,11 @@ def show_plan(
 
 def _unit_arguments(model: nn.Module, flags: PlanFlags, assumed: dict[str, str], *, is_hub: bool) -> dict[str, Any]:
     """Return the arguments of plan() that decide on units; the model gets the dtype that its precision says."""
-    if flags.strategy is not None and flags.strategy not in ShardingStrategy.__members__:
-        raise OptionError(f"--strategy is one of {', '.join(ShardingStrategy.__members__)}; got {flags.strategy}.")
+    if flags.strategy is not None and flags.strategy.partition(":")[0] not in ShardingStrategy.__members__:
+        raise OptionError(
+            f"--strategy is one of {', '.join(ShardingStrategy.__members__)}, or with a memory budget "
+            f"FULL_SHARD:40GB; got {flags.strategy}."
+        )
     # A search tries the hybrid strategies by itself.
     strategy = "HYBRID_SHARD" if (flags.strategy, flags.fit) == (None, None) and flags.replicas > 1 else flags.strategy
     precision = flags.precision or ("bf16" if is_hub else "as-built")
@@ -131,7 +134,7 @@ def _unit_arguments(model: nn.Module, flags: PlanFlags, assumed: dict[str, str],
         "num_replicas": flags.replicas,
         "api": APIS[flags.api],
         "auto_wrap_policy": ModuleWrapPolicy(classes_named(model, list(flags.wrap))) if flags.wrap else None,
-        "sharding_strategy": None if strategy is None else ShardingStrategy[strategy],
+        "sharding_strategy": strategy if strategy is None or ":" in strategy else ShardingStrategy[strategy],
     }
     dtypes = ", ".join(sorted({_dtype_text(param.dtype) for param in model.parameters()})) or "no"
     text = f"{precision}: {dtypes} parameters, gradients and optimizer states"

@@ -19,6 +19,7 @@ from tests.support import on_ranks
 from tests.support.beside import FRONTS, KINDS, OUR_WRAPPERS, Beside, batch, placed
 from tests.support.kit import square_loss
 from tests.support.models import Stack
+from tests.support.selection import some
 
 Optimizer = torch.optim.Optimizer
 
@@ -99,15 +100,14 @@ def _check(beside: Beside, kinds: tuple[str, ...], ways: dict[str, Any]) -> None
         beside.zero_grad()
         for step in range(position + 1, 3):
             beside.follow(step=step)
-        for pair, (name, clear) in itertools.product(itertools.product(kinds, repeat=2), ways.items()):
+        for pair, (name, clear) in some(itertools.product(itertools.product(kinds, repeat=2), ways.items()), 7):
             beside.ours.zero_grad()
             try:
                 _run(beside.ours, beside.optimizer, pair, clear, position)
                 beside.check_gradients()
             except (AssertionError, RuntimeError) as error:
                 wrong.append(f"{pair}, {name} after the backward at {position}: {error}")
-    total = 2 * len(kinds) ** 2 * len(ways)
-    assert not wrong, f"{len(wrong)} of {total} sequences are wrong:\n" + "\n".join(wrong[:6])
+    assert not wrong, f"{len(wrong)} sequences are wrong:\n" + "\n".join(wrong[:6])
 
 
 @FRONTS

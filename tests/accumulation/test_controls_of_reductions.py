@@ -13,7 +13,7 @@ from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import BOTH, CLOSE, FRONTS, FRONTS_AND_TORCH, Beside, batch_of, grads_of, placed
+from tests.support.beside import BOTH, CLOSE, FRONTS, FRONTS_AND_TORCH, Beside, batch_of, grads_of, placed, whole
 from tests.support.kit import mesh, square_loss
 from tests.support.models import Stack
 
@@ -376,14 +376,17 @@ def test_training_with_a_divide_factor_equals_torch(shape: str, dtypes: tuple[to
         other.set_gradient_divide_factor(given)
         for unit in (own, other):
             unit.set_force_sum_reduction_for_comms(True)
+    tolerance = CLOSE if exact else {"atol": 2e-3, "rtol": 2e-2}
     for _ in range(2):
-        beside.backward()
+        losses = beside.backward()
+        assert_close(losses["fully_shard"], losses["fsdp2"], **tolerance)
         for param in beside.plain.parameters():
             param.grad *= num_ranks / factor
         beside.check_gradients()
-        tolerance = CLOSE if exact else {"atol": 2e-3, "rtol": 2e-2}
         assert_close(grads_of(beside.ours), grads_of(beside.theirs), **tolerance)
         beside.step()
+        for own, other in zip(beside.ours.parameters(), beside.theirs.parameters(), strict=True):
+            assert_close(whole(own), whole(other), **tolerance)
     beside.check_parameters()
 
 

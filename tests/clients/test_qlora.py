@@ -13,6 +13,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +27,7 @@ from fsdp_flat import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    ShardedEMA,
     StateDictType,
     fully_shard,
     installed,
@@ -38,6 +40,7 @@ from fsdp_flat import (
 )
 from fsdp_flat.collectives import QuantizedAllGather, use_collectives
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
+from fsdp_flat.tools.command import main
 from fsdp_flat.wrap import ModuleWrapPolicy, _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.clients.kit import rank_environment, tokens
 from tests.support import assert_close, assert_equal, on_ranks
@@ -183,6 +186,10 @@ def full_state(model: Any, side: str) -> dict[str, torch.Tensor]:
         return {name: full(value) for name, value in model.state_dict().items()}
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def frozen(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if "lora" not in name}
 
 
 @EVERY_STORAGE
@@ -359,6 +366,43 @@ def test_a_quantized_base_is_written_as_transformers_reads_it(storage: str, side
 
 @pytest.mark.parametrize("side", ["originals", "fully_shard"])
 @on_ranks(2)
+def test_a_file_in_another_dtype_has_the_codes_and_constants_as_they_are(side: str, tmp_path: Path) -> None:
+    save_full(sharded(quantized(tmp_path, "float32"), side), tmp_path / "saved", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "saved" / "model.safetensors")
+    plain = quantized(tmp_path, "float32").state_dict()
+    for name, value in plain.items():
+        is_number = "proj" not in name
+        assert found[name].dtype == (torch.bfloat16 if is_number else value.dtype), name
+        assert torch.equal(found[name].view(torch.uint8), value.to(found[name].dtype).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("side", ["originals", "fully_shard"])
+@on_ranks(2)
+def test_codes_that_are_stored_in_another_dtype_are_not_loaded(side: str, tmp_path: Path) -> None:
+    saved = sharded(quantized(tmp_path, "bfloat16"), side)
+    save_checkpoint(tmp_path / "checkpoint", saved)
+    if dist.get_rank() == 0:
+        convert = ["convert", str(tmp_path / "checkpoint"), str(tmp_path / "converted"), "--to", "safetensors"]
+        assert main([*convert, "--dtype", "float16"]) != 0
+        assert main(convert) == 0
+    save_full(saved, tmp_path / "full")
+    state = dict(iter_full_state_dict(saved, dst=None))
+    model = sharded(quantized(tmp_path, "float16", seed=1), side)
+    before = full_state(model, side)
+    words = r"codes .*in torch\.bfloat16 .*in torch\.float16 in the model"
+    with pytest.raises((LoadError, PeerFailureError), match=words):
+        load_checkpoint(tmp_path / "checkpoint", model)
+    with pytest.raises((LoadError, PeerFailureError), match=words):
+        load_full(model, tmp_path / "full")
+    assert_equal(full_state(model, side), before)
+    with pytest.raises(RuntimeError, match=words):
+        model.load_state_dict(state)
+    if side == "originals":  # as in torch, fully_shard loads what fits
+        assert_equal(full_state(model, side), before)
+
+
+@pytest.mark.parametrize("side", ["originals", "fully_shard"])
+@on_ranks(2)
 def test_layers_evaluate_and_train_on_afterwards(side: str, tmp_path: Path) -> None:
     """On CPUs with AVX512-BF16 bitsandbytes repacks a weight in evaluation, and notes it in the shared constants."""
     model = sharded(adapted(quantized(tmp_path)), side)
@@ -498,3 +542,16 @@ def test_8_bit_weights_train_and_are_saved_though_each_layer_keeps_its_codes(sid
     layers = [each for each in model.modules() if isinstance(each, Linear8bitLt) and hasattr(each, "state")]
     assert layers
     assert all(each.state.CB.shape == (each.out_features, each.in_features) for each in layers)
+
+
+@SIDES
+@on_ranks(2)
+def test_an_average_copies_codes_some_of_which_are_no_numbers(side: str, tmp_path: Path) -> None:
+    model = sharded(adapted(quantized(tmp_path, "bfloat16")), side)
+    before, average, optimizer = full_state(model, side), ShardedEMA(model, 0.5), optimizer_of(model)
+    trained(model, optimizer, 0, 1, part=dist.get_rank())
+    average.update()
+    with average.swap():
+        inside = full_state(model, side)
+    assert_equal(frozen(inside), frozen(before))
+    assert all(not torch.equal(inside[name], before[name]) for name in before if "lora" in name)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_flat import CPUOffload, FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_flat import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import units_of
 from tests.support import assert_equal, on_ranks
@@ -70,10 +70,3 @@ def test_parameters_summoned_to_the_cpu_are_live_inside_and_leave_the_shards_int
         assert torch.allclose(value, expected[name], rtol=1e-9, atol=1e-11)
     assert_equal(shown, kept, what="what was shown, after the block")
     beside.train()
-
-
-@on_ranks(2)
-@KINDS
-def test_offloading_parameters_on_the_cpu_trains_as_the_reference(front: str) -> None:
-    beside = Beside(Stack(), front, cpu_offload=CPUOffload(offload_params=True))
-    beside.train(num_steps=2)

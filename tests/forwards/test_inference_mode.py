@@ -9,38 +9,32 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard
 from tests.support import assert_close, on_ranks
+from tests.support.beside import APPLY, FRONTS
 from tests.support.kit import full_grads
 from tests.support.models import Block, Stack
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
-WRAPS: dict[str, Any] = {
-    "flat": lambda model: FSDP(model),
-    "orig": lambda model: FSDP(model, use_orig_params=True),
-    "fully_shard": fully_shard,
-}
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@FRONTS
 @on_ranks(2)
-def test_a_model_that_is_wrapped_inside_inference_mode_trains_after_it(wrap: str) -> None:
+def test_a_model_that_is_wrapped_inside_inference_mode_trains_after_it(front: str) -> None:
     torch.manual_seed(0)
     plain, x = Stack(), torch.randn(3, 8)
     model = copy.deepcopy(plain)
     with torch.inference_mode():
-        model = WRAPS[wrap](model)
+        model = APPLY[front](model)
         assert_close(model(x), plain(x), **CLOSE)
     model(x).sum().backward()
     plain(x).sum().backward()
     assert_close(full_grads(model), {name: param.grad for name, param in plain.named_parameters()}, **CLOSE)
 
 
-@pytest.mark.parametrize("wrap", ["orig", "fully_shard"])
+@pytest.mark.parametrize("front", ["originals", "fully_shard"])
 @on_ranks(2)
-def test_a_parameter_that_was_created_inside_inference_mode_is_named(wrap: str) -> None:
+def test_a_parameter_that_was_created_inside_inference_mode_is_named(front: str) -> None:
     with torch.inference_mode():
         model: nn.Module = Block()
         with pytest.raises(ValueError, match=r"Parameter '.*weight' of unit .* inside torch\.inference_mode\(\)"):
-            WRAPS[wrap](model)
+            APPLY[front](model)

@@ -17,22 +17,18 @@ from fsdp_flat.composable import FSDPModule, UnshardHandle, fully_shard, share_c
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import assert_idle, batch_of, blocks_and_root, by_steps, plain_sgd
-from tests.support.kit import BLOCKS, full_params, square_loss, train_on, wrapped
+from tests.support.beside import APPLY, FRONTS, assert_idle, batch_of, blocks_and_root, by_policy, by_steps, plain_sgd
+from tests.support.kit import full_params, square_loss, train_on
 from tests.support.models import Block, Stack
 from tests.support.peer import peer_fully_shard
 from tests.support.steps import acquaint, recorded
 
 
 def stack_of(front: str, num_blocks: int = 4, **kwargs: Any) -> Any:
-    model = Stack(num_blocks).double()
-    if front == "fully_shard":
-        return blocks_and_root(model, fully_shard, **kwargs)
-    return wrapped(model, auto_wrap_policy=BLOCKS, use_orig_params=front == "wrapper with original parameters")
+    return by_policy(Stack(num_blocks).double(), APPLY[front], **kwargs)
 
 
 close = functools.partial(assert_close, atol=1e-6, rtol=1e-5)
-FRONTS = pytest.mark.parametrize("front", ["fully_shard", "wrapper", "wrapper with original parameters"])
 
 
 def blocks_of(model: Any) -> Any:
@@ -199,7 +195,7 @@ def test_prefetching_by_hand_inside_a_forward_trains_right(front: str) -> None:
 
 @on_ranks(2)
 def test_a_unit_cannot_be_resharded_inside_its_forward_nor_summoned_parameters_be_freed() -> None:
-    model = stack_of("wrapper")
+    model = stack_of("flat")
     block = blocks_of(model)[0]
     with FSDP.summon_full_params(model):
         for act in (block.reshard, block.unshard):

@@ -11,18 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MixedPrecision, fully_shard
+from fsdp_flat import MixedPrecision
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import blocks_and_root
 from tests.support.kit import square_loss
 from tests.support.wrapper_models import batch, mesh_options, seeded, shard, shard_by_peer
-
-
-def by_fully_shard(model: Any, **kwargs: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
-
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
 FRONTS: dict[str, Callable[[Any], Any]] = {
@@ -32,8 +26,8 @@ FRONTS: dict[str, Callable[[Any], Any]] = {
     "SHARD_GRAD_OP": lambda model: shard(model, "SHARD_GRAD_OP", use_orig_params=True),
     "NO_SHARD": lambda model: shard(model, "NO_SHARD", use_orig_params=True),
     "hybrid": lambda model: shard(model, "HYBRID_SHARD", **mesh_options("HYBRID_SHARD")),
-    "fully_shard": by_fully_shard,
-    "hybrid fully_shard": lambda model: by_fully_shard(model, mesh=init_device_mesh("cpu", (2, 2))),
+    "fully_shard": blocks_and_root,
+    "hybrid fully_shard": lambda model: blocks_and_root(model, mesh=init_device_mesh("cpu", (2, 2))),
 }
 THREE = ("flat", "originals", "fully_shard")
 

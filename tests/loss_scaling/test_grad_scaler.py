@@ -10,26 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import blocks_and_root
 from tests.support.kit import full_params, square_loss
 from tests.support.wrapper_models import batch, mesh_options, seeded, shard
-
-
-def by_fully_shard(model: Any, **kwargs: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
-
 
 FRONTS: dict[str, Callable[[Any], Any]] = {
     "flat": lambda model: shard(model),
     "originals": lambda model: shard(model, use_orig_params=True),
     "hybrid": lambda model: shard(model, "HYBRID_SHARD", use_orig_params=True, **mesh_options("HYBRID_SHARD")),
-    "fully_shard": by_fully_shard,
-    "hybrid fully_shard": lambda model: by_fully_shard(model, mesh=init_device_mesh("cpu", (2, 2))),
+    "fully_shard": blocks_and_root,
+    "hybrid fully_shard": lambda model: blocks_and_root(model, mesh=init_device_mesh("cpu", (2, 2))),
 }
 
 

@@ -56,7 +56,8 @@ def test_training_in_mixed_precision_equals_torch(
     exact = dist.get_world_size() == 2 or torch.bfloat16 not in (param_dtype, reduce_dtype)
     tolerance = {"atol": 1e-6, "rtol": 1e-5} if exact else LOW
     for _ in range(3):
-        beside.backward()
+        losses = beside.backward()
+        assert_close(losses["fully_shard"], losses["fsdp2"], **tolerance)
         check_same_gradients(beside, **tolerance)
         for own, other in zip(beside.ours.parameters(), beside.theirs.parameters(), strict=True):
             assert isinstance(own.grad, DTensor)

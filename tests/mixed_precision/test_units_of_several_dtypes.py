@@ -103,17 +103,6 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
 
 @on_ranks(2)
 @KINDS
-@pytest.mark.parametrize("frozen", [[0], [1], [0, 1, 2], [2]])
-def test_wholly_frozen_units_anywhere_train_as_the_reference(front: str, frozen: list[int]) -> None:
-    module = Stack()
-    for index in frozen:
-        module.blocks[index].requires_grad_(False)
-    beside = Beside(module, front)
-    beside.train(num_steps=2)
-
-
-@on_ranks(2)
-@KINDS
 def test_a_wholly_frozen_model_gives_input_gradients_and_reduces_nothing(front: str) -> None:
     beside = Beside(Stack().requires_grad_(False), front)
     x = batch_of(0).requires_grad_()

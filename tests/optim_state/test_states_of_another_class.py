@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as PeerFSDP
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard, load_checkpoint, save_checkpoint
+from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.api import FullOptimStateDictConfig
 from fsdp_flat.errors import OptionError
 from fsdp_flat.state import optim_load
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import blocks_and_root
 from tests.support.peer import peer_warnings_silenced
 from tests.support.wrapper_models import seeded, shard, shard_by_peer, train
 
@@ -41,16 +42,10 @@ TEXTS = {
 }
 
 
-def by_fully_shard(model: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 FRONTS: dict[str, Callable[[Any], Any]] = {
     "flat": lambda model: shard(model, use_orig_params=False),
     "originals": lambda model: shard(model, use_orig_params=True),
-    "fully_shard": by_fully_shard,
+    "fully_shard": blocks_and_root,
 }
 
 

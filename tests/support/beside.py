@@ -192,26 +192,25 @@ class Beside:
     def _as_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() and self._dtype else tensor
 
-    def backward(self, body: Body | None = None, step: int | None = None) -> Any:
-        """Run forward and backward of every model on this rank's batch, and compare losses and outputs.
+    def backward(self, body: Body | None = None, step: int | None = None) -> dict[str, Any]:
+        """Run forward and backward of every model on this rank's batch; compare losses and outputs with the replica's.
 
         Args:
             body: what a model runs; by default that of the constructor.
             step: number of the batch; by default that of the next step.
 
         Returns:
-            What the body returned for the replica, without its graph.
+            What the body returned for each sharded model, by fronts, without its graph.
         """
         step = self.num_steps if step is None else step
         results = {front: self._run(model, body, step) for front, model in self.sharded.items()}
         expected = self.follow(body, step)
         for front, result in results.items():
-            if self._is_low:
-                result = pytree.tree_map_only(torch.Tensor, self._as_dtype, result)
+            result = pytree.tree_map_only(torch.Tensor, self._as_dtype, result) if self._is_low else result
             for found, wanted, what in zip(result, expected, ("loss", "outputs"), strict=True):
                 assert_close(found, wanted, **self.tolerance, what=f"{front}: {what} of step {step}")
         self.num_steps = step + 1
-        return expected[0]
+        return {front: loss for front, (loss, _) in results.items()}
 
     def follow(self, body: Body | None = None, step: int = 0) -> tuple[Any, list[torch.Tensor]]:
         """Run forward and backward of the replica alone, average its gradients, and return its loss and outputs."""

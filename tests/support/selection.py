@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pytest
+
+# In the environment of worker ranks, where --all-combinations was given.
+ALL_COMBINATIONS = "FSDP_FLAT_TESTS_ALL_COMBINATIONS"
+Each = TypeVar("Each")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,6 +36,16 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def some(combinations: Iterable[Each], every: int) -> list[Each]:
+    """Return every so manieth combination that a test's body tries; all of them with ``--all-combinations``.
+
+    Args:
+        combinations: such as a product of several values.
+        every: without a common factor with the numbers of values, so that each value occurs.
+    """
+    return list(combinations)[:: 1 if ALL_COMBINATIONS in os.environ else every]
 
 
 def cover(combinations: Sequence[Mapping[str, Any]]) -> set[int]:

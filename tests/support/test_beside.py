@@ -12,7 +12,7 @@ from torch import nn
 from tests.support import on_ranks
 from tests.support.beside import APPLY, BOTH, FRONTS, OURS, Beside, adamw, assert_idle, batch_of, placed
 from tests.support.kit import square_loss
-from tests.support.models import Block, Stack
+from tests.support.models import Block, BufferedBlock, Stack
 
 EVERY = pytest.mark.parametrize("front", list(APPLY))
 
@@ -93,6 +93,22 @@ def test_one_element_of_a_parameter_that_differs_fails(front: str) -> None:
         beside.plain.first.bias += 1e-6
     with pytest.raises(AssertionError, match=r"parameters\['first.bias'\]: \d of \d elements differ"):
         beside.check_parameters()
+
+
+@EVERY
+@on_ranks(2)
+def test_a_buffer_or_a_saved_parameter_that_differs_fails(front: str) -> None:
+    beside = Beside(BufferedBlock(8), front, units=())
+    beside.train()
+    beside.check_state_dict()
+    beside.plain.shift[3] += 1e-6
+    with pytest.raises(AssertionError, match=r"state dict\['shift'\]: 1 of 8 elements differ"):
+        beside.check_state_dict()
+    beside.plain.shift[3] -= 1e-6
+    with torch.no_grad():
+        beside.plain.down.weight += 1e-6
+    with pytest.raises(AssertionError, match=r"state dict\['down.weight'\]: \d+ of \d+ elements differ"):
+        beside.check_state_dict()
 
 
 def change_weights(beside: Beside) -> None:

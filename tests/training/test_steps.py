@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat import BackwardPrefetch
 from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
 from tests.support.beside import CLOSE, KINDS
 from tests.support.both_sides import LAYOUTS, Layout, beside_case, build
@@ -162,7 +161,7 @@ def test_clipping_counts_each_parameter_once(name: str) -> None:
     clip(name, Layout("FULL_SHARD"), "originals")
 
 
-# -- evaluation and prefetch ---------------------------------------------------------------------------------------
+# -- evaluation ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -183,15 +182,6 @@ def test_evaluation_before_and_between_steps_sees_the_current_parameters_and_buf
         assert_close(losses[0], losses[1], **CLOSE, what=f"evaluation {step}")
         beside.train()
     beside.check_state_dict()
-
-
-@on_ranks(2)
-@KINDS
-@pytest.mark.parametrize("backward", [*BackwardPrefetch, None], ids=["pre", "post", "none"])
-@pytest.mark.parametrize("name", ["nested units", "unit used three times"])
-def test_prefetch_changes_no_number(name: str, front: str, backward: BackwardPrefetch | None) -> None:
-    options = {"backward_prefetch": backward, "forward_prefetch": backward is None}
-    beside_case(name, front, **options).train(num_steps=3)
 
 
 # -- freezing on the way -------------------------------------------------------------------------------------------
