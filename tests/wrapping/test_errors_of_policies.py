@@ -246,7 +246,7 @@ def test_classes_that_match_nothing_are_a_warning_with_the_nearest_names_and_cou
 
 def test_a_class_of_the_same_name_from_another_module_is_named_in_full() -> None:
     namesake = type("Block", (nn.Module,), {})
-    with pytest.warns(UserWarning, match=r"nearest in the model: tests\.wrap\.zoo\.Block \(3 modules\)"):
+    with pytest.warns(UserWarning, match=r"nearest in the model: tests\.wrapping\.modules\.Block \(3 modules\)"):
         plan(Transformer(), ModuleWrapPolicy({namesake}))
 
 
