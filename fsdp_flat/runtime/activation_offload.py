@@ -85,10 +85,18 @@ class _Layer:
         after, before = self.after(), self.before()
         if after is not None:
             after.leave()
-        self.begin_return()
-        self._wait()
+        self.have_returned()
         if before is not None:
             before.begin_return()
+
+    def have_returned(self) -> None:
+        """Have the content on the accelerator, for compute that follows."""
+        self.begin_return()
+        self._wait()
+
+    def __del__(self) -> None:
+        # A backward that failed, or did not reach the layer, has begun copies for which nothing has waited.
+        self._wait()
 
     def _wait(self) -> None:
         for event in dict.fromkeys(stored.event for stored in self._stored):
@@ -102,10 +110,15 @@ def _no_layer() -> _Layer | None:
     return None
 
 
+def _is_same(held: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return held.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
 class _Saved(NamedTuple):
-    """Describes a saved tensor: a view of a storage that a layer holds."""
+    """Describes a saved tensor: a view of a storage that the layer which saved it first holds."""
 
     layer: _Layer
+    holder: _Layer
     stored: _Stored
     dtype: torch.dtype
     size: torch.Size
@@ -115,6 +128,8 @@ class _Saved(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Return the tensor, on the accelerator."""
         self.layer.enter_backward()
+        if self.holder is not self.layer:
+            self.holder.have_returned()
         flat = self.stored.device
         assert flat is not None
         if self.stored.is_changed or flat._version != self.stored.version:
@@ -178,12 +193,17 @@ class ActivationOffload:
             return tensor
         if not self._recent or self._recent[-1].key != (id(iteration), number):
             self._begin_layer((id(iteration), number))
-        layer, stored = self._known.get(storage._cdata, (None, None))
-        if layer is None or stored is None or stored.version != tensor._version:
+            if storage._cdata in self._kept:
+                return tensor
+        layer, stored = self._known.get(storage._cdata, (self._recent[-1], None))
+        held = None if stored is None else stored.device
+        # A backward inside the block may have given the memory back: then another storage has the address.
+        if stored is None or not (held is not None and _is_same(held, tensor) and stored.version == tensor._version):
             layer = self._recent[-1]
             stored = layer.add(tensor)
             self._known[storage._cdata] = layer, stored
-        return _Saved(layer, stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        view = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _Saved(self._recent[-1], layer, stored, *view)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""
@@ -192,6 +212,9 @@ class ActivationOffload:
     def _begin_layer(self, key: tuple[int, int]) -> None:
         """Begin the layer whose forward runs now; of those before it, the last one's copies run beside its compute."""
         self._leave(self._recent[:-1])
+        # Parameters with all-gather extensions get their memory in their first all-gather.
+        for unit in self._step.iteration.order if self._step.iteration is not None else ():
+            self._kept.update(each.untyped_storage()._cdata for g in unit.param_groups for each in g.buffer_tensors)
         self._recent.append(_Layer(key, self._recent[-1] if self._recent else None, self._swap))
         self._last = weakref.ref(self._recent[-1])
 
@@ -219,8 +242,8 @@ def offload_activations(model: nn.Module, *, keep: int = 1, min_nbytes: int = 1 
 
     Copies run beside compute: to the host while the next unit runs, and back during the backward of the unit after it.
     What two units have saved is on the accelerator at one time, besides that of the units that ``keep`` names.
-    Gradients are those without, to the bit. Of checkpoints of activations the inputs are offloaded. On a CPU the block
-    changes nothing::
+    Gradients are those without, to the bit. Of checkpoints of activations the inputs are offloaded. DTensors of tensor
+    parallelism and other classes of tensors stay. On a CPU the block changes nothing::
 
         with offload_activations(model):
             loss = model(x).mean()

@@ -21,8 +21,9 @@ from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import step_of, units_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime.activation_offload import ActivationOffload, storages_of
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import blocks_and_root
+from tests.support.beside import blocks_and_root, children_and_root
 from tests.support.host_swap import HostSwapOnCpu
 from tests.support.kit import BLOCKS, Block, Stack, batch, full_grads, seeded, square_loss, wrapped
 
@@ -107,6 +108,34 @@ def test_forwards_and_backwards_inside_one_block_in_any_order(front: str, rank: 
     with offloaded(model):
         losses(model)
     assert_equal(grads_of(model), expected)
+
+
+@on_ranks(2)
+@FRONTS
+@pytest.mark.parametrize("keep", [0, 1])
+def test_gradients_accumulated_over_many_backwards_inside_one_block_are_those_without(
+    front: str, keep: int, rank: int
+) -> None:
+    """A backward gives memory back, whose address another microbatch's activation may get."""
+    for num_layers in range(3, 7):
+
+        def build(num_layers: int = num_layers) -> nn.Module:
+            return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(num_layers)])
+
+        if front == "fully_shard":
+            model: Any = children_and_root(seeded(build), fully_shard)
+        else:
+            model = wrapped(seeded(build), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+        def accumulate(model: nn.Module = model) -> dict[str, Any]:
+            for step in range(8):
+                square_loss(model, batch(rank, step, 64, 128)).backward()
+            return grads_of(model)
+
+        expected = accumulate()
+        with offloaded(model, keep=keep):
+            found = accumulate()
+        assert_equal(found, expected)
 
 
 @on_ranks(2)
