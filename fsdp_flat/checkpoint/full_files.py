@@ -30,7 +30,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
     read_safetensors,
 )
 from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
-from fsdp_flat.core import ParamGroup, local_of, no_units, unit_of, units_of
+from fsdp_flat.core import ExtendedGroup, ParamGroup, local_of, no_units, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -628,6 +628,9 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     quantized = [*(entry.param for handle in handles for entry in handle.params), *others]
     others += [each for param in quantized for each in constants_of(param).values()]
+    # Tensors of other classes have no part in a flat parameter.
+    extended = [entry.param for handle in handles if isinstance(handle, ExtendedGroup) for entry in handle.params]
+    others += [inner for param in extended for inner in plain_tensors_in(local_of(param))]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
     copies = [tensor.clone() for tensor in tensors]
 

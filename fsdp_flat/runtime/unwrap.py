@@ -101,6 +101,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "the module that holds it."
             )
     for unit in units:
+        for param_group in unit.param_groups:
+            param_group.flat_shard()  # raises before anything is changed
+    for unit in units:
         unit.reshard()
         unit.before_gather()
         wholes = all_gather_full(unit, lambda param_group: param_group.flat_shard())

@@ -99,6 +99,11 @@ def values_of(value: Any) -> Any:
     same = [each for each in inner if (each.shape, each.dtype) == (local.shape, local.dtype) and not is_wrapper(each)]
     if len(same) != 1:
         return value
+    if len(inner) > 1 and not same[0].is_meta:
+        # The others, a scale perhaps, may be parts of the values.
+        with torch.no_grad():
+            if not torch.equal(torch.empty_like(same[0]).copy_(local), same[0]):
+                return value
     return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
 
 

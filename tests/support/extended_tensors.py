@@ -151,6 +151,28 @@ class SentInInt8(Holder):
         return None
 
 
+class Scaled(Holder):
+    """Numbers with a scale beside them: its values are their products."""
+
+    _NAMES = ("numbers", "scale")
+
+    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
+        is_first = scale.dtype == numbers.dtype
+        super().__init__(numbers, torch.full_like(numbers, 2.0, dtype=torch.float64) if is_first else scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], cls):
+            return args[0].copy_((args[1].numbers * args[1].scale).to(args[0].dtype))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return ((self.numbers * self.scale).to(self.numbers.dtype),), None  # type: ignore[attr-defined]
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
 class Mute(Holder):
     """A tensor of a class of its own, without such functions."""
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full
+from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.extended_tensors import Holder, NewPair, SentInBfloat16, held_by
+from tests.support.extended_tensors import Holder, NewPair, Scaled, SentInBfloat16, held_by
 from tests.support.kit import batch
 
 
@@ -88,3 +88,28 @@ def test_a_tensor_whose_values_are_in_several_is_refused_by_name(
         save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
     with pytest.raises(UnsupportedError, match=r"'0.weight' of the state dict is a NewPair.*keep"):
         save_full(model, tmp_path / "full")
+
+
+@FRONTS
+@on_ranks(2)
+def test_a_tensor_with_a_scale_beside_its_numbers_is_refused_by_name(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    """Its numbers have the shape and dtype of its values, and are not its values."""
+    model = sharded(Scaled)
+    with pytest.raises(UnsupportedError, match=r"'0.weight'.*Scaled"):
+        save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_model_that_cannot_be_unwrapped_trains_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), held_by(nn.Linear(8, 8, bias=False), SentInBfloat16))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, optimizer, 0)
+    with pytest.raises(UnsupportedError, match="SentInBfloat16, which has no full plain tensor"):
+        unwrap(model)
+    trained(model, optimizer, 1)
