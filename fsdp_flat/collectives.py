@@ -80,7 +80,10 @@ def use_collectives(
     units = units_of(module)
     groups = [param_group for unit in units for param_group in unit.param_groups]
     coded = [group for group in groups if group.orig_dtype.is_floating_point and any(map(_is_quantized, group.params))]
-    if coded and (isinstance(all_gather, QuantizedAllGather) or param_dtype_between_hosts is not None):
+    between = param_dtype_between_hosts
+    if between is not None:
+        coded = [group for group in coded if group.orig_dtype.itemsize > between.itemsize]
+    if coded and (isinstance(all_gather, QuantizedAllGather) or between is not None):
         fqn = next(entry.fqn for entry in coded[0].params if _is_quantized(entry))
         raise OptionError(
             f"Parameter {fqn!r} of unit {coded[0].spec.unit_name!r} has 4-bit codes in {coded[0].orig_dtype}, which an "

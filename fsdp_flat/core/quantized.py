@@ -20,7 +20,9 @@ from fsdp_flat.layout import clean_fqn
 
 def quant_state_of(param: torch.Tensor) -> Any:
     """Return the object with the constants of a quantized parameter; None for any other parameter."""
-    return getattr(param, "quant_state", None)
+    state = getattr(param, "quant_state", None)
+    # Other attributes of this name are the caller's own.
+    return state if hasattr(state, "absmax") and hasattr(state, "as_dict") else None
 
 
 def constants_of(param: torch.Tensor) -> dict[str, torch.Tensor]:

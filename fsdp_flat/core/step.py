@@ -208,7 +208,8 @@ class Step:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
             self._begin_iteration(compiler)
-            if self._unspent_nbytes is not None and unit is self.root:
+            # Replicas may evaluate by themselves; all of them train.
+            if self._unspent_nbytes is not None and unit is self.root and torch.is_grad_enabled():
                 self._spend_budget(self._unspent_nbytes)
         iteration = self.iteration
         assert iteration is not None

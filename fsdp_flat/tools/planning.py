@@ -130,4 +130,9 @@ def _is_accelerator(device_type: str) -> bool:
 def _offloads(cpu_offload: Any) -> bool:
     if isinstance(cpu_offload, bool) or cpu_offload is None:
         return bool(cpu_offload)
+    if getattr(cpu_offload, "offload_optimizer", False):
+        raise OptionError(
+            "plan does not count optimizer states on the host; got cpu_offload with offload_optimizer=True. Leave it "
+            "out, and subtract the optimizer's bytes from forward and backward."
+        )
     return bool(getattr(cpu_offload, "offload_params", False)) or is_a(cpu_offload, "CPUOffloadPolicy")

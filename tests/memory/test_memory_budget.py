@@ -353,3 +353,14 @@ def test_descriptions_name_the_budget_and_count_it(front: str) -> None:
         assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
     most = describe(sharded(front, "1TB")).most_gathered_nbytes
     assert most == sum(unit.gathered_nbytes for unit in without.units)
+
+
+@on_ranks(4)
+@FRONTS
+def test_no_replica_waits_for_another_one_in_an_evaluation_after_the_first_step(front: str, rank: int) -> None:
+    model = sharded(front, budget_for(2), is_hybrid=True)
+    train(model, rank, 1)
+    if rank < 2:
+        with torch.no_grad():
+            model(batch(rank))
+    dist.barrier()

@@ -359,3 +359,11 @@ def test_a_class_of_another_library_named_like_an_option_is_an_error_that_names_
     foreign = type("MixedPrecision", (), {"__module__": "elsewhere"})
     with pytest.raises(OptionTypeError, match=r"mixed_precision must be a MixedPrecision; got a elsewhere\.Mixed"):
         FSDP(nn.Linear(4, 4), mixed_precision=foreign())
+
+
+@on_ranks(2)
+def test_an_attribute_of_a_parameter_that_is_called_quant_state_is_the_callers_own(rank: int) -> None:
+    """bitsandbytes has constants of 4-bit weights under this name."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight.quant_state = {"scale": 1.0}  # type: ignore[assignment]
+    FSDP(model, use_orig_params=True)(torch.ones(2, 4)).sum().backward()
