@@ -408,7 +408,7 @@ class _Values:
         tensors: nested dicts of this rank's tensors, and of ``extra`` as bytes.
         plain: values that are no tensors; rank 0's are saved.
         rows_text: the optimizer states that are no tensors and that this rank sends.
-        wait: waits until copies of the tensors are complete.
+        wait_for_copies: waits until copies of the tensors are complete.
         is_prepared: rank 0 has removed the files of an earlier attempt.
         error: why this rank cannot write.
     """
@@ -416,7 +416,7 @@ class _Values:
     tensors: dict[str, Any]
     plain: dict[str, Any]
     rows_text: str
-    wait: Callable[[], None]
+    wait_for_copies: Callable[[], None]
     is_prepared: bool
     error: Exception | None
 
@@ -431,7 +431,7 @@ def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: i
         nbytes += sum(map(_NBYTES, parts))
     with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
         try:
-            values.wait()
+            values.wait_for_copies()
             if error is None and values.is_prepared:
                 written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])

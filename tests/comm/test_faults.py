@@ -148,7 +148,8 @@ def test_the_error_of_a_rank_that_ends_in_a_save_speaks_of_the_save(places: str,
     assert texts.keys() == {0, 1, 3}, texts
     for rank, text in texts.items():
         assert float(text.partition(" s, ")[0]) < LIMIT_S, f"rank {rank}: {text}"
-        assert re.search("PeerFailureError.* while saving", text), f"rank {rank}: {text}"
+        # A rank that ends before ranks meet has not come to the save for the others.
+        assert re.search("PeerFailureError.*( while saving|save_checkpoint was called)", text), f"rank {rank}: {text}"
 
 
 def clip_twice(model: FSDP, optimizer: torch.optim.Optimizer, folder: str) -> None:

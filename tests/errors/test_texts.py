@@ -98,7 +98,7 @@ def test_ours_around_or_inside_torchs_fully_shard_is_refused_with_its_name() -> 
         whole = seeded()
         peer.fully_shard(whole)
         text = text_of(OptionError, lambda around=around, whole=whole: around(whole.blocks[0]))
-        assert text.startswith("'up' of Block is sharded by torch's FSDP already.")
+        assert text.startswith("'up' of BufferedBlock is sharded by torch's FSDP already.")
 
 
 @on_ranks(2)

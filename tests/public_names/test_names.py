@@ -59,6 +59,8 @@ PUBLIC = {
     "load_checkpoint",
     "load_full",
     "matrix_params",
+    "offload_activations",
+    "offload_optimizer",
     "participate",
     "plan",
     "record",
