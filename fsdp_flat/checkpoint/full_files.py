@@ -278,8 +278,10 @@ def save_full(
             does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together, replicated, error = Consensus.of(model, SAVING), ReplicatedTensors(model), None
+    together, error = Consensus.of(model, SAVING), None
+    replicated: ReplicatedTensors | None = None
     try:
+        replicated = ReplicatedTensors(model)
         if not isinstance(max_file_bytes, (int, float)):
             raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:
@@ -299,8 +301,9 @@ def save_full(
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
     except Exception as raised:
         error = raised
-    digest = digest_of(json.dumps(replicated.prints, sort_keys=True).encode())
+    digest = 0 if replicated is None else digest_of(json.dumps(replicated.prints, sort_keys=True).encode())
     each_digest = together.meet("save_full", [digest], error)
+    assert replicated is not None
     replicated.compare([together.rank_group], together.device, are_equal=each_digest == [[digest]] * together.size)
     with bar(sum(file.nbytes for file in files)) as update:
         turns = _in_turn(files, num_writers)

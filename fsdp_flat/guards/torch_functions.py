@@ -23,7 +23,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -96,6 +97,18 @@ def replace_torch_functions() -> None:
             _Muon.__init__ = _muon_init
         _guard_torch_fsdps()
         _State.replaced = True
+
+
+@contextmanager
+def left_as_found() -> Iterator[None]:
+    """Undo at the end what the first unit has replaced inside the block."""
+    before = _State.replaced
+    try:
+        yield
+    finally:
+        if before is None and _State.replaced:
+            restore_torch_functions()
+            _State.replaced = None
 
 
 def restore_torch_functions() -> None:

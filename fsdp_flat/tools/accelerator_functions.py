@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fsdp_flat.comm import PLANNED
 from fsdp_flat.tools.torch_tools import HAS_FUSED_RMS_NORM
 
 
@@ -27,6 +28,8 @@ class AcceleratorFunctions(TorchFunctionMode):
             return _dropout(func, *args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
+        if kwargs.get("device") == "cpu" and not kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "device": PLANNED}  # as ``x.device.type`` names it
         return func(*args, **kwargs)
 
 

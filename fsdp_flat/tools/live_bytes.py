@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_flat.comm import is_accelerator
+from fsdp_flat.comm import PLANNED, is_accelerator
 from fsdp_flat.tools.planned_job import Machine
-from fsdp_flat.tools.torch_tools import TorchDispatchMode
+from fsdp_flat.tools.torch_tools import FakeTensor, TorchDispatchMode
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS = KINDS = range(5)
 
@@ -32,6 +34,14 @@ class _Memory:
     def __init__(self, storage: weakref.ref[torch.UntypedStorage], kind: int, *, on_host: bool) -> None:
         self.storage, self.kind, self.on_host = storage, kind, on_host
         self.nbytes, self.is_resizable = 0, False
+
+
+def _on_planned_device(value: Any) -> Any:
+    """Return what stands on the planned accelerator for a tensor of the caller: none of theirs can be there."""
+    is_real = type(value) in (torch.Tensor, nn.Parameter) and not isinstance(value, FakeTensor)
+    if is_real and value.dim() and value.layout is torch.strided:
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=PLANNED)
+    return value
 
 
 class LiveBytes(TorchDispatchMode):
@@ -124,6 +134,8 @@ class LiveBytes(TorchDispatchMode):
             self._count_collective(name, args)
         if name.startswith("_fused_") and not func._schema.returns:
             return None  # a fused update has no kernel without memory, and allocates nothing
+        if self._on_accelerator:
+            args, kwargs = tree_map(_on_planned_device, (args, kwargs))
         result = func(*args, **kwargs)
         kind = self.kind if self.kind in (PARAMETERS, OPTIMIZER) else self._kind_of_result(name, args, kwargs)
         for tensor in _tensors_in((result,)):

@@ -14,11 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +32,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import describe
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.guards import guards_off
+from fsdp_flat.guards.torch_functions import left_as_found
 from fsdp_flat.runtime import listed, planned_accelerator, resolve_ignored
 from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.live_bytes import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, LiveBytes
@@ -154,6 +157,7 @@ def planned_step(
     device = PLANNED if arguments.is_accelerator else torch.device("cpu")
     with (
         guards_off(),
+        left_as_found(),
         planned_groups(num_shards, arguments.num_ranks // num_shards) as groups,
         planned_accelerator() if arguments.is_accelerator else nullcontext(),
     ):
@@ -166,8 +170,9 @@ def planned_step(
         with FakeTensorMode(allow_non_fake_inputs=True), run.counter:
             model = _sharded(module, arguments, groups, mesh, device)
             found = describe(model)
-            first = replace(found.units[0], name=found.units[0].name.removeprefix("FSDP"))
-            units = (first, *found.units[1:]) if first.name == type(module).__name__ else found.units
+            units = found.units
+            if units and units[0].name.removeprefix("FSDP") == type(module).__name__:
+                units = (replace(units[0], name=type(module).__name__), *units[1:])
             plan = StepPlan(units, found.num_shards, found.num_replicas, found.most_gathered_nbytes)
             if step is None:
                 return plan
@@ -340,11 +345,17 @@ def _without_memory(module: nn.Module, device: torch.device) -> tuple[nn.Module,
     others = {
         value: _like(value, device)
         for child in module.modules()
-        for value in (*child._buffers.values(), *vars(child).values())
+        for value in tree_leaves(vars(child))
         if isinstance(value, torch.Tensor) and value not in params
     }
     copies: dict[int, Any] = {id(tensor): twin for tensor, twin in (*params.items(), *others.items())}
+    for leaf in tree_leaves([vars(child) for child in module.modules()]):
+        if isinstance(leaf, torch.Generator):
+            copies[id(leaf)] = leaf  # nothing is drawn from it
     copied = copy.deepcopy(module, copies)
+    for child in copied.modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            child.forward = MethodType(_BatchNorm.forward, child)  # type: ignore[method-assign]  # its own refuses operators of the CPU
     return copied, {**params, **dict(zip(module.modules(), copied.modules(), strict=True))}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,6 +93,10 @@ def plan(
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, wrapping would raise it, the model or the
             optimizer cannot run without values, or ``fit`` is given without a ``batch``.
     """
+    # Each plan of a search reads them.
+    ignored_modules, ignored_states = (
+        list(given) if isinstance(given, Iterator) else given for given in (ignored_modules, ignored_states)
+    )
     is_accelerator = _is_accelerator(device_type)
     for name, speed in (("bandwidth", bandwidth), ("flops", flops)):
         if speed is not None and not speed > 0:

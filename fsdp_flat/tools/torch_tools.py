@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.autograd.graph import _engine_run_backward
@@ -25,6 +26,7 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeStore",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "known_groups",
