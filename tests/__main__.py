@@ -32,6 +32,7 @@ SESSIONS = (
     ),
     (
         "tests/accumulation",
+        "tests/checkpoint",
         "tests/clipping",
         "tests/mixed_precision",
         "tests/optim_state",
