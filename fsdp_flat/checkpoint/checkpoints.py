@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,6 @@ _background: list[CheckpointSave] = []
 _threads: dict[tuple[int, ...], ThreadPoolExecutor] = {}
 # Optimizer states in boxes of live memory.
 _LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
-_NBYTES, _HANDLERS = attrgetter("nbytes"), attrgetter("optim_state_handlers")
 
 
 class CheckpointSave:
@@ -216,9 +214,9 @@ def save_checkpoint(
         refused = raised
 
     # Ranks meet, and know of each other what they have to before they write.
-    handled = sorted(set().union(*map(_HANDLERS, units_of(model))))
+    handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
     same = [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
-    same += map("a handler of {!r}".format, handled)
+    same += [f"a handler of {name!r}" for name in handled]
     # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
     unmanaged = [name for name in tensors.get("model", ()) if name not in index.by_name]
     told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, settings)]
@@ -327,7 +325,7 @@ def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any]:
         kind = type(local_of(tensors[quantized[0]])).__name__
         raise UnsupportedError(
             "The model's state dict has tensors made of other tensors, quantized ones for instance: "
-            f"{some_of(list(map(repr, quantized)), 6)}, the first a {kind}. A checkpoint holds plain tensors, "
+            f"{some_of([repr(name) for name in quantized], 6)}, the first a {kind}. A checkpoint holds plain tensors, "
             "so nothing was saved. Keep them out of the state dict by a hook (register_state_dict_post_hook) or as "
             "buffers that are not persistent, and save them apart."
         )
@@ -428,7 +426,7 @@ def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: i
     directory, text, error = save.path.parent, "", values.error
     writing, nbytes = writing_path(directory, save.step), 0
     for *_, parts in _parts(values.tensors):
-        nbytes += sum(map(_NBYTES, parts))
+        nbytes += sum(part.nbytes for part in parts)
     with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
         try:
             values.wait_for_copies()

@@ -22,16 +22,17 @@ _BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Reg
 
 def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
     """Return by name the parameters below ``root`` that none of its units manages."""
-    managed: set[nn.Parameter] = set()
-    for unit in units:
-        for param_group in unit.param_groups:
-            managed.update(param_group.shown.visible_params, param_group.buffer.params)
-    found: set[nn.Parameter] = set()
-    for module in modules_of(root):
-        for param in module._parameters.values():
-            if param is not None and param not in managed and not is_managed(param):
-                found.add(param)
-    return {clean_fqn(name): param for name, param in root.named_parameters() if param in found} if found else {}
+    param_groups = [param_group for unit in units for param_group in unit.param_groups]
+    managed = {
+        param
+        for param_group in param_groups
+        for param in (*param_group.shown.visible_params, *param_group.buffer.params)
+    }
+    return {
+        clean_fqn(name): param
+        for name, param in root.named_parameters()
+        if param not in managed and not is_managed(param)
+    }
 
 
 def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
@@ -52,15 +53,13 @@ def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str,
 
 def persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
     """Return by name the persistent buffers below ``root``, each once, without DTensors."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[torch.Tensor] = set()
+    found: dict[torch.Tensor, str] = {}
     for path, module in root.named_modules():
         for name, buffer in module._buffers.items():
             persists = buffer is not None and name not in module._non_persistent_buffers_set
-            if persists and buffer not in seen and not isinstance(buffer, DTensor):
-                seen.add(buffer)
-                found[clean_fqn(join_fqn(path, name))] = buffer
-    return found
+            if persists and not isinstance(buffer, DTensor):
+                found.setdefault(buffer, clean_fqn(join_fqn(path, name)))
+    return {name: buffer for buffer, name in found.items()}
 
 
 def averaged_lines(params: Mapping[str, nn.Parameter], *, averages: bool) -> list[str]:

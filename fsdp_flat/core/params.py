@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.core.torch_core import concatenated_mesh, has_values, local_of, outside_fake_mode, strided_shard
+from fsdp_flat.core.torch_core import (
+    attributes_of,
+    concatenated_mesh,
+    has_values,
+    local_of,
+    outside_fake_mode,
+    strided_shard,
+)
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.layout import Interval, chunk_rows
 
@@ -292,9 +299,6 @@ def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGr
 
 # -- managed parameters ------------------------------------------------------------------------------------------------
 
-# Attributes by which a parameter that a unit has flattened, or a DTensor that is a Parameter, is known.
-_MARKS = frozenset({"_fsdp_flat_index", "_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
@@ -390,7 +394,7 @@ class ManagedParam:
         param = nn.Parameter(tensor, requires_grad)
         if self.kind is not nn.Parameter:
             param = torch.Tensor._make_subclass(self.kind, tensor, requires_grad)
-        param.__dict__.update({name: value for name, value in self.param.__dict__.items() if name not in _MARKS})
+        param.__dict__.update(attributes_of(self.param))
         return param
 
     def mark(self, owner: FlattenedBy) -> None:
@@ -427,6 +431,4 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
         if module not in seen:
             seen.add(module)
             yield module
-            for child in reversed(module._modules.values()):
-                if child is not None:
-                    ahead.append(child)
+            ahead.extend(child for child in reversed(module._modules.values()) if child is not None)

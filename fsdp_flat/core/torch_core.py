@@ -143,10 +143,14 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+# Attributes by which a parameter that a unit has flattened, or a DTensor that is a Parameter, is known.
+_MARKS = frozenset({"_fsdp_flat_index", "_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
+
+
 def attributes_of(param: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that a caller has set on a parameter, without those that its class has set."""
+    """Return the attributes that a caller has set on a parameter, without those that its class or a unit has set."""
     own = param.detach().__dict__
-    return {key: value for key, value in param.__dict__.items() if key not in own and key != "_is_param"}
+    return {key: value for key, value in param.__dict__.items() if key not in own and key not in _MARKS}
 
 
 def dtensor_parameter(dtensor: DTensor, *, like: nn.Parameter) -> nn.Parameter:

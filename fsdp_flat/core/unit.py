@@ -526,9 +526,5 @@ def own_unit(module: nn.Module) -> Unit:
 
 def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
-    found: dict[Unit, None] = {}
-    for each in modules_of(module) if recurse else (module,):
-        unit = unit_of(each)
-        if unit is not None:
-            found[unit] = None
-    return list(found)
+    modules = modules_of(module) if recurse else (module,)
+    return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))

@@ -41,12 +41,11 @@ class Optimizers(Guard):
         if getattr(optimizer, "works_on_slices", False):
             needs = set()
         owners = getattr(optimizer, "state_owners", {})
+        takes_dtensors = all(kind.__name__ != _BITSANDBYTES for kind in type(optimizer).__mro__)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _check_replaced(optimizer, param)
-                if isinstance(param, DTensor) and any(
-                    kind.__name__ == _BITSANDBYTES for kind in type(optimizer).__mro__
-                ):
+                if isinstance(param, DTensor) and not takes_dtensors:
                     raise UnsupportedError(
                         f"{type(optimizer).__name__} of bitsandbytes takes no DTensors, which fully_shard makes of "
                         "parameters. Use the optimizer of this name in torchao.optim, or FullyShardedDataParallel with "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from weakref import WeakSet
 
 import torch
@@ -34,7 +33,6 @@ from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.runtime import group_settings
 from fsdp_flat.user_warnings import warn_user
 
-_RANK = attrgetter("rank")
 _IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outside of every unit", "buffer"
 # Models of which a warning has named the parameters outside of units.
 _TOLD_OF: WeakSet[nn.Module] = WeakSet()
@@ -173,7 +171,7 @@ class ReplicatedTensors:
             other = _OUTSIDE if unit_of(module) is None else _ADDED
             self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
         self._tensors = {**params, **persistent_buffers(module)}
-        self.prints = dict(zip(self._tensors, map(_print, self._tensors.values()), strict=True))
+        self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
 
     def compare(self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False) -> list[str]:
@@ -182,7 +180,7 @@ class ReplicatedTensors:
         Nothing is exchanged if :attr:`prints` ``are_equal``, as ranks know that have compared them with other things.
         """
         differing = set() if are_equal else _differing(self.prints, rank_groups, device)
-        for name, tensor in self._tensors.items() if not any(map(_RANK, rank_groups)) else ():
+        for name, tensor in self._tensors.items() if all(each.rank == 0 for each in rank_groups) else ():
             before = _WERE_EQUAL.get(tensor)
             # Ignored parameters that differ when they are first compared do so on purpose, as experts do.
             expected = before is None and self._kinds.get(name) == _IGNORED and not self._averages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from itertools import filterfalse
 
 # The attribute under which a wrapper keeps its module (FSDP1's name), and the prefix that a level of wrapping adds.
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -30,7 +29,7 @@ def clean_fqn(name: str) -> str:
     """
     if "_wrapped_module" not in name and COMPILED_MODULE not in name:
         return name  # most names; wrapping asks for thousands
-    return ".".join(filterfalse(_WRAPPER_COMPONENTS.__contains__, name.split(".")))
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
 
 
 def clean_text(text: str) -> str:

@@ -29,13 +29,8 @@ def group_settings(model: nn.Module, optim: Any) -> Settings:
     names = {param: clean_fqn(name) for name, param in model.named_parameters()}
     found: Settings = {}
     for group in param_groups_of(optim):
-        texts: dict[str, str] = {}
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                texts[key] = _text(value)
-        for param in group["params"]:
-            if param in names:
-                found[names[param]] = texts
+        texts = {key: _text(value) for key, value in group.items() if key not in ("params", "param_names")}
+        found.update((names[param], texts) for param in group["params"] if param in names)
     return found
 
 

@@ -80,12 +80,10 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         PhaseError: wrappers below ``module`` have different settings.
     """
-    found: StateDictSettings | None = None
-    for unit in units_of(module):
-        settings, found = unit.state_dict_settings, found or unit.state_dict_settings
-        if settings is not found and settings != found:
-            raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
-    return found  # type: ignore[return-value]
+    found = [unit.state_dict_settings for unit in units_of(module)]
+    if any(settings is not found[0] and settings != found[0] for settings in found):
+        raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
+    return found[0] if found else None  # type: ignore[return-value]
 
 
 @contextmanager
@@ -199,8 +197,9 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             if rank_groups:
                 unmanaged = ReplicatedTensors(wrapper)
                 said, device = json.dumps([is_hooked, unmanaged.prints]), unit.options.device
-                met = list(map(partial(barrier, "state_dict", said=said), rank_groups))
-                are_equal = met == [True]
+                are_unanimous = [barrier("state_dict", rank_group, said) for rank_group in rank_groups]
+                # Ranks of several groups may have found different answers.
+                are_equal = are_unanimous == [True]
                 unmanaged.compare(rank_groups, device, are_equal=are_equal)
                 is_hooked = is_hooked if are_equal else any(true_on_any_rank([is_hooked], rank_groups, device))
             # Device memory might not hold the values of several units at once.

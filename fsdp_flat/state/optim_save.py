@@ -87,10 +87,7 @@ def named_groups(own: OptimStates) -> list[dict[str, Any]] | None:
         return None
     found = []
     for group, params in zip(own.contents.groups, own.names[1:], strict=True):
-        settings: dict[str, Any] = {}
-        for key, value in group.items():
-            if key != "params":
-                settings[key] = copy.deepcopy(value)
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         if "param_names" in settings:
             # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             settings["param_names"] = list(params)
@@ -119,10 +116,7 @@ def encoded_states(
             values.append(value.to("cpu", copy=True) if config.offload_to_cpu else value)
     elif others:
         values += (codec if isinstance(codec, FullCodec) else FULL).encode(others, config)
-    found: dict[Place, Any] = {}
-    for shard, value in zip([*alike, *others], values, strict=True):
-        found[shard.param, shard.state or ""] = value
-    return found
+    return {(shard.param, shard.state or ""): value for shard, value in zip([*alike, *others], values, strict=True)}
 
 
 def rows_of(
@@ -142,11 +136,7 @@ def rows_of(
                     row[name] = value
             rows[state.param.fqn] = dict(sorted(row.items()))
     rows |= _others(own.index, own.contents, codec, config, copies=copies)
-    placed: Rows = {}
-    for name in (*own.names[0], *sorted(rows)):
-        if name in rows:
-            placed[name] = rows[name]
-    return placed
+    return {name: rows[name] for name in (*own.names[0], *sorted(rows)) if name in rows}
 
 
 def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config, *, copies: bool) -> Rows:

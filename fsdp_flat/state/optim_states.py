@@ -7,8 +7,6 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -47,9 +45,6 @@ from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
 PlainRow = dict[str, list[Any]]
-_NUMEL, _PARAM, _IS_ORIGINAL = attrgetter("numel"), attrgetter("param"), attrgetter("options.use_orig_params")
-# Of what ParamState.describe returns, the states that are one value for all of the parameter.
-_PLAIN = itemgetter(2)
 # The kind of a described container of tensors.
 _WHOLE = "whole"
 _SAVING = ErrorTexts(
@@ -104,12 +99,11 @@ class ParamState:
 
     def describe(self) -> list[Any]:
         """Describe the states as JSON, equal on every rank that has the same ones: tensors by name and dtype."""
-        tensors: dict[str, Any] = {}
-        for name, shard in sorted(self.tensors.items()):
-            tensors[name] = [str(shard.local.dtype), [] if self.owner is None else shard.shape]
-        plain: dict[str, Any] = {}
-        for name, value in sorted(self.plain.items()):
-            plain[name] = _plain_to_json(value)
+        tensors = {
+            name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
+            for name, shard in sorted(self.tensors.items())
+        }
+        plain = {name: _plain_to_json(value) for name, value in sorted(self.plain.items())}
         return [tensors, sorted(self.handled), plain, self.is_held]
 
     def complete(self, tensors: dict[str, Any], handled: list[str], plain: dict[str, Any], _is_held: bool) -> None:
@@ -161,10 +155,7 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         groups = given.get("param_groups")
         groups = groups and tuple({**group, "params": [of(key) for key in group["params"]]} for group in groups)
     # A subclass may keep states of the whole optimizer under names of its own.
-    alone: list[str] = []
-    for key in rows:
-        if not isinstance(key, torch.Tensor):
-            alone.append(str(key))
+    alone = [str(key) for key in rows if not isinstance(key, torch.Tensor)]
     if alone:
         warn_user(
             f"{type(optim).__name__} has states that belong to no parameter, {some_of(alone, 6)}; they are left out of "
@@ -172,8 +163,7 @@ def contents_of(optim: Any, index: ParamIndex, state_dict: Any = None) -> OptimC
         )
         rows = {key: row for key, row in rows.items() if isinstance(key, torch.Tensor)}
     check_rows(rows)
-    shown = dict(zip(rows, map(without_hidden, rows.values()), strict=True))
-    return replace(held, state=shown, groups=groups)
+    return replace(held, state={param: without_hidden(row) for param, row in rows.items()}, groups=groups)
 
 
 def _has_plain_state_dict(optim: Any) -> bool:
@@ -232,7 +222,7 @@ class OptimStates:
         whole: dict[IndexedParam, PlainRow] = {}
         for visible, param in index.dtensors.items() if compares else ():
             whole[param] = _read_whole(param, contents.state.get(visible, {}), keeps_dtensors=keeps_dtensors)
-        return cls(index, contents, names, list(map(found.__getitem__, index.params)), whole)
+        return cls(index, contents, names, [found[param] for param in index.params], whole)
 
     def digests(self) -> list[int]:
         """Return integers that a rank compares with others: of what all have, and of the states of each parameter.
@@ -247,11 +237,11 @@ class OptimStates:
 
     def described(self) -> list[Any]:
         """Describe all of it as JSON: names, states, and states that every rank has whole, alike on all ranks."""
-        return [self.names, list(map(ParamState.describe, self.states)), list(self.whole.values())]
+        return [self.names, [state.describe() for state in self.states], list(self.whole.values())]
 
     def numels(self) -> list[int]:
         """Return the number of elements of each parameter that this rank must have states of."""
-        return [*map(_NUMEL, self.states), *map(_NUMEL, self.whole)]
+        return [*(state.numel for state in self.states), *(param.numel for param in self.whole)]
 
     def over(self, rank_group: RankGroup) -> OptimStates:
         """Return those that the ranks of a group have alike, of the units on the group; names are shared."""
@@ -269,10 +259,10 @@ class OptimStates:
         each_names, each_states, each_whole, each_numels, *_ = zip(*everyone, strict=True)
         lacking: dict[tuple[int, str], list[str]] = {}
         for at, state in enumerate(self.states):
-            kept: list[set[str]] = []
-            for described in each_states:
-                tensors, handled, plain, is_held = described[at]
-                kept.append({*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())})
+            kept = [
+                {*tensors, *handled, *plain, *(["a place in a parameter group"] if is_held else ())}
+                for tensors, handled, plain, is_held in (described[at] for described in each_states)
+            ]
             anywhere = set().union(*kept)
             for rank, here, numels in zip(ranks, kept, each_numels, strict=True):
                 if anywhere - here and numels[at]:
@@ -286,10 +276,11 @@ class OptimStates:
                 "the states of parameters that it has no elements of, and no others: build the optimizer from the "
                 "same parameters on every rank, and step it on every rank or on none."
             )
-        rows: list[list[PlainRow]] = []
-        for described, whole in zip(each_states, each_whole, strict=True):
-            rows.append([*map(_PLAIN, described), *whole])
-        _check_equal([*map(_PARAM, self.states), *self.whole], rows, each_numels, ranks)
+        rows = [
+            [*(plain for _, _, plain, _ in described), *whole]
+            for described, whole in zip(each_states, each_whole, strict=True)
+        ]
+        _check_equal([*(state.param for state in self.states), *self.whole], rows, each_numels, ranks)
         for at, state in enumerate(self.states):
             for described in each_states:
                 state.complete(*described[at])
@@ -302,14 +293,12 @@ def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
 
     FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
     """
-    names: list[list[str]] = [[]]
-    for group in contents.groups or ():
-        names.append(list(chain.from_iterable(map(index.fqns_of, group["params"]))))
-    if not all(map(_IS_ORIGINAL, index.units)):
-        # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's).
-        held = chain.from_iterable(map(index.fqns_of, contents.params)) if not contents.groups else chain(*names)
-        names[0] = list(held)
-    return names
+    names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
+    if all(unit.options.use_orig_params for unit in index.units):
+        return [[], *names]
+    # An optimizer may show groups that its state dict lacks, of tensors that the model has not (mmengine's wrapper).
+    order = [fqn for each in names for fqn in each]
+    return [order if contents.groups else [fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
 
 
 def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
@@ -370,10 +359,7 @@ def _read_whole(param: IndexedParam, values: Mapping[str, Any], *, keeps_dtensor
 
 def are_equal(digests: Sequence[Sequence[int]]) -> bool:
     """Return whether all ranks have said the same in their :meth:`OptimStates.digests`, given by position."""
-    for each in digests[1:]:
-        if len({*each} - {0}) > 1:
-            return False
-    return len({*digests[0]}) == 1
+    return len({*digests[0]}) == 1 and all(len({*each} - {0}) <= 1 for each in digests[1:])
 
 
 def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exception | None) -> None:
@@ -400,7 +386,7 @@ def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exce
         everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group, index.device)))
         must_agree = must_agree or len(rank_groups) > 1 or None in everyone
         if here is not None and None not in everyone:
-            must_agree = must_agree or list(map(itemgetter(4), everyone)).count(lines) < len(everyone)
+            must_agree = must_agree or any(of_rank != lines for *_, of_rank in everyone)
             try:
                 here.complete(global_ranks(rank_group.group), everyone)
             except FsdpFlatError as found:
@@ -431,12 +417,8 @@ def _check_equal(
     """
     told = []
     for at, param in enumerate(params):
-        here: list[tuple[int, PlainRow]] = []
-        for rank, row, numel in zip(ranks, rows, numels, strict=True):
-            if numel[at]:
-                here.append((rank, row[at]))
-        each_row = list(map(itemgetter(1), here))
-        if not here or each_row.count(each_row[0]) == len(each_row):
+        here = [(rank, row[at]) for rank, row, numel in zip(ranks, rows, numels, strict=True) if numel[at]]
+        if all(row == here[0][1] for _, row in here):
             continue
         for name in sorted({name for _, row in here for name in row}):
             found = [(rank, row[name]) for rank, row in here if name in row]

@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -28,7 +26,6 @@ from fsdp_flat.layout import EvenPartition, Interval, Partition, ReplicatedParti
 from fsdp_flat.runtime import param_groups_of
 
 Config = StateDictConfig | OptimStateDictConfig
-_UNIT, _FQN = attrgetter("unit"), attrgetter("fqn")
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -87,7 +84,7 @@ class IndexedParam:
         self.fqn, self.adapter, self.shown = self.fqns[0], entry.adapter, entry.param
         self.full_shape = self.shape if self.adapter is PLAIN else self.adapter.full_shape(self.shape)
         self.rank_group, self.local_shard = group.comm.options.groups.shard, group.local_shards[index]
-        self.numel = self.local_shard.in_param.stop - self.local_shard.in_param.start
+        self.numel = self.local_shard.numel
         self.is_original = group.spec.use_orig_params
 
     def trains(self) -> bool:
@@ -97,8 +94,7 @@ class IndexedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's local shard (1-D), a view of the flat shard; see ``ParamGroup.local``."""
-        own = self.local_shard.in_shard
-        return self.param_group.flat_param.data[own.start : own.stop]
+        return self.param_group.local(self.index)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
@@ -227,7 +223,7 @@ class ParamIndex:
     @cached_property
     def units(self) -> list[Unit]:
         """Units that have parameters, each once, in the model's order."""
-        return list(dict.fromkeys(map(_UNIT, (*self.params, *self.dtensors.values()))))
+        return list(dict.fromkeys(param.unit for param in (*self.params, *self.dtensors.values())))
 
     @property
     def device(self) -> torch.device:
@@ -246,7 +242,7 @@ class ParamIndex:
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the first names of the parameters that a parameter of an optimizer holds."""
         if param in self.managed:
-            return tuple(map(_FQN, self.managed[param]))
+            return tuple([each.fqn for each in self.managed[param]])
         if param in self.others:
             return (self.others[param],)
         raise OptionError(
@@ -259,11 +255,10 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
     """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
     found: dict[RankGroup, None] = {}
     for unit in units:
-        for options, _ in unit.by_mesh():
-            found.update(dict.fromkeys(options.groups.rank_groups))
+        found.update(dict.fromkeys(group for options, _ in unit.by_mesh() for group in options.groups.rank_groups))
         for param_group in unit.param_groups:
             for entry in param_group.params:
-                found.update(dict.fromkeys(map(RankGroup.of, entry.adapter.groups)))
+                found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
     return [rank_group for rank_group in found if rank_group.size > 1]
 
 
@@ -285,7 +280,7 @@ class OptimContents:
 def held_by(optim: Any) -> OptimContents:
     """Return the parameters and groups of an optimizer, with its present states if it shows them."""
     groups = param_groups_of(optim)
-    params = tuple(chain.from_iterable(map(itemgetter("params"), groups)))
+    params = tuple(param for group in groups for param in group["params"])
     state = getattr(optim, "state", None)
     state = state if isinstance(state, Mapping) else {}
     inner = getattr(optim, "optimizer", None)
@@ -358,7 +353,7 @@ class StateShard:
     def held(self) -> Partition:
         """Partition of the flattened tensor over the shard group."""
         if self.owner is None:
-            return self.param.param_group.layout.partition(self.param.index)
+            return self.param.partition
         return ReplicatedPartition(math.prod(self.shape), self.owner, self.param.rank_group.size)
 
     @property
