@@ -101,7 +101,8 @@ class CollectiveLog:
     """Records the collectives issued since the last comparison between ranks, by sharding groups.
 
     An all-gather of one unit that is paired with another unit's of the same size succeeds and mixes their weights. Only
-    the shared-memory transport detects that itself, so ranks compare their logs before an optimizer steps.
+    the shared-memory transport detects that itself, so ranks compare their logs before an optimizer steps. Ranks of a
+    shard group compare all collectives, and replicas compare reductions: a replica may evaluate by itself.
     """
 
     def __init__(self) -> None:
@@ -112,14 +113,19 @@ class CollectiveLog:
         """Return the list to which callers append ``(operation, unit)`` for each collective over ``groups``."""
         return self._issued.setdefault(groups, [])
 
-    def digest(self, groups: ShardingGroups) -> bytes:
-        """Return an 8-byte digest of the log of ``groups``, equal on ranks that issued the same collectives."""
-        entries = [part for operation, unit in self.of(groups) for part in (_CODES[operation], unit.unit_id)]
-        return _digest(array("q", entries).tobytes())
+    def digests(self, groups: ShardingGroups) -> tuple[bytes, bytes]:
+        """Return 8-byte digests of all collectives over ``groups``, and of the reductions among them."""
+        issued = [part for operation, unit in self.of(groups) for part in (_CODES[operation], unit.unit_id)]
+        reductions = [unit.unit_id for operation, unit in self.of(groups) if operation == "reduction"]
+        return _digest(array("q", issued).tobytes()), _digest(array("q", reductions).tobytes())
 
-    def lines(self, groups: ShardingGroups) -> list[str]:
-        """Return one readable line for each collective issued over ``groups``."""
-        return [f"the {operation} of unit {unit.name!r}" for operation, unit in self.of(groups)]
+    def lines(self, groups: ShardingGroups, rank_group: RankGroup) -> list[str]:
+        """Return one readable line for each collective that ranks of ``rank_group`` compare."""
+        return [
+            f"the {operation} of unit {unit.name!r}"
+            for operation, unit in self.of(groups)
+            if rank_group is groups.shard or operation == "reduction"
+        ]
 
     def trim(self) -> None:
         """Clear logs that are too long: programs that only evaluate never compare them."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import NoReturn
 
-from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
+from fsdp_flat.comm import CollectiveLog, ErrorTexts, RankGroup, ShardingGroups, agree, is_simulated
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.unit import Unit
 from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
@@ -118,7 +119,7 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
 
 
 def raise_difference(
-    collectives: Sequence[str],
+    collectives: CollectiveLog,
     averaged: Sequence[str],
     units: Sequence[Unit],
     groups: ShardingGroups,
@@ -127,10 +128,11 @@ def raise_difference(
 ) -> NoReturn:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
-    ``collectives`` has one line for each collective over the groups that this rank has issued, and ``averaged`` one for
-    each parameter outside of units whose gradient this rank is to average. It ``is_late`` if gradients are set already.
+    ``collectives`` are those that this rank has issued, and ``averaged`` has one line for each parameter outside of
+    units whose gradient this rank is to average. It ``is_late`` if gradients are set already.
     """
-    for lines, texts in ((collectives, _ORDER), (trained_lines(units, [groups]), TRAINED), (averaged, _AVERAGED)):
+    issued = partial(collectives.lines, groups)
+    for lines, texts in ((issued, _ORDER), (trained_lines(units, [groups]), TRAINED), (averaged, _AVERAGED)):
         texts = replace(texts, advice=f"{texts.advice} {_EFFECT[is_late]}")
         agree(lines, None, groups.rank_groups, units[0].options.device, texts)
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")

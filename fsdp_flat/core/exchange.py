@@ -6,8 +6,8 @@ The exchange is one small all-reduce of bytes over each group, on the host. It a
   one that only some ranks used gets the mean with zeros, as under DDP;
 * which parameter groups hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or
   because a weight was used outside of its unit's forward), so that all ranks reduce them;
-* whether all ranks issued the same collectives in the same order, train the same parameters, and are to average the
-  same gradients that no unit manages;
+* whether all ranks issued the same reductions, and those of each shard group the same all-gathers too, in the same
+  order, train the same parameters, and are to average the same gradients that no unit manages;
 * whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
 
 A rank that needs no answer does not wait for the hosts of other ranks: all its trainable parameters have gradients, all
@@ -117,10 +117,12 @@ class BackwardExchange:
             ]
             is_unreduced = bytes([param_group in unreduced for param_group in param_groups])
             trained = bytes([trains for param_group in param_groups for trains in param_group.shown.requires_grad()])
-            digest = hashlib.blake2b(self._log.digest(groups) + trained + same, digest_size=_DIGEST_NBYTES).digest()
-            # The all-reduce takes maxima; that of the complement shows the minimum of the digest.
+            issued, reductions = self._log.digests(groups)
+            digest = hashlib.blake2b(reductions + trained + same, digest_size=_DIGEST_NBYTES).digest()
+            # The all-reduce takes maxima; that of the complement shows the minimum of a digest.
+            digests = [digest + _complement(digest), *_by_replica(issued + _complement(issued), groups)]
             facts = bytes([retains_graph, is_needed, not waits])
-            message = bytearray(b"".join([*flags, is_unreduced, facts, digest, _complement(digest)]))
+            message = bytearray(b"".join([*flags, is_unreduced, facts, *digests]))
             pending = Pending((), torch.frombuffer(message, dtype=torch.uint8))
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
@@ -155,9 +157,20 @@ class BackwardExchange:
                 used[param_group] = message.read(len(param_group.layout.param_infos))
             unreduced.update(compress(param_groups, message.read(len(param_groups))))
             found = bytes(map(max, found, message.read(3)))
-            if message.read(_DIGEST_NBYTES) != _complement(message.read(_DIGEST_NBYTES)):
-                differing = differing or groups
+            while place := message.read(2 * _DIGEST_NBYTES):
+                # Without other ranks (a plan) the places of other replicas are empty.
+                if any(place) and place[:_DIGEST_NBYTES] != _complement(place[_DIGEST_NBYTES:]):
+                    differing = differing or groups
         return Outcome(differing, *map(bool, found))
+
+
+def _by_replica(own: bytes, groups: ShardingGroups) -> list[bytes]:
+    """Return a place in a message for each replica that all-gathers, of which this rank fills that of its own."""
+    return [
+        own if replica == groups.replicate.rank else bytes(len(own))
+        for replica in range(groups.replicate.size)
+        if groups.shard.size > 1
+    ]
 
 
 def _complement(digest: bytes) -> bytes:

@@ -775,10 +775,11 @@ class Step:
         self._waits_for_ranks = outcome.is_needed
         backward.keeps_iterations |= outcome.retains_graph
         if outcome.differing is not None:
-            lines = self.collectives.lines(outcome.differing)
-            self.collectives.clear()
             self.abort()
-            raise_difference(lines, averaged, self.units, outcome.differing, is_late=is_late)
+            try:
+                raise_difference(self.collectives, averaged, self.units, outcome.differing, is_late=is_late)
+            finally:
+                self.collectives.clear()
         self.collectives.clear()
 
 

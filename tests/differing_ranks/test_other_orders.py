@@ -111,6 +111,13 @@ def test_a_replica_that_runs_units_in_another_order_makes_every_rank_raise(
     check("HYBRID_SHARD 2x2", wrap, when, front, shared_memory, [2, 3])
 
 
+@KINDS
+@WHENS
+@on_ranks(4, timeout=20)
+def test_a_rank_of_one_replica_that_runs_units_in_another_order_makes_every_rank_raise(when: str, front: str) -> None:
+    check("HYBRID_SHARD 2x2", by_policy, when, front, False, [1])
+
+
 @on_ranks(4, timeout=20)
 def test_one_of_four_ranks_that_runs_units_in_another_order_makes_every_rank_raise() -> None:
     check("FULL_SHARD", by_policy, "after two steps", "originals", False, [2])
