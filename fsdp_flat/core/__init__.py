@@ -60,6 +60,7 @@ from fsdp_flat.core.torch_core import (
     graph_task_id,
     has_values,
     is_alias,
+    is_plain,
     is_replicated,
     keeps_graph,
     local_of,

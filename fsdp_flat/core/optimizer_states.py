@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.comm import HostSwap
-from fsdp_flat.core.torch_core import dtensor_of, local_of
+from fsdp_flat.core.torch_core import dtensor_of, is_plain, local_of
 from fsdp_flat.core.unit import Unit, units_holding
 from fsdp_flat.errors import OptionTypeError, UsageError
 
@@ -53,7 +53,7 @@ class OffloadedStates:
         for param, of_param in optimizer.state.items():
             for key, value in of_param.items():
                 local = local_of(value) if isinstance(value, torch.Tensor) else None
-                if type(local) is torch.Tensor and local.numel() > 1 and local.is_contiguous():
+                if local is not None and is_plain(local) and local.numel() > 1 and local.is_contiguous():
                     is_there = local is self._places.get((param, key))
                     if is_there is on_host and (is_there or local.device.type == self._device_type):
                         found.append(_State(param, of_param, key, value, local))

@@ -90,6 +90,11 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of torch's own class; those of ``FakeTensorMode`` stand for such tensors."""
+    return type(tensor) is torch.Tensor or isinstance(tensor, FakeTensor)
+
+
 # Returns whether a tensor is of a class that keeps its values in other tensors, as quantized ones do. torch's own
 # packages use it; it is not documented.
 has_inner_tensors: Callable[[torch.Tensor], bool] = _python_dispatch.is_traceable_wrapper_subclass

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_flat.comm import HostSwap
-from fsdp_flat.core import Step, graph_task_id, local_of, modules_of, no_units, step_of, unit_of, units_of
+from fsdp_flat.core import Step, graph_task_id, is_plain, local_of, modules_of, no_units, step_of, unit_of, units_of
 from fsdp_flat.errors import OptionError
 
 
@@ -176,7 +176,7 @@ class ActivationOffload:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd saves in place of ``tensor``."""
         iteration = self._step.iteration
-        if iteration is None or graph_task_id() != -1 or type(tensor) is not torch.Tensor:
+        if iteration is None or graph_task_id() != -1 or not is_plain(tensor):
             return tensor
         if tensor.device.type != self._device_type:
             return tensor

@@ -251,6 +251,12 @@ def _plan(
     offload: Annotated[
         bool | None, typer.Option("--offload/--no-offload", help="Keep shards, gradients and states on the host.")
     ] = None,
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Keep optimizer states on the host between steps.")
+    ] = False,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep activations on the host until backward.")
+    ] = False,
     accumulate: Annotated[
         bool, typer.Option("--accumulate", help="Reduced gradients of an earlier backward exist in the step.")
     ] = False,
@@ -281,6 +287,8 @@ def _plan(
         fused=fused,
         recompute=recompute,
         offload=offload,
+        offload_optimizer=offload_optimizer,
+        offload_activations=offload_activations,
         accumulate=accumulate,
         device=device,
         fit=fit,

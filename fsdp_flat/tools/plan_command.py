@@ -55,7 +55,8 @@ class PlanFlags:
         fused: the optimizer's fused implementation.
         recompute: recompute the forwards of units in backward.
         offload: keep shards, gradients and optimizer states in host memory.
-        accumulate: as ``accumulates`` of :func:`fsdp_flat.plan`.
+        offload_optimizer: keep the optimizer's states there between its steps.
+        offload_activations, accumulate: as ``offload_activations`` and ``accumulates`` of :func:`fsdp_flat.plan`.
         device, fit: as ``device_type`` and ``fit`` of it.
         bandwidth, flops: speeds as text, as "50GB/s" and "400TFLOPS".
     """
@@ -73,6 +74,8 @@ class PlanFlags:
     fused: bool = False
     recompute: bool | None = None
     offload: bool | None = None
+    offload_optimizer: bool = False
+    offload_activations: bool = False
     accumulate: bool = False
     device: str = "cuda"
     fit: str | None = None
@@ -164,13 +167,15 @@ def _step_arguments(model: nn.Module, flags: PlanFlags, assumed: dict[str, str],
         assumed["loss"] = "the model's own if it returns one, or the sum of its output (--loss)"
     if flags.accumulate:
         assumed["gradients"] = "those of an earlier backward are kept"
+    chosen = flags.offload is not None or flags.offload_optimizer
     given_loss = {} if flags.loss is None else {"loss": imported(flags.loss)}
     return {
         **given_loss,
         "batch": batch,
         "optimizer": make,
         "checkpointing": flags.recompute,
-        "cpu_offload": None if flags.offload is None else CPUOffload(flags.offload),
+        "cpu_offload": CPUOffload(bool(flags.offload), flags.offload_optimizer) if chosen else None,
+        "offload_activations": flags.offload_activations,
         "accumulates": flags.accumulate,
         "device_type": flags.device,
         "fit": flags.fit,

@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
 from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
+from fsdp_flat.tools.step_memory import StepPhase
 from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
 from fsdp_flat.tools.text import scale_of
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -41,21 +42,39 @@ def search(
     Returns:
         The best plan within ``limit_nbytes``, else the smallest one, with all that were compared.
     """
-    found: list[_Compared] = []
-    for offloads in [False, True] if searches_offload and arguments.is_accelerator else [arguments.offloads]:
-        if not any(choice.peak_nbytes <= limit_nbytes for choice, _ in found):
-            found += _compared(module, replace(arguments, offloads=offloads), step, checkpointed, limit_nbytes)
+    found = list(_compared(module, arguments, step, checkpointed, limit_nbytes))
+    if searches_offload and arguments.is_accelerator:
+        if not _any_fits(found, limit_nbytes) and any(_without_states(plan) <= limit_nbytes for _, plan in found):
+            chosen = replace(arguments, offloads_optimizer=True)
+            found += _compared(module, chosen, step, checkpointed, limit_nbytes)
+        if not _any_fits(found, limit_nbytes):
+            found += _compared(module, replace(arguments, offloads=True), step, checkpointed, limit_nbytes)
     fitting = sorted((each for each in found if each[0].peak_nbytes <= limit_nbytes), key=lambda each: each[0].cost())
     too_large = sorted((each for each in found if each not in fitting), key=lambda each: each[0].peak_nbytes)
     ordered = [*fitting, *too_large]
     return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
 
 
+def _any_fits(found: list[_Compared], limit_nbytes: int) -> bool:
+    return any(choice.peak_nbytes <= limit_nbytes for choice, _ in found)
+
+
+def _without_states(plan: StepPlan) -> int:
+    """Return the least that the peak of a plan can be if the optimizer's states are on the host between its steps."""
+    return max(
+        moment.nbytes.total - (0 if moment.phase is StepPhase.OPTIMIZER else moment.nbytes.optimizer)
+        for moment in plan.phases
+    )
+
+
 def _compared(
     module: nn.Module, arguments: UnitArguments, step: StepSettings, checkpointed: Checkpointed, limit_nbytes: int
 ) -> Iterator[_Compared]:
     """Yield the plans of all strategies, wrappings and checkpointing that are open."""
-    for wrapping, policy, is_whole in _wrappings(module, arguments.auto_wrap_policy):
+    wrappings = list(_wrappings(module, arguments.auto_wrap_policy))
+    if step.offloads_activations:  # it needs several units
+        wrappings = [each for each in wrappings if not each[2]] or wrappings
+    for wrapping, policy, is_whole in wrappings:
         for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
 
             def planned(strategy: Any) -> _Compared:
@@ -66,11 +85,12 @@ def _compared(
                     wrapping=wrapping,  # noqa: B023
                     checkpointing=recomputed,  # noqa: B023
                     offloads=arguments.offloads,
+                    offloads_optimizer=arguments.offloads_optimizer,
                     arguments={
                         "sharding_strategy": strategy,
                         "auto_wrap_policy": policy,  # noqa: B023
                         "checkpointing": some,  # noqa: B023
-                        "cpu_offload": CPUOffload(arguments.offloads),
+                        "cpu_offload": CPUOffload(arguments.offloads, arguments.offloads_optimizer),
                     },
                     num_units=len(plan.units),
                     peak_nbytes=plan.peak_nbytes,

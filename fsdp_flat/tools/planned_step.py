@@ -27,13 +27,13 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat.api import CPUOffload, ShardingStrategy, is_a
 from fsdp_flat.comm import PLANNED, collectives_by, strategy_from
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fsdp_flat.core import FlatGradBuffer, Unit, local_of, units_of
+from fsdp_flat.core import FlatGradBuffer, Unit, local_of, offload_optimizer, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import describe
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.guards import guards_off
 from fsdp_flat.guards.torch_functions import left_as_found
-from fsdp_flat.runtime import listed, planned_accelerator, resolve_ignored
+from fsdp_flat.runtime import listed, offload_activations, planned_accelerator, resolve_ignored
 from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.live_bytes import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, LiveBytes
 from fsdp_flat.tools.planned_job import Machine, PlannedGroups, PlannedStreams, PlannedTransport, planned_groups
@@ -72,6 +72,7 @@ class UnitArguments:
     use_orig_params: bool
     api: str
     offloads: bool
+    offloads_optimizer: bool
     is_accelerator: bool
     prefetches_forward: bool
 
@@ -111,6 +112,7 @@ class StepSettings:
     bandwidth: float | None
     flops: float | None
     accumulates: bool
+    offloads_activations: bool
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -181,11 +183,10 @@ def planned_step(
             run.counter.kind = ACTIVATIONS
             batch = tree_map(lambda leaf: _like(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, step.batch)
             foreach = arguments.is_accelerator and not arguments.offloads
-            run.prepare(model, step, foreach=foreach)
-            # Both need the order of the forwards before.
-            needs_order = arguments.prefetches_forward or any(
-                unit.options.strategy.budget is not None for unit in units_of(model)
-            )
+            run.prepare(model, step, foreach=foreach, offloads=arguments.offloads_optimizer)
+            # All need the order of the forwards before.
+            has_budget = any(unit.options.strategy.budget is not None for unit in units_of(model))
+            needs_order = arguments.prefetches_forward or step.offloads_activations or has_budget
             if needs_order or step.accumulates:
                 run.step(model, batch, step, name=type(module).__name__)
             run.begin()
@@ -199,7 +200,9 @@ def planned_step(
         flops=machine.flops,
         seconds=run.seconds if has_speeds else None,
         exposed_seconds=run.exposed_seconds if has_speeds else None,
-        host_nbytes=run.host_nbytes if arguments.offloads else 0,
+        host_nbytes=run.host_nbytes
+        if arguments.offloads or arguments.offloads_optimizer or step.offloads_activations
+        else 0,
     )
 
 
@@ -269,12 +272,17 @@ class _Run:
         self.counter.measure()
         self._note()
 
-    def prepare(self, model: nn.Module, step: StepSettings, *, foreach: bool) -> None:
-        """Make the optimizer and its states, and what else a step leaves; ``foreach`` is as torch would choose it."""
+    def prepare(self, model: nn.Module, step: StepSettings, *, foreach: bool, offloads: bool) -> None:
+        """Make the optimizer and its states, and what else a step leaves.
+
+        ``foreach`` is as torch would choose it. The optimizer ``offloads`` its states.
+        """
         self._params = [param for param in model.parameters() if param.requires_grad]
         self.counter.kind = OPTIMIZER
         if step.optimizer is not None and self._params:
             self._optimizer = _made_optimizer(step.optimizer, self._params, foreach=foreach)
+            if offloads:
+                offload_optimizer(self._optimizer)
             for param in self._params:
                 param.grad = torch.zeros_like(param) if param.numel() else None
             self._update()
@@ -293,7 +301,10 @@ class _Run:
     def step(self, model: nn.Module, batch: Any, step: StepSettings, *, name: str) -> None:
         """Run a step; ``name`` is that of the model in errors."""
         with _values_refused(name), AcceleratorFunctions() if self._on_accelerator else nullcontext():
-            with self._in(StepPhase.FORWARD):
+            with (
+                self._in(StepPhase.FORWARD),
+                offload_activations(model) if step.offloads_activations else nullcontext(),
+            ):
                 loss = step.loss(model, batch)
             self._hook_gradients(units_of(model))
             with self._in(StepPhase.BACKWARD):
@@ -386,7 +397,7 @@ def _sharded(
                 model,
                 (groups.shard, groups.replicate) if strategy.is_hybrid and not is_single else group,
                 ShardingStrategy.NO_SHARD if is_single else arguments.sharding_strategy,
-                CPUOffload(arguments.offloads),
+                CPUOffload(arguments.offloads, arguments.offloads_optimizer),
                 arguments.auto_wrap_policy,
                 mixed_precision=arguments.mixed_precision,
                 forward_prefetch=arguments.prefetches_forward,

@@ -48,6 +48,7 @@ def plan(
     flops: float | None = None,
     accumulates: bool = False,
     fit: str | float | None = None,
+    offload_activations: bool = False,
 ) -> StepPlan:
     """Describe the units that ``FullyShardedDataParallel`` or ``fully_shard`` would make of a module, and their step.
 
@@ -70,7 +71,8 @@ def plan(
         api: "FullyShardedDataParallel", or "fully_shard", called on the modules that the policy chooses and then on
             ``module``. There SHARD_GRAD_OP is ``reshard_after_forward=False``, NO_SHARD a mesh of (num_ranks, 1), and a
             hybrid strategy a mesh of (num_replicas, num_ranks / num_replicas); ``mixed_precision`` is the
-            ``MixedPrecisionPolicy``.
+            ``MixedPrecisionPolicy``, and ``CPUOffload(offload_optimizer=True)`` a call of
+            :func:`fsdp_flat.offload_optimizer`.
         batch: one rank's input: what ``loss`` is called with. Values do not matter, so its tensors may be on meta.
         loss: returns the loss of a model and a batch; by default of what the model computes itself, or the sum of its
             output.
@@ -86,8 +88,9 @@ def plan(
         fit: the memory of a rank, bytes or a text like "80GB". Of the arguments ``sharding_strategy``,
             ``auto_wrap_policy``, ``checkpointing`` and ``cpu_offload`` those left out are searched for: the result is
             the plan that fits at the least cost, or the smallest if none fits, with all that were compared. Offloading
-            is compared if nothing fits without it, and a memory budget ("FULL_SHARD:40GB") if parameters can stay for
-            backward in part.
+            (of the optimizer's states, then of everything) is compared if nothing fits without it, and a memory budget
+            ("FULL_SHARD:40GB") if parameters can stay for backward in part.
+        offload_activations: the forward runs inside :func:`fsdp_flat.offload_activations`.
 
     Raises:
         OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, wrapping would raise it, the model or the
@@ -112,6 +115,7 @@ def plan(
         use_orig_params=use_orig_params,
         api=api,
         offloads=_offloads(cpu_offload) and is_accelerator,
+        offloads_optimizer=getattr(cpu_offload, "offload_optimizer", False) and is_accelerator,
         is_accelerator=is_accelerator,
         prefetches_forward=forward_prefetch or not is_accelerator,
     )
@@ -119,7 +123,7 @@ def plan(
         if fit is not None:
             raise OptionError("plan(fit=...) needs a batch: without one it cannot count activations.")
         return planned_step(module, arguments)
-    step = StepSettings(batch, loss, optimizer, bandwidth, flops, accumulates)
+    step = StepSettings(batch, loss, optimizer, bandwidth, flops, accumulates, offload_activations and is_accelerator)
     if fit is None:
         return planned_step(module, arguments, step, checkpointing)
     return search(module, arguments, step, nbytes_of(fit), checkpointing, searches_offload=cpu_offload is None)
@@ -135,9 +139,4 @@ def _is_accelerator(device_type: str) -> bool:
 def _offloads(cpu_offload: Any) -> bool:
     if isinstance(cpu_offload, bool) or cpu_offload is None:
         return bool(cpu_offload)
-    if getattr(cpu_offload, "offload_optimizer", False):
-        raise OptionError(
-            "plan does not count optimizer states on the host; got cpu_offload with offload_optimizer=True. Leave it "
-            "out, and subtract the optimizer's bytes from forward and backward."
-        )
     return bool(getattr(cpu_offload, "offload_params", False)) or is_a(cpu_offload, "CPUOffloadPolicy")

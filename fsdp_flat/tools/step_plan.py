@@ -23,6 +23,7 @@ class PlanChoice:
         wrapping: how units were chosen.
         checkpointing: what is recomputed in backward.
         offloads: shards, gradients and optimizer states are in host memory.
+        offloads_optimizer: the optimizer's states alone are there between its steps.
         arguments: the arguments of :func:`fsdp_flat.plan` that the search has chosen.
         num_units: units with parameters.
         peak_nbytes, host_nbytes, sent_nbytes, flops, seconds: as ``StepPlan``'s.
@@ -32,6 +33,7 @@ class PlanChoice:
     wrapping: str
     checkpointing: str
     offloads: bool
+    offloads_optimizer: bool
     arguments: dict[str, Any] = field(repr=False)
     num_units: int
     peak_nbytes: int
@@ -41,12 +43,13 @@ class PlanChoice:
     seconds: float | None
 
     def __str__(self) -> str:
-        text = f"{self.strategy}, {self.wrapping}, recomputing {self.checkpointing}"
-        return f"{text}, offloaded" if self.offloads else text
+        strategy, wrapping, checkpointing, offloaded = self.words()
+        return ", ".join(filter(None, (strategy, wrapping, f"recomputing {checkpointing}", offloaded)))
 
     def words(self) -> tuple[str, str, str, str]:
         """Return the four choices as text; the last is empty without offloading."""
-        return self.strategy, self.wrapping, self.checkpointing, "offloaded" if self.offloads else ""
+        offloaded = "offloaded" if self.offloads else "optimizer offloaded" if self.offloads_optimizer else ""
+        return self.strategy, self.wrapping, self.checkpointing, offloaded
 
     def cost(self) -> tuple[Any, ...]:
         """Return the key by which plans that fit are sorted, the best first.
@@ -56,7 +59,7 @@ class PlanChoice:
         which overlap communication and compute; then the smallest.
         """
         work = (self.flops, self.sent_nbytes) if self.seconds is None else (self.seconds,)
-        return self.offloads, *work, self.num_units == 1, self.peak_nbytes
+        return self.offloads, self.offloads_optimizer, *work, self.num_units == 1, self.peak_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ class StepPlan(ModelDescription):
         flops: floating-point operations of a rank in a step, recomputation included.
         seconds: time of forward and backward by the speeds given; None without.
         exposed_seconds: the part of ``seconds`` in which compute waits for communication.
-        host_nbytes: bytes in host memory with ``cpu_offload``: shards, gradients and optimizer states.
+        host_nbytes: bytes in host memory with ``cpu_offload`` or ``offload_activations``: of shards, gradients,
+            optimizer states and activations.
         limit_nbytes: the bytes that the search was to stay below; None for a plan that was not searched for.
         choices: the plans that the search has compared, the best first; this is the first.
     """

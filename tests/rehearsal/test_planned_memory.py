@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_flat import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, plan
+from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_activations, plan
 from tests.rehearsal import seam
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import NUM_RANKS, rehearsal
@@ -63,17 +65,27 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    rows = torch.zeros(16, WIDTH, device=DEVICE)
+def counted(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_rows: int = 16,
+    forward: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext,
+) -> list[int]:
+    rows = torch.zeros(num_rows, WIDTH, device=DEVICE)
     for _ in range(2):
-        square_loss(model, rows).backward()
+        with forward(model):
+            loss = square_loss(model, rows)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    del loss
     peaks = []
     with DeviceCounter() as counter:
         grads = [param.grad for param in model.parameters()]
         counter.note([*model.parameters(), *grads, *seam.unsharded_buffers(model), rows])
-        loss = square_loss(model, rows)
+        counter.note(tree_leaves(list(optimizer.state.values())))
+        with forward(model):
+            loss = square_loss(model, rows)
         peaks.append(counter.peak)
         counter.peak = 0
         loss.backward()
@@ -131,6 +143,29 @@ def test_planned_bytes_are_those_of_an_accelerator(front: str, strategy: Shardin
             optimizer = sgd(model.parameters())
         run.checker.is_on = False
         peaks = counted(model, optimizer)
+    assert [moment.nbytes.total for moment in planned.phases[:2]] == pytest.approx(peaks, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("activations", [False, True], ids=["activations stay", "activations leave"])
+@pytest.mark.parametrize("states", [False, True], ids=["states stay", "states leave"])
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat parameters", "original parameters"])
+def test_planned_bytes_are_those_of_an_accelerator_that_offloads(
+    use_orig_params: bool, states: bool, activations: bool
+) -> None:
+    build, num_rows = partial(Stack, 8, WIDTH), 1024
+    with DEVICE:
+        module, rows = build(), torch.zeros(num_rows, WIDTH)
+    arguments: dict[str, Any] = {
+        "auto_wrap_policy": BLOCKS,
+        "use_orig_params": use_orig_params,
+        "cpu_offload": CPUOffload(offload_optimizer=states),
+    }
+    planned = plan(module, NUM_RANKS, batch=rows, loss=square_loss, offload_activations=activations, **arguments)
+    with rehearsal() as run:
+        model = run.wrap(module, **arguments)
+        run.checker.is_on = False
+        optimizer = torch.optim.AdamW(model.parameters())
+        peaks = counted(model, optimizer, num_rows, offload_activations if activations else nullcontext)
     assert [moment.nbytes.total for moment in planned.phases[:2]] == pytest.approx(peaks, rel=TOLERANCE)
 
 

@@ -26,6 +26,7 @@ from benchmarks.counting import Counter
 from benchmarks.spec import Setting
 from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard, plan
 from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.tools.planned_step import APIS
 from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import nbytes_of, size_text
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -346,6 +347,7 @@ def meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 WIDE: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "batch": torch.empty(16, 64, device="meta")}
+LONG: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "batch": torch.empty(1024, 64, device="meta")}
 
 
 def test_a_plan_of_a_step_prints_the_bytes_of_each_phase_by_kind() -> None:
@@ -396,6 +398,52 @@ def test_offloading_moves_shards_gradients_and_states_to_the_host() -> None:
     assert all(moment.nbytes.parameters == moment.nbytes.optimizer == 0 for moment in offloaded.phases)
     assert offloaded.phases[2].nbytes.gradients == 0
     assert "in host memory" in str(offloaded)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_optimizer_states_on_the_host_are_on_the_device_for_the_optimizer_alone(api: str) -> None:
+    here = plan(meta(partial(Stack, 4, 64)), 2, api=api, **LONG)
+    offloaded = plan(meta(partial(Stack, 4, 64)), 2, api=api, cpu_offload=CPUOffload(offload_optimizer=True), **LONG)
+    states = here.phases[0].nbytes.optimizer
+    # The few bytes that stay are step counts.
+    assert [moment.nbytes.optimizer for moment in offloaded.phases[:2]] == pytest.approx([0, 0], abs=256)
+    assert offloaded.phases[2].nbytes == here.phases[2].nbytes
+    assert offloaded.host_nbytes == pytest.approx(states, abs=256)
+    assert offloaded.peak_nbytes == pytest.approx(here.peak_nbytes - states, abs=256)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_activations_on_the_host_leave_those_of_a_few_units(api: str) -> None:
+    def activations(num_blocks: int, *, offload: bool) -> int:
+        found = plan(meta(partial(Stack, num_blocks, 64)), 2, api=api, offload_activations=offload, **LONG)
+        return max(moment.nbytes.activations for moment in found.phases)
+
+    assert activations(12, offload=True) == pytest.approx(activations(24, offload=True), rel=0.01)
+    assert activations(12, offload=True) < activations(12, offload=False) < activations(24, offload=False)
+    found = plan(meta(partial(Stack, 12, 64)), 2, api=api, offload_activations=True, **LONG)
+    assert found.host_nbytes > 0
+    assert "in host memory" in str(found)
+    with pytest.raises(OptionError, match="one tree of several units"):
+        plan(meta(partial(Stack, 4, 64)), 2, api=api, offload_activations=True, batch=LONG["batch"])
+
+
+def test_a_search_takes_optimizer_states_to_the_host_before_everything() -> None:
+    arguments: dict[str, Any] = {"batch": torch.empty(512, 64, device="meta"), "checkpointing": True}
+    build = partial(Stack, 8, 64)
+    kwargs: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.FULL_SHARD, **arguments}
+    least = plan(meta(build), 4, cpu_offload=CPUOffload(offload_optimizer=True), **kwargs)
+    assert least.peak_nbytes < plan(meta(build), 4, **kwargs).peak_nbytes
+    best = plan(meta(build), 4, fit=least.peak_nbytes, **arguments).choices[0]
+    assert (best.offloads, best.offloads_optimizer) == (False, True)
+    assert "optimizer offloaded" in str(best)
+    assert plan(meta(build), 4, **{**arguments, **best.arguments}).peak_nbytes == best.peak_nbytes
+
+
+def test_a_search_with_offloaded_activations_compares_plans_of_several_units() -> None:
+    found = plan(
+        meta(partial(Stack, 6, 64)), 4, fit="1GB", offload_activations=True, **{**WIDE, "auto_wrap_policy": None}
+    )
+    assert {choice.wrapping for choice in found.choices} == {"units of Block"}
 
 
 def test_a_search_takes_the_plan_that_fits_at_the_least_cost() -> None:

@@ -116,6 +116,8 @@ FUSED = partial(torch.optim.AdamW, fused=True)
         (["--optimizer", "none"], {"optimizer": None}),
         (["--bandwidth", "8Gbit/s", "--flops", "2TFLOPS"], {"bandwidth": 1e9, "flops": 2e12}),
         (["--offload"], {"cpu_offload": CPUOffload(True)}),
+        (["--offload-optimizer"], {"cpu_offload": CPUOffload(offload_optimizer=True)}),
+        (["--offload-activations"], {"offload_activations": True}),
         (["--replicas", "2"], {"num_replicas": 2, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
         (["--accumulate"], {"accumulates": True}),
         (["--recompute", "--device", "cpu"], {"checkpointing": True, "device_type": "cpu"}),
@@ -134,14 +136,15 @@ def test_each_flag_is_an_argument_of_the_function(
     flags: list[str], arguments: dict[str, Any], run_json: RunJson
 ) -> None:
     """Part 1.7 of "What programs read, write and forget"."""
-    status, found = run_json("plan", STACK, "--ranks", 4, "--batch", "16x8", "--wrap", "Block", *flags)
-    expected = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(16, 8), **arguments)
+    status, found = run_json("plan", STACK, "--ranks", 4, "--batch", "4096x8", "--wrap", "Block", *flags)
+    expected = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(4096, 8), **arguments)
     assert status == 0
     assert [phase["total"] for phase in found["phases"].values()] == [each.nbytes.total for each in expected.phases]
     numbers = ("host_nbytes", "sent_nbytes", "seconds", "exposed_seconds")
     assert {name: found[name] for name in numbers} == {name: getattr(expected, name) for name in numbers}
-    plain = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(16, 8))
-    assert (expected.phases, expected.seconds) != (plain.phases, plain.seconds), "the flag changes the plan"
+    plain = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(4096, 8))
+    found, without = ((each.phases, each.seconds, each.host_nbytes) for each in (expected, plain))
+    assert found != without, "the flag changes the plan"
 
 
 def test_parameters_in_low_precision_have_states_in_it(run_json: RunJson) -> None:
