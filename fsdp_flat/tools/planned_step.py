@@ -46,7 +46,8 @@ from fsdp_flat.tools.torch_tools import (
     FakeTensorMode,
     run_backward,
 )
-from fsdp_flat.wrap import plan_units
+from fsdp_flat.wrap import _Policy, plan_units
+from fsdp_flat.wrap.policies import is_policy_object, named_classes
 
 APIS = ("FullyShardedDataParallel", "fully_shard")
 
@@ -370,6 +371,31 @@ def _without_memory(module: nn.Module, device: torch.device) -> tuple[nn.Module,
     return copied, {**params, **dict(zip(module.modules(), copied.modules(), strict=True))}
 
 
+class _PolicyOfOriginals(_Policy):
+    """Asks a policy object about the modules of which a tree has copies, by their copies."""
+
+    def __init__(self, originals: dict[Any, Any], policy: Any) -> None:
+        self._originals, self._policy = originals, policy
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        ignored = {self._originals[module] for module in ignored_modules}
+        chosen = self._policy._run_policy(self._originals[root_module], ignored, root_kwargs)
+        return {copied: chosen[each] for copied, each in self._originals.items() if each in chosen}
+
+
+def _asked_about(originals: dict[Any, Any], policy: Any) -> Any:
+    """Return a policy that is asked about the caller's modules, by their copies: it may know some by identity."""
+    if policy is None or named_classes(policy) is not None:
+        return policy
+    if is_policy_object(policy):
+        return _PolicyOfOriginals(originals, policy)
+    if not callable(policy):
+        return policy  # wrapping refuses it by name
+    return lambda *, module, **question: policy(module=originals[module], **question)
+
+
 def _sharded(
     module: nn.Module,
     arguments: UnitArguments,
@@ -384,6 +410,7 @@ def _sharded(
         return [twins.get(each, each) for each in given] if isinstance(given, Iterable) else given
 
     strategy = strategy_from(arguments.sharding_strategy)
+    wrap_policy = _asked_about({twin: each for each, twin in twins.items()}, arguments.auto_wrap_policy)
     ignored = {
         "ignored_modules": twins_of(arguments.ignored_modules),
         "ignored_states": twins_of(arguments.ignored_states),
@@ -398,7 +425,7 @@ def _sharded(
                 (groups.shard, groups.replicate) if strategy.is_hybrid and not is_single else group,
                 ShardingStrategy.NO_SHARD if is_single else arguments.sharding_strategy,
                 CPUOffload(arguments.offloads, arguments.offloads_optimizer),
-                arguments.auto_wrap_policy,
+                wrap_policy,
                 mixed_precision=arguments.mixed_precision,
                 forward_prefetch=arguments.prefetches_forward,
                 use_orig_params=arguments.use_orig_params,
@@ -407,10 +434,10 @@ def _sharded(
     left_out = resolve_ignored(model, **ignored, nested=())
     kwargs = {"sharding_strategy": arguments.sharding_strategy, "use_orig_params": True}
     chosen = [(model, kwargs)]
-    if arguments.auto_wrap_policy is not None:
+    if wrap_policy is not None:
         planned = plan_units(
             model,
-            arguments.auto_wrap_policy,
+            wrap_policy,
             ignored_modules=set(left_out.modules),
             ignored_params=set(left_out.params),
             root_kwargs=kwargs,

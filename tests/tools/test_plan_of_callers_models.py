@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 from fsdp_flat import plan
+from fsdp_flat.tools.planned_step import APIS
+from fsdp_flat.wrap import CustomPolicy, lambda_auto_wrap_policy
+from tests.support.models import Stack
 
 DEVICES = pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 X = torch.ones(4, 8)
@@ -74,3 +78,21 @@ def test_functions_of_torch_are_its_own_after_a_plan() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("kind", ["a function", "lambda_auto_wrap_policy", "CustomPolicy"])
+def test_a_policy_that_knows_modules_by_identity_plans_those(kind: str, api: str) -> None:
+    model = Stack(4)
+    known = {id(model.blocks[1]), id(model.blocks[2])}
+
+    def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or id(module) in known
+
+    policies: dict[str, Any] = {
+        "a function": asked,
+        "lambda_auto_wrap_policy": partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in known),
+        "CustomPolicy": CustomPolicy(lambda module: id(module) in known),
+    }
+    found = plan(model, 8, auto_wrap_policy=policies[kind], ignored_modules=[model.blocks[2]], api=api)
+    assert [unit.name for unit in found.units] == ["Stack", "blocks.1"]
