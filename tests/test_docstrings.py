@@ -87,18 +87,3 @@ def test_docstrings_begin_with_a_verb_and_name_the_arguments_that_there_are() ->
         for problem in problems(path.read_text())
     ]
     assert not found, "\n".join(found)
-
-
-def test_each_mistake_is_found() -> None:
-    source = '''
-def load(path):
-    """What is loaded.
-
-    Args:
-        file: where it is.
-    """
-'''
-    assert problems(source) == [
-        "load: the first line is a clause: What is loaded.",
-        "load: documents arguments that it does not take: file",
-    ]

@@ -30,10 +30,3 @@ def lines_with(pattern: re.Pattern[str], sources: Mapping[str, str]) -> list[str
 def test_a_step_and_what_is_around_it_do_not_ask_what_kind_of_tensors_a_group_shows() -> None:
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert lines_with(_KIND, sources) == []
-
-
-def test_the_search_for_kinds_finds_one() -> None:
-    found = lines_with(
-        _KIND, {"core/a.py": "if isinstance(group.shown, DTensorShown):", "core/shown_dtensors.py": "DTensorShown()"}
-    )
-    assert found == ["core/a.py: if isinstance(group.shown, DTensorShown):"]
