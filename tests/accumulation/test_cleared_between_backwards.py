@@ -1,4 +1,4 @@
-"""Part 6: gradients that a program clears between two backwards are gone, however it clears them.
+"""Gradients that a program clears between two backwards are gone, however it clears them.
 
 Each pair of two kinds of backwards, each way of clearing, after either of them; a reducing backward ends each sequence.
 """
@@ -114,7 +114,7 @@ def _check(beside: Beside, kinds: tuple[str, ...], ways: dict[str, Any]) -> None
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_gradients_cleared_by_a_call_are_gone(layout: str, front: str) -> None:
-    """Part 6. On FSDP2 an optimizer's ``zero_grad`` leaves gradients that are not reduced yet."""
+    """On FSDP2 an optimizer's ``zero_grad`` leaves gradients that are not reduced yet."""
     kinds = OF_FULLY_SHARD if front == "fully_shard" else tuple(BACKWARDS)
     _check(Beside(Stack(), front, **placed(layout, front)), kinds, BY_CALL)
 
@@ -123,21 +123,21 @@ def test_gradients_cleared_by_a_call_are_gone(layout: str, front: str) -> None:
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_gradients_cleared_by_hand_are_gone(layout: str, front: str) -> None:
-    """Part 6. Gradients that ``.grad`` does not show (``set_is_last_backward(False)``) stay, so they are not here."""
+    """Gradients that ``.grad`` does not show (``set_is_last_backward(False)``) stay, so they are not here."""
     kinds = tuple(kind for kind in BACKWARDS if kind not in HIDDEN)
     _check(Beside(Stack(), front, **placed(layout)), kinds, BY_HAND)
 
 
 @on_ranks(3)
 def test_gradients_of_uneven_shards_are_gone() -> None:
-    """Part 6, as the case has it: three ranks, of which one may hold no element of a parameter."""
+    """Three ranks, of which one may hold no element of a parameter."""
     for front in OUR_WRAPPERS:
         _check(Beside(Stack(), front), ("reducing", "no_sync"), {**BY_CALL, **BY_HAND})
 
 
 @on_ranks(2)
 def test_an_optimizer_of_some_parameters_clears_these_alone() -> None:
-    """Part 6, a sibling: two optimizers, of which one clears between two backwards."""
+    """Two optimizers, of which one clears between two backwards."""
     beside = Beside(Stack(), "originals")
     of_both = [[p for n, p in each.named_parameters() if n.endswith("bias")] for each in beside.models]
     for kinds, set_to_none in itertools.product(itertools.product(BACKWARDS, repeat=2), (True, False)):

@@ -1,4 +1,4 @@
-"""Part 6, siblings: gradients that a program clips or replaces between two backwards of any kind."""
+"""Gradients that a program clips or replaces between two backwards of any kind."""
 
 from __future__ import annotations
 

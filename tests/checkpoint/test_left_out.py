@@ -59,7 +59,7 @@ def logged() -> Iterator[list[str]]:
 @SIDES
 @on_ranks(2)
 def test_a_load_without_the_optimizer_says_which_states_it_leaves_out(side: str, tmp_path: Path, rank: int) -> None:
-    """Part 1.6 of "What programs read, write and forget": saved states were dropped without a word."""
+    """Saved states were dropped without a word."""
     model = sharded(side)
     optimizer = adam(model)
     step(model, optimizer)
@@ -76,7 +76,7 @@ def test_a_load_without_the_optimizer_says_which_states_it_leaves_out(side: str,
 
 @on_ranks(2)
 def test_a_load_of_a_checkpoint_without_optimizer_says_nothing(tmp_path: Path) -> None:
-    """Part 1.6, a sibling: nothing is left out."""
+    """Nothing is left out."""
     model = sharded("originals")
     save_checkpoint(tmp_path, model)
     with logged() as texts:
@@ -87,7 +87,7 @@ def test_a_load_of_a_checkpoint_without_optimizer_says_nothing(tmp_path: Path) -
 @SIDES
 @on_ranks(2)
 def test_an_optimizer_from_before_unwrap_raises_at_its_next_step(side: str) -> None:
-    """Part 1.6: it held parameters that no module has any more, or states of shards."""
+    """It held parameters that no module has any more, or states of shards."""
     model = sharded(side)
     optimizer = adam(model)
     step(model, optimizer)
@@ -100,7 +100,7 @@ def test_an_optimizer_from_before_unwrap_raises_at_its_next_step(side: str) -> N
 
 @on_ranks(2)
 def test_an_optimizer_without_states_goes_on_after_unwrap() -> None:
-    """Part 1.6, a sibling: with original parameters the objects stay the same, so this program is right."""
+    """With original parameters the objects stay the same, so this program is right."""
     model, twin = sharded("originals"), plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     whole = unwrap(model)
@@ -112,7 +112,7 @@ def test_an_optimizer_without_states_goes_on_after_unwrap() -> None:
 @SIDES
 @on_ranks(2)
 def test_states_go_from_before_unwrap_to_an_optimizer_of_the_plain_model(side: str) -> None:
-    """Part 1.6: what the error says works."""
+    """What the error says works."""
     model, twin = sharded(side), plain()
     optimizer, expected = adam(model), adam(twin)
     step(model, optimizer)
@@ -130,7 +130,7 @@ def test_states_go_from_before_unwrap_to_an_optimizer_of_the_plain_model(side: s
 @pytest.mark.parametrize("side", ["flat", "fully_shard"])
 @on_ranks(2)
 def test_an_optimizer_from_before_sharding_raises_at_its_first_step(side: str) -> None:
-    """Part 1.6, siblings: an optimizer made before wrapping, and before fully_shard."""
+    """An optimizer made before wrapping, and before fully_shard."""
     model = plain()
     optimizer = adam(model)
     held = sharded(side, model)
@@ -140,7 +140,7 @@ def test_an_optimizer_from_before_sharding_raises_at_its_first_step(side: str) -
 
 @on_ranks(2)
 def test_an_optimizer_from_before_wrapping_with_original_parameters_trains() -> None:
-    """Part 1.6, a sibling: with original parameters the objects stay the same, so this program is right."""
+    """With original parameters the objects stay the same, so this program is right."""
     model, twin = plain(), plain()
     optimizer = adam(model)
     held = sharded("originals", model)

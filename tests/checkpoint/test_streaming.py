@@ -482,7 +482,7 @@ def test_a_directory_without_the_files_of_a_model_is_refused(
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
 def test_a_checkpoint_is_written_without_being_read_back(background: bool, tmp_path: Path, rank: int) -> None:
-    """Part 6 of "On a GPU as on a CPU": the checksum is computed as bytes are written."""
+    """The checksum is computed as bytes are written."""
     model, read = shard(seeded()), list[str]()
 
     def record(path: Path, *args: Any) -> Any:
@@ -501,7 +501,7 @@ def test_a_checkpoint_is_written_without_being_read_back(background: bool, tmp_p
 
 @on_ranks(2)
 def test_a_checkpoint_is_written_with_one_copy_of_a_tensor_at_a_time(tmp_path: Path) -> None:
-    """Part 6 of "On a GPU as on a CPU": torch's writer keeps copies of all tensors of a file."""
+    """Torch's writer keeps copies of all tensors of a file."""
     model, copies, most = shard(seeded()), list[weakref.ref[torch.Tensor]](), 0
     own = {
         each.untyped_storage().data_ptr()

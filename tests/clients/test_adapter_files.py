@@ -1,4 +1,4 @@
-"""Part 4 of the list of commands: what save_full writes of a peft model is what peft reads."""
+"""What save_full writes of a peft model is what peft reads."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def planned(
 
 
 def test_a_hub_model_is_planned_for_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Part 1.7 of "What programs read, write and forget": no cache, fp32 states of a bf16 config, and the loss."""
+    """No cache, fp32 states of a bf16 config, and the loss."""
     tokens = ["--batch", "2x64", "--tokens", "--wrap", "LlamaDecoderLayer", "--recompute"]
     low = {**LLAMA, "torch_dtype": "bfloat16"}
     found = planned(tmp_path, low, capsys, *tokens)

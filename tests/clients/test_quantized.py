@@ -53,7 +53,7 @@ def torchao_optimizer(model: nn.Module, patched: pytest.MonkeyPatch) -> torch.op
 @pytest.mark.parametrize("side", ["originals", "fully_shard"])
 @on_ranks(2)
 def test_torchaos_8_bit_adamw_gets_its_states_from_a_checkpoint_in_its_own_class(side: str, tmp_path: Path) -> None:
-    """Part 1.3 of "What programs read, write and forget": the checkpoint was complete, and nothing could read it.
+    """The checkpoint was complete, and nothing could read it.
 
     torchao rounds a signed block again where its largest element is negative, so ``exp_avg`` is rounded twice.
     """
@@ -87,7 +87,7 @@ def test_torchaos_8_bit_adamw_gets_its_states_from_a_checkpoint_in_its_own_class
 @SIDES
 @on_ranks(2)
 def test_states_of_torchaos_8_bit_adamw_are_full_tensors_in_a_full_state_dict(side: str) -> None:
-    """Part 1.3, a sibling: with flat parameters a ZeroDivisionError, with fully_shard an error of dispatch."""
+    """With flat parameters a ZeroDivisionError, with fully_shard an error of dispatch."""
     with pytest.MonkeyPatch.context() as patched:
         model = sharded(side)
         optimizer = torchao_optimizer(model, patched)
@@ -109,7 +109,7 @@ def quantized(seed: int = 0) -> nn.Module:
 @pytest.mark.parametrize("side", ["originals", "fully_shard"])
 @on_ranks(2)
 def test_a_model_of_4_bit_weights_is_saved_and_loaded_to_the_bit(side: str, background: bool, tmp_path: Path) -> None:
-    """Part 1.4: with fully_shard the same model refused what it had saved ("Unexpected key(s) ... absmax")."""
+    """With fully_shard the same model refused what it had saved ("Unexpected key(s) ... absmax")."""
     model = sharded(side, quantized())
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
     steps(model, optimizer, 1)

@@ -1,4 +1,4 @@
-"""Part 5 of "On a GPU as on a CPU": a call on rank 0 alone, while others are in torch's barrier, ends in seconds."""
+"""A call on rank 0 alone, while others are in torch's barrier, ends in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that call FSDP1's and FSDP2's inner names, as they do it, beside torch's FSDPs (part 2)."""
+"""Programs that call FSDP1's and FSDP2's inner names, as they do it, beside torch's FSDPs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(model: Any, run: Callable[..., Any] | None = None, steps: int = 2) -> 
 @KINDS
 @on_ranks(2, 4)
 def test_a_first_set_up_by_root_pre_forward_changes_nothing(orig: bool) -> None:
-    """Part 2: litgpt does the lazy initialization of a compiled model by ``_root_pre_forward`` before training."""
+    """litgpt does the lazy initialization of a compiled model by ``_root_pre_forward`` before training."""
     from torch.distributed.fsdp import _runtime_utils
 
     expected = train(shard(seeded(), use_orig_params=orig))
@@ -84,7 +84,7 @@ def step_by_step(**kwargs: Any) -> StepByStep:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2, 4)
 def test_a_forward_written_step_by_step_trains_as_the_wrappers_own(orig: bool, dtype: torch.dtype | None) -> None:
-    """Part 2: ``_root_pre_forward``, ``_pre_forward`` and ``_post_forward`` with the functions they take."""
+    """``_root_pre_forward``, ``_pre_forward`` and ``_post_forward`` with the functions they take."""
     precision = {"mixed_precision": fsdp_flat.MixedPrecision(dtype, buffer_dtype=dtype, cast_forward_inputs=True)}
     expected = train(shard(seeded(), use_orig_params=orig, **precision))
     with fsdp_flat.installed():
@@ -110,7 +110,7 @@ def scope(model: Any) -> Iterator[None]:
 @KINDS
 @on_ranks(2)
 def test_other_calls_run_inside_a_forward_that_is_opened_by_hand(orig: bool) -> None:
-    """Part 2: parameters of the outer unit are there for children and methods, and sharded again afterwards."""
+    """Parameters of the outer unit are there for children and methods, and sharded again afterwards."""
     plain = seeded()
     x = batch(dist.get_rank())
     with fsdp_flat.installed(), torch.no_grad():
@@ -129,7 +129,7 @@ def test_other_calls_run_inside_a_forward_that_is_opened_by_hand(orig: bool) -> 
 
 @on_ranks(2)
 def test_a_forward_may_be_ended_without_a_reshard_and_must_have_been_begun() -> None:
-    """Part 2: the function that reshards may be None, or the caller's own."""
+    """The function that reshards may be None, or the caller's own."""
     from torch.distributed.fsdp import _runtime_utils as runtime
 
     with fsdp_flat.installed(), torch.no_grad():
@@ -152,7 +152,7 @@ def test_a_forward_may_be_ended_without_a_reshard_and_must_have_been_begun() -> 
 @KINDS
 @on_ranks(2)
 def test_a_unit_is_unsharded_and_freed_by_its_handle(orig: bool) -> None:
-    """Part 2: ``handle.unshard`` with what comes before and after, and the functions of the same names."""
+    """``handle.unshard`` with what comes before and after, and the functions of the same names."""
     from torch.distributed.fsdp import _runtime_utils as runtime
 
     with fsdp_flat.installed():
@@ -183,7 +183,7 @@ def by_class(infos: Any) -> list[list[Any]]:
 @pytest.mark.parametrize("make", [None, Tied])
 @on_ranks(2)
 def test_a_handle_describes_its_shard_as_torchs(orig: bool, make: Any) -> None:
-    """Part 2: ``handle.shard_metadata``, ``flat_param._param_infos`` and the names that go with them."""
+    """``handle.shard_metadata``, ``flat_param._param_infos`` and the names that go with them."""
     kind = {"make": make} if make else {}
     mine = shard(seeded(**kind), use_orig_params=orig)
     theirs = shard_by_peer(seeded(**kind), use_orig_params=orig)
@@ -210,7 +210,7 @@ def test_a_handle_describes_its_shard_as_torchs(orig: bool, make: Any) -> None:
 
 @on_ranks(2)
 def test_flat_shards_are_saved_and_put_together_by_their_metadata() -> None:
-    """Part 2: a checkpoint of flat parameters, as atorch writes it."""
+    """A checkpoint of flat parameters, as atorch writes it."""
     model = shard(seeded(), use_orig_params=True)
     parts: list[dict[str, tuple[int, torch.Tensor, torch.Size]]] = []
     own: dict[str, tuple[int, torch.Tensor, torch.Size]] = {}
@@ -257,7 +257,7 @@ def grouped(model: nn.Module) -> dict[str, list[str]]:
 
 @on_ranks(2, 4)
 def test_parameters_are_grouped_by_the_shapes_that_a_state_has() -> None:
-    """Part 2: LLaMA2-Accessory groups by these; without them every parameter falls into "no weight decay"."""
+    """LLaMA2-Accessory groups by these; without them every parameter falls into "no weight decay"."""
     expected = grouped(shard_by_peer(seeded(), use_orig_params=True))
     with fsdp_flat.installed():
         found = grouped(shard(seeded(), use_orig_params=True))
@@ -268,7 +268,7 @@ def test_parameters_are_grouped_by_the_shapes_that_a_state_has() -> None:
 @KINDS
 @on_ranks(2)
 def test_the_mark_of_a_flattened_parameter_is_a_plain_true(orig: bool) -> None:
-    """Part 2: as an initialisation for the meta device tests it; the unit that manages a parameter is another mark."""
+    """As an initialisation for the meta device tests it; the unit that manages a parameter is another mark."""
     from torch.distributed.fsdp._common_utils import _is_fsdp_flattened, _set_fsdp_flattened
 
     model = shard(seeded(), use_orig_params=orig)
@@ -286,7 +286,7 @@ def test_the_mark_of_a_flattened_parameter_is_a_plain_true(orig: bool) -> None:
 
 @on_ranks(2)
 def test_no_error_of_an_inner_name_speaks_of_the_users_class() -> None:
-    """Part 2: "'Net' object has no attribute '_device_handle'" is the text that this replaces."""
+    """The text "'Net' object has no attribute '_device_handle'" was there before."""
     for orig in (False, True):
         mine, theirs = shard(seeded(), use_orig_params=orig), shard_by_peer(seeded(), use_orig_params=orig)
         for model in (mine, theirs):
@@ -326,7 +326,7 @@ def fully(fully_shard: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("before_a_forward", [True, False])
 @on_ranks(2, 4)
 def test_states_of_fully_shard_are_found_and_read_as_torchs(before_a_forward: bool) -> None:
-    """Part 2: ``_get_module_fsdp_state``, ``_get_module_state`` and ``_module_state_mapping``."""
+    """``_get_module_fsdp_state``, ``_get_module_state`` and ``_module_state_mapping``."""
     from torch.distributed import _composable_state as composable
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
@@ -377,7 +377,7 @@ def test_states_of_fully_shard_are_found_and_read_as_torchs(before_a_forward: bo
 
 @on_ranks(2)
 def test_the_closest_sharded_module_is_found_in_torchs_map_of_states() -> None:
-    """Part 2: TransformerEngine looks for the state of a module inside a sharded one; ``unwrap`` takes it out."""
+    """TransformerEngine looks for the state of a module inside a sharded one; ``unwrap`` takes it out."""
     from torch.distributed._composable_state import _module_state_mapping
 
     def closest(module: nn.Module) -> Any:
@@ -424,14 +424,14 @@ def through_chunks(fully_shard: Any) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_a_pipelines_end_of_backward_through_groups_and_parameters_is_torchs() -> None:
-    """Part 2: as dual pipelines end a backward, with the switch of a group assigned."""
+    """As dual pipelines end a backward, with the switch of a group assigned."""
     expected = through_chunks(torch.distributed.fsdp.fully_shard)
     assert_close(through_chunks(fsdp_flat.fully_shard), expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
 def test_a_state_is_set_idle_before_a_model_is_moved_and_to_nothing_else() -> None:
-    """Part 2: VeOmni's offload between steps."""
+    """VeOmni's offload between steps."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
@@ -455,7 +455,7 @@ def test_a_state_is_set_idle_before_a_model_is_moved_and_to_nothing_else() -> No
 
 @on_ranks(2)
 def test_what_a_state_a_group_or_a_parameter_lacks_is_named_with_what_to_call() -> None:
-    """Part 2: and a name that would have no effect is not assigned."""
+    """A name that would have no effect is not assigned."""
     mine, theirs = fully(fsdp_flat.fully_shard), fully(torch.distributed.fsdp.fully_shard)
     for model in (mine, theirs):
         model(torch.ones(2, 5)).sum().backward()
@@ -475,7 +475,7 @@ def test_what_a_state_a_group_or_a_parameter_lacks_is_named_with_what_to_call() 
 
 @on_ranks(2)
 def test_fsdp1s_functions_refuse_a_module_of_fully_shard_by_name() -> None:
-    """Part 2: FSDP1's state of a module is a wrapper."""
+    """FSDP1's state of a module is a wrapper."""
     from torch.distributed.fsdp import _runtime_utils as runtime
 
     model = fully(fsdp_flat.fully_shard)

@@ -59,7 +59,7 @@ def takes_ours(node: ast.FunctionDef) -> bool:
 
 @needs_torch_2_13
 def test_every_function_that_takes_an_object_of_fsdp_is_in_the_table_once() -> None:
-    """Part 2: a walk over torch's modules finds no function that is forgotten."""
+    """A walk over torch's modules finds no function that is forgotten."""
     wrong = {
         key: does(*key)
         for key, node in functions().items()
@@ -101,7 +101,7 @@ def arguments_for(module: str, node: ast.FunctionDef, model: Any, fully: Any) ->
 @needs_torch_2_13
 @on_ranks(2)
 def test_each_function_that_cannot_work_raises_an_error_with_its_name_and_what_to_call() -> None:
-    """Part 2: no error names the user's class."""
+    """No error names the user's class."""
     known, model = functions(), shard(seeded(), use_orig_params=True)
     fully = fsdp_flat.fully_shard(BufferedBlock())
     with fsdp_flat.installed():
@@ -223,7 +223,7 @@ READING: dict[tuple[str, str], Call] = {
 @pytest.mark.parametrize("key", READING, ids=lambda key: ".".join(key))
 @on_ranks(2)
 def test_a_look_up_gives_for_our_wrapper_what_torchs_gives_for_its_own(key: tuple[str, str]) -> None:
-    """Part 2: a look-up never finds that there is no FSDP in a sharded model."""
+    """A look-up never finds that there is no FSDP in a sharded model."""
     module = importlib.import_module(f"torch.distributed.{key[0]}")
     for orig in (False, True):
         with peer_warnings_silenced():
@@ -235,7 +235,7 @@ def test_a_look_up_gives_for_our_wrapper_what_torchs_gives_for_its_own(key: tupl
 
 @on_ranks(2)
 def test_an_optimizer_state_by_torchs_private_function_is_that_of_the_method() -> None:
-    """Part 2: ``_optim_state_dict``, which some scripts call for accelerate's models."""
+    """``_optim_state_dict``, which some scripts call for accelerate's models."""
     from torch.distributed.fsdp import _optim_utils
 
     model = shard(seeded(), use_orig_params=True)

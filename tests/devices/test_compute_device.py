@@ -1,4 +1,4 @@
-"""Part 4 of "On a GPU as on a CPU": without a ``device_id`` a unit computes where its parameters are."""
+"""Without a ``device_id`` a unit computes where its parameters are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part 3 of "On a GPU as on a CPU": a rank waits for other ranks' hosts at the end of a backward only if it has to."""
+"""A rank waits for other ranks' hosts at the end of a backward only if it has to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that say what is wrong and what to do, where a raw error, or several, came before (part 3)."""
+"""Texts that say what is wrong and what to do, where a raw error, or several, came before."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ONE_OF_TWO = "One of the two libraries can shard a parameter."
 @KINDS
 @on_ranks(2)
 def test_torchs_fully_shard_around_or_inside_ours_is_refused_where_it_is_called(orig: bool) -> None:
-    """Part 3: torch's error was "Invariant encountered: value was None", or ours came with the first forward."""
+    """Torch's error was "Invariant encountered: value was None", or ours came with the first forward."""
     choices: list[Callable[[Any], Any]] = [lambda model: model, nn.Sequential, lambda model: model.blocks[0]]
     cases = [choice(shard(seeded(), use_orig_params=orig)) for choice in choices]
     cases += [nn.Sequential(fully()), fully().blocks[0].up]
@@ -68,7 +68,7 @@ def test_torchs_fully_shard_around_or_inside_ours_is_refused_where_it_is_called(
 @KINDS
 @on_ranks(2)
 def test_torchs_wrapper_inside_ours_is_refused(orig: bool) -> None:
-    """Part 3: whether it is there before, or put there later; and with ``fully_shard`` of ours around it."""
+    """Whether it is there before, or put there later; and with ``fully_shard`` of ours around it."""
     wrapped, sharded = shard(seeded(), use_orig_params=orig), fully()
     for module in (wrapped.blocks[0].module.up, sharded.blocks[0].up, sharded.blocks[1].down):
         text = text_of(UsageError, lambda module=module: shard_by_peer(module, by_blocks=False))
@@ -89,7 +89,7 @@ def test_torchs_wrapper_inside_ours_is_refused(orig: bool) -> None:
 
 @on_ranks(2)
 def test_ours_around_or_inside_torchs_fully_shard_is_refused_with_its_name() -> None:
-    """Part 3: before, the text was about a mesh for tensor parallelism."""
+    """Before, the text was about a mesh for tensor parallelism."""
     for around in (FSDP, fsdp_flat.fully_shard):
         inner = seeded()
         peer.fully_shard(inner.blocks[0])
@@ -103,7 +103,7 @@ def test_ours_around_or_inside_torchs_fully_shard_is_refused_with_its_name() -> 
 
 @on_ranks(2)
 def test_torchs_constructors_are_its_own_again_after_they_are_restored() -> None:
-    """Part 3: the guard can be undone, and is in the list of what is replaced."""
+    """The guard can be undone, and is in the list of what is replaced."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     fully()
@@ -124,7 +124,7 @@ def test_torchs_constructors_are_its_own_again_after_they_are_restored() -> None
 @KINDS
 @on_ranks(2)
 def test_a_wrapper_that_unwrap_has_emptied_says_so_in_every_method(orig: bool) -> None:
-    """Part 3: ``state_dict()`` raised an empty AssertionError; ``reshard()``, of an inner wrapper too, is a sibling."""
+    """``state_dict()`` raised an empty AssertionError; ``reshard()``, of an inner wrapper too, is a sibling."""
     model = shard(seeded(), use_orig_params=orig)
     inner = model.blocks[0]
     plain = fsdp_flat.unwrap(model)
@@ -148,7 +148,7 @@ def test_a_wrapper_that_unwrap_has_emptied_says_so_in_every_method(orig: bool) -
 
 @on_ranks(2)
 def test_a_child_or_method_called_under_fully_shard_is_told_how_to_call_it() -> None:
-    """Part 3: torch's error is about a mixture of tensors; advice is added, and a right operation is not refused."""
+    """Torch's error is about a mixture of tensors; advice is added, and a right operation is not refused."""
     model, x = fully(), batch(dist.get_rank())
     for call in (
         lambda: model.first(x),
@@ -174,7 +174,7 @@ def test_a_child_or_method_called_under_fully_shard_is_told_how_to_call_it() -> 
 
 @on_ranks(2)
 def test_another_error_of_a_child_stays_as_it_is() -> None:
-    """Part 3: the advice belongs to one error."""
+    """The advice belongs to one error."""
 
     class Picky(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_another_error_of_a_child_stays_as_it_is() -> None:
 @KINDS
 @on_ranks(2)
 def test_forward_mode_transforms_run_and_those_that_run_backward_are_named(orig: bool) -> None:
-    """Part 3: ``torch.func.jvp`` on the wrapper, ``jacfwd`` and ``vmap``; ``grad`` and ``vjp`` cannot work."""
+    """``torch.func.jvp`` on the wrapper, ``jacfwd`` and ``vmap``; ``grad`` and ``vjp`` cannot work."""
     x, plain = batch(dist.get_rank()), seeded()
     for model in (shard(seeded(), use_orig_params=orig), fully()):
         for transform in (
@@ -247,7 +247,7 @@ def odd_states() -> dict[str, tuple[Any, str]]:
 @pytest.mark.parametrize("kind", ["flat", "orig", "fully_shard"])
 @on_ranks(2)
 def test_loading_another_state_dict_tells_what_to_load(which: str, kind: str) -> None:
-    """Part 3: names of DDP, a whole checkpoint, an optimizer's state; with torch's list of names before it."""
+    """Names of DDP, a whole checkpoint, an optimizer's state; with torch's list of names before it."""
     state, advice = odd_states()[which]
     model = fully() if kind == "fully_shard" else shard(seeded(), use_orig_params=kind == "orig")
     before = whole_state(model) if isinstance(model, FSDP) else None
@@ -264,7 +264,7 @@ def test_loading_another_state_dict_tells_what_to_load(which: str, kind: str) ->
 @pytest.mark.parametrize("which", odd_states())
 @on_ranks(2)
 def test_a_file_with_another_state_dict_tells_the_same(which: str, tmp_path: Path) -> None:
-    """Part 3: ``load_full`` has the same hints, by the same code."""
+    """``load_full`` has the same hints, by the same code."""
     state, advice = odd_states()[which]
     path = tmp_path / "model.pt"
     if dist.get_rank() == 0:
@@ -276,7 +276,7 @@ def test_a_file_with_another_state_dict_tells_the_same(which: str, tmp_path: Pat
 
 @on_ranks(2)
 def test_a_directory_that_is_a_checkpoint_is_named_as_such_by_load_full(tmp_path: Path) -> None:
-    """Part 3: of ``save_checkpoint``, all of them or one; and of torch.distributed.checkpoint."""
+    """Of ``save_checkpoint``, all of them or one; and of torch.distributed.checkpoint."""
     model = shard(seeded(), use_orig_params=True)
     fsdp_flat.save_checkpoint(tmp_path / "runs", model, step=3)
     one = next(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
@@ -297,7 +297,7 @@ def test_a_directory_that_is_a_checkpoint_is_named_as_such_by_load_full(tmp_path
 @KINDS
 @on_ranks(2)
 def test_a_sharded_state_dict_in_a_full_load_is_one_sentence(orig: bool) -> None:
-    """Part 3: it was a sentence for each of 17 parameters; a LOCAL one had a sentence for each unit."""
+    """It was a sentence for each of 17 parameters; a LOCAL one had a sentence for each unit."""
     model = shard(seeded(), use_orig_params=orig)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         sharded = model.state_dict()
@@ -320,7 +320,7 @@ def test_a_sharded_state_dict_in_a_full_load_is_one_sentence(orig: bool) -> None
 @KINDS
 @on_ranks(2)
 def test_muon_on_local_shards_raises_our_error_when_it_is_built(orig: bool) -> None:
-    """Part 3: torch's own error, about a number of dimensions, came first; groups and names are siblings."""
+    """Torch's own error, about a number of dimensions, came first; groups and names are siblings."""
     model = shard(seeded(), use_orig_params=orig)
     matrices = [(name, param) for name, param in model.named_parameters() if "bias" not in name]
     for given in (
@@ -377,7 +377,7 @@ WRONG_OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("which", WRONG_OPTIONS)
 @on_ranks(2)
 def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> None:
-    """Part 3: ``mixed_precision="bf16"`` and ``cpu_offload=True`` name the class; now its use too."""
+    """``mixed_precision="bf16"`` and ``cpu_offload=True`` name the class; now its use too."""
     call, wanted = WRONG_OPTIONS[which]
     assert text_of(OptionTypeError, call).startswith(wanted)
 
@@ -387,7 +387,7 @@ def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> No
 
 @on_ranks(2)
 def test_a_first_start_without_a_checkpoint_does_not_read_as_an_error(tmp_path: Path) -> None:
-    """Part 3: "Nothing to load" is what a first run always said."""
+    """The text "Nothing to load" is what a first run always said."""
     records: list[logging.LogRecord] = []
     handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")
     handler.emit = records.append  # type: ignore[method-assign]
@@ -404,7 +404,7 @@ def test_a_first_start_without_a_checkpoint_does_not_read_as_an_error(tmp_path: 
 
 
 def test_a_number_and_its_noun_agree() -> None:
-    """Part 3: "1 ranks" was one of about thirty."""
+    """The text "1 ranks" was one of about thirty."""
     assert [counted(num, "ranks") for num in (0, 1, 2, 1000)] == ["0 ranks", "1 rank", "2 ranks", "1,000 ranks"]
     assert [counted(num, "entries") for num in (1, 2)] == ["1 entry", "2 entries"]
     assert [counted(num, "replicas") for num in (1, 3)] == ["1 replica", "3 replicas"]
@@ -412,7 +412,7 @@ def test_a_number_and_its_noun_agree() -> None:
 
 @on_ranks(1)
 def test_a_model_of_one_rank_and_one_parameter_says_one_of_each() -> None:
-    """Part 3: the line of a unit in ``repr``, and the sum of ``describe``."""
+    """The line of a unit in ``repr``, and the sum of ``describe``."""
     with peer_warnings_silenced():
         model = FSDP(nn.Linear(2, 2, bias=False), sharding_strategy=fsdp_flat.ShardingStrategy.NO_SHARD)
     assert "NO_SHARD over 1 rank, 1 parameter of float32, 16 bytes a rank" in repr(model)

@@ -1,4 +1,4 @@
-"""Part 4 of "On a GPU as on a CPU": the examples run unchanged on a machine with a GPU, over gloo and over NCCL."""
+"""The examples run unchanged on a machine with a GPU, over gloo and over NCCL."""
 
 from __future__ import annotations
 

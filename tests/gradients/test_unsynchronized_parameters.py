@@ -1,4 +1,4 @@
-"""Part 1.5: parameters whose gradients nothing averages over ranks are named at the end of the first backward."""
+"""Parameters whose gradients nothing averages over ranks are named at the end of the first backward."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _steps(model: nn.Module, rank: int, *, params: Any = None, num_steps: int = 
 def test_parameters_outside_of_sharded_blocks_are_named_once_at_the_first_backward(
     shard: Callable[..., Any], rank: int
 ) -> None:
-    """Part 1.5. The sibling is the wrapper around blocks and not around the model."""
+    """The sibling is the wrapper around blocks and not around the model."""
     model = shard(Net())
     (told,) = _steps(model, rank)
     assert "Gradients of 3 parameters of Net are each rank's own" in told
@@ -159,7 +159,7 @@ def test_a_mesh_that_connects_no_ranks_is_named_with_the_parameters(
 
 @on_ranks(4)
 def test_a_mesh_of_which_a_strategy_uses_one_dim_of_several_is_named(rank: int) -> None:
-    """Part 1.5, a sibling: two halves of ranks train unconnected."""
+    """Two halves of ranks train unconnected."""
     strategy = ShardingStrategy.FULL_SHARD
     model = wrapped(Net(), device_mesh=init_device_mesh("cpu", (2, 2)), sharding_strategy=strategy)
     (told,) = _steps(model, rank)

@@ -64,7 +64,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 def test_training_goes_on_to_the_bit_from_a_checkpoint_of_quantized_states(
     side: str, background: bool, tmp_path: Path
 ) -> None:
-    """Part 1.3 of "What programs read, write and forget": torchao's AdamW8bit wrote what nothing could read."""
+    """torchao's AdamW8bit wrote what nothing could read."""
     model = sharded(side)
     optimizer = RoundingSGD(model.parameters())
     steps(model, optimizer, 1, 2)
@@ -109,7 +109,7 @@ def load_whole_numbers(path: Path, side: str) -> None:
 
 @pytest.mark.parametrize("side", ["originals", "fully_shard"])
 def test_quantized_states_are_loaded_at_another_number_of_ranks(ranks: RanksOf, side: str, tmp_path: Path) -> None:
-    """Part 1.3, a sibling: values that every block can hold are the same however ranks divide them."""
+    """Values that every block can hold are the same however ranks divide them."""
     ranks(4).run(save_whole_numbers, tmp_path, side)
     ranks(2).run(load_whole_numbers, tmp_path, side)
 
@@ -117,7 +117,7 @@ def test_quantized_states_are_loaded_at_another_number_of_ranks(ranks: RanksOf, 
 @SIDES
 @on_ranks(2)
 def test_states_of_a_full_state_dict_are_put_into_the_class_that_the_optimizer_has(side: str) -> None:
-    """Part 1.3, a sibling: state dicts, which torch's FSDP1 cannot gather of such states either."""
+    """State dicts, which torch's FSDP1 cannot gather of such states either."""
     model = sharded(side)
     optimizer = RoundingSGD(model.parameters())
     steps(model, optimizer, 1)
@@ -136,7 +136,7 @@ def test_states_of_a_full_state_dict_are_put_into_the_class_that_the_optimizer_h
 def test_a_state_whose_values_cannot_be_read_is_refused_by_name_before_anything_is_written(
     side: str, tmp_path: Path
 ) -> None:
-    """Part 1.3: else the checkpoint is listed as complete, and cannot be read."""
+    """Else the checkpoint is listed as complete, and cannot be read."""
     model = sharded(side)
     optimizer = RoundingSGD(model.parameters(), kind=Closed)
     steps(model, optimizer, 1)
@@ -149,7 +149,7 @@ def test_a_state_whose_values_cannot_be_read_is_refused_by_name_before_anything_
 
 @on_ranks(2)
 def test_a_buffer_made_of_other_tensors_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
-    """Part 1.3, a sibling: the model's own tensors."""
+    """The model's own tensors."""
     model = nn.Linear(4, 4)
     model.register_buffer("table", Rounded(torch.ones(4, dtype=torch.int8), torch.ones(())))
     wrapped = FSDP(model, use_orig_params=True, ignored_states=[])
@@ -160,7 +160,7 @@ def test_a_buffer_made_of_other_tensors_is_refused_by_name_before_anything_is_wr
 
 @on_ranks(2)
 def test_the_model_is_loaded_from_a_checkpoint_whose_optimizer_states_are_not_whole(tmp_path: Path, rank: int) -> None:
-    """Part 1.3: the part of a checkpoint that is whole stays readable when another part is not."""
+    """The part of a checkpoint that is whole stays readable when another part is not."""
     model = sharded("originals")
     optimizer = torch.optim.Adam(model.parameters())
     steps(model, optimizer, 1)

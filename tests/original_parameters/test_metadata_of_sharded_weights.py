@@ -1,4 +1,4 @@
-"""Part 1.1: what a program can read of a weight while it is sharded is true; what needs its values raises."""
+"""What a program can read of a weight while it is sharded is true; what needs its values raises."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _read(weight: torch.Tensor) -> dict[str, Any]:
 def test_metadata_of_a_sharded_weight_are_those_of_a_plain_weight_and_of_fsdp1(
     train: bool, strategy: str, dtype: torch.dtype, rank: int
 ) -> None:
-    """Part 1.1. The dtype is that of compute, which FSDP1 shows too after a forward."""
+    """The dtype is that of compute, which FSDP1 shows too after a forward."""
     options: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
     own, peer = (
         make(
@@ -185,7 +185,7 @@ def test_a_sharded_weight_used_for_its_values_raises_with_its_name(rank: int) ->
 
 @on_ranks(2)
 def test_metadata_follow_a_conversion_and_a_change_of_requires_grad(rank: int) -> None:
-    """Part 1.1, siblings: after ``.to``, and frozen between steps."""
+    """After ``.to``, and frozen between steps."""
     model = wrapped(_net()).double()
     weight = model.module[0].weight
     assert (weight.dtype, weight.new_zeros(1).dtype, weight.data.dtype) == (torch.float64,) * 3
@@ -200,7 +200,6 @@ def test_metadata_follow_a_conversion_and_a_change_of_requires_grad(rank: int) -
 
 @on_ranks(2)
 def test_a_batch_is_moved_to_the_weight_in_a_training_loop_and_in_a_parents_forward(rank: int) -> None:
-    """Part 1.1, as the two cases have it."""
 
     class Root(nn.Module):
         def __init__(self) -> None:

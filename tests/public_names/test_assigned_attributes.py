@@ -1,4 +1,4 @@
-"""Part 1.2: an attribute of FSDP1 that a program assigns has its effect, or raises; none is made that nothing reads."""
+"""An attribute of FSDP1 that a program assigns has its effect, or raises; none is made that nothing reads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _assign(owner: Any, name: str, value: Any) -> bool:
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 @on_ranks(2, 4)
 def test_divide_factors_divide_as_on_fsdp1(dtype: torch.dtype | None, strategy: str, front: str, rank: int) -> None:
-    """Part 1.2, as the case has it; the siblings are 16-bit gradients, which are divided before the sum."""
+    """Gradients in 16 bits, which are divided before the sum, are a case of their own."""
     own, peer = _pair(strategy, dtype, front)
     for step, factors in enumerate(FACTORS):
         for model in (own, peer):
@@ -111,7 +111,7 @@ def test_a_divide_factor_below_one_divides_nothing_as_on_fsdp1_and_warns(rank: i
 @KINDS
 @on_ranks(2)
 def test_no_attribute_of_fsdp1s_wrapper_can_be_made_that_nothing_reads(front: str, rank: int) -> None:
-    """Part 1.2: every attribute that torch's wrapper has after a step, and every one of its class."""
+    """Every attribute that torch's wrapper has after a step, and every one of its class."""
     own, peer = _pair("FULL_SHARD", None, front)
     for model in (own, peer):
         square_loss(model, _x(rank)).backward()
@@ -136,7 +136,7 @@ def test_no_attribute_of_fsdp1s_wrapper_can_be_made_that_nothing_reads(front: st
 
 @on_ranks(2)
 def test_no_attribute_of_fsdp1s_handle_can_be_made_that_nothing_reads(rank: int) -> None:
-    """Part 1.2, a sibling: the handle."""
+    """The handle."""
     own, peer = _pair("FULL_SHARD", None, True)
     handle = own._handle
     own_names = set(vars(handle))
@@ -174,7 +174,7 @@ def test_a_programs_own_attributes_are_those_of_any_module(rank: int) -> None:
 
 @on_ranks(2)
 def test_assigned_switches_take_effect(rank: int) -> None:
-    """Part 1.2, siblings: what FSDP1 reads in each step and the engine has too."""
+    """What FSDP1 reads in each step and the engine has too."""
     model: Any = wrapped(seeded(), auto_wrap_policy=BLOCKS)
     for unit in _units(model):
         unit._sync_gradients = False

@@ -66,7 +66,7 @@ def test_a_step_is_ordered_and_does_not_stop_the_host(reshards: Any) -> None:
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 4])
 def test_one_operation_copies_a_unit_from_and_to_the_rows_of_ranks(num_layers: int, low: bool) -> None:
-    """Part 2 of "On a GPU as on a CPU": as many launches for a unit of many parameters as for one of few."""
+    """As many launches for a unit of many parameters as for one of few."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
     with rehearsal() as run:
         build = functools.partial(Stack, block=lambda width: nn.Sequential(*[Block(width) for _ in range(num_layers)]))

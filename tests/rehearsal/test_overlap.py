@@ -1,4 +1,4 @@
-"""Part 1 of "On a GPU as on a CPU": all-gathers run beside compute; none waits for the unit before its own."""
+"""All-gathers run beside compute; none waits for the unit before its own."""
 
 from __future__ import annotations
 

@@ -181,7 +181,6 @@ def recomputed(module: nn.Module) -> nn.Module:
 def test_planned_bytes_are_those_of_an_accelerator_that_recomputes_and_accumulates(
     front: str, accumulates: bool
 ) -> None:
-    """Part 6, first bullet, of "On a GPU as on a CPU"."""
     build = partial(Stack, 8, WIDTH)
     with DEVICE:
         module, rows = build(), torch.zeros(16, WIDTH)

@@ -95,7 +95,7 @@ def save_between_steps(run: Rehearsal, path: Path, *, use_orig_params: bool, num
 
 @BOTH_KINDS
 def test_a_save_in_the_background_is_ordered_and_does_not_stop_the_host(use_orig_params: bool, tmp_path: Path) -> None:
-    """Part 6 of "On a GPU as on a CPU": the caller waits for nothing, and the thread once."""
+    """The caller waits for nothing, and the thread once."""
     with rehearsal() as run:
         save_between_steps(run, tmp_path, use_orig_params=use_orig_params)
     run.check(allowed=[f"{WRITING}:"])
@@ -108,14 +108,14 @@ def test_a_save_in_the_background_is_ordered_and_does_not_stop_the_host(use_orig
 
 
 def test_a_save_whose_copies_the_next_step_does_not_wait_for_is_found(tmp_path: Path) -> None:
-    """Part 6: the test above can fail."""
+    """The test above can fail."""
     with rehearsal() as run, mock.patch.object(type(run.machine.compute), "wait_event", return_value=None):
         save_between_steps(run, tmp_path, use_orig_params=True, num_saves=1)
     assert "conflict" in run.kinds()
 
 
 def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
-    """Part 6: pinned memory is kept for the next save."""
+    """Pinned memory is kept for the next save."""
     with rehearsal() as run:
         made: list[int] = []
         empty = torch.empty
@@ -130,7 +130,7 @@ def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_copies_take_blocks_that_fit_and_give_others_back() -> None:
-    """Part 6: what is kept is bounded by what the last copies took."""
+    """What is kept is bounded by what the last copies took."""
     with rehearsal() as run, mock.patch("fsdp_flat.comm.streams._BLOCK_NBYTES", 1024):
         copies = HostCopies(run.machine.device, run.machine.new_stream)
 
@@ -148,7 +148,7 @@ def test_copies_take_blocks_that_fit_and_give_others_back() -> None:
 
 @BOTH_KINDS
 def test_a_sharded_state_dict_waits_once_for_the_counts_and_not_for_each_tensor(use_orig_params: bool) -> None:
-    """Part 6: without offload_to_cpu nothing else goes to the host, and nothing waits."""
+    """Without offload_to_cpu nothing else goes to the host, and nothing waits."""
     with rehearsal() as run:
         model = run.wrap(use_orig_params=use_orig_params)
         optimizer = torch.optim.Adam(model.parameters())

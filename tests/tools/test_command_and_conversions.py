@@ -1,4 +1,4 @@
-"""Part 4 of the list of what programs read, write and forget: the command line and conversions."""
+"""The command line and conversions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tools.conftest import Run, RunJson
     [["--version"], ["--help"], ["run", "--help"], ["migrate", "--help"], ["convert", "--help"], ["plan", "-h"]],
 )
 def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
-    """Part 4 of the list: torch is not imported for them; siblings: the help of each command."""
+    """Torch is not imported for them, nor for the help of a command."""
     program = (
         "import sys\nfrom fsdp_flat.tools.command import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as ended:\n    assert not ended.code\n"
@@ -30,7 +30,7 @@ def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
 
 
 def test_json_before_a_command_is_refused_not_ignored(tmp_path: Path, run: Run, run_json: RunJson) -> None:
-    """Part 4 of the list: JSON where it is accepted; sibling: --version."""
+    """JSON where it is accepted, and ``--version``."""
     status, text, errors = run("--json", "ls", tmp_path)
     assert (status, text) == (2, "")
     assert "--json comes after the command" in errors
@@ -41,7 +41,7 @@ def test_json_before_a_command_is_refused_not_ignored(tmp_path: Path, run: Run, 
 def test_ls_lists_a_single_file_beside_folders_of_checkpoints(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, run_json: RunJson
 ) -> None:
-    """Part 4 of the list: ls lists both; sibling: a file of safetensors, as the Trainer leaves one."""
+    """``ls`` lists both, and a file of safetensors, as the Trainer leaves one."""
     torch.save({"a": torch.ones(2)}, tmp_path / "one.pt")
     assert run("convert", tmp_path / "one.pt", tmp_path / "checkpoint-10", "--to", "dcp")[0] == 0
     if name.endswith(".pt"):
@@ -56,7 +56,6 @@ def test_ls_lists_a_single_file_beside_folders_of_checkpoints(
 
 @pytest.mark.parametrize("command", ["show", "verify", "ls"])
 def test_a_folder_of_dcp_without_metadata_is_named_for_what_it_is(command: str, tmp_path: Path, run: Run) -> None:
-    """Part 4 of the list."""
     torch.save({"a": torch.ones(2)}, tmp_path / "one.pt")
     run("convert", tmp_path / "one.pt", tmp_path / "dcp", "--to", "dcp")
     (tmp_path / "dcp" / ".metadata").unlink()
@@ -70,7 +69,7 @@ def test_a_folder_of_dcp_without_metadata_is_named_for_what_it_is(command: str, 
 def test_a_pickled_module_is_named_for_what_it_is(
     options: list[str], module: nn.Module, tmp_path: Path, run: Run
 ) -> None:
-    """Part 4 of the list; sibling: read with --allow-pickle."""
+    """It is read with ``--allow-pickle``."""
     torch.save(module, tmp_path / "net.pt")
     status, _, errors = run("show", tmp_path / "net.pt", *options)
     assert status == 2
@@ -78,7 +77,7 @@ def test_a_pickled_module_is_named_for_what_it_is(
 
 
 def test_safetensors_come_with_the_config_that_from_pretrained_needs(tmp_path: Path, run: Run) -> None:
-    """Part 4 of the list: given by --config, or found beside the source; --dtype; else it is said."""
+    """It is given by ``--config``, or found beside the source; else it is said. ``--dtype`` casts."""
     weights = {"a": torch.randn(3, 2), "n": torch.tensor(7)}
     torch.save(weights, tmp_path / "model.pt")
     status, text, _ = run("convert", tmp_path / "model.pt", tmp_path / "without", "--to", "safetensors")
@@ -102,7 +101,6 @@ def test_safetensors_come_with_the_config_that_from_pretrained_needs(tmp_path: P
 
 @pytest.mark.parametrize("options", [["--dtype", "int8"], ["--dtype", "float"], ["--config", "missing.json"]])
 def test_a_wrong_dtype_or_config_writes_nothing(options: list[str], tmp_path: Path, run: Run) -> None:
-    """Part 4 of the list, siblings."""
     torch.save({"a": torch.ones(2)}, tmp_path / "model.pt")
     before = sorted(tmp_path.iterdir())
     status, _, errors = run("convert", tmp_path / "model.pt", tmp_path / "hub", "--to", "safetensors", *options)
@@ -119,7 +117,7 @@ HEAD = (
 @pytest.mark.parametrize("alias", ["", " as dist"])
 @pytest.mark.parametrize("device", ["torch.cuda.current_device()", "torch.device('cuda', 0)"])
 def test_a_model_moves_to_its_device_before_it_is_broadcast(alias: str, device: str) -> None:
-    """Part 4 of the list: device_id with sync_module_states; siblings: another device, an import under another name."""
+    """``device_id`` with ``sync_module_states``, another device, an import under another name."""
     pytest.importorskip("libcst", reason="the migration tool needs it")
     from fsdp_flat.tools.to_fully_shard import rewrite_files
 
@@ -135,7 +133,7 @@ def test_a_model_moves_to_its_device_before_it_is_broadcast(alias: str, device: 
 @pytest.mark.parametrize("command", ["run", "migrate", "to-fully-shard", "show"])
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_the_help_of_every_command_has_one_style(command: str, option: str, run: Run) -> None:
-    """Part 4 of the list: run, migrate and to-fully-shard as the commands of checkpoints."""
+    """``run``, ``migrate`` and ``to-fully-shard`` as the commands of checkpoints."""
     status, text, errors = run(command, option)
     assert (status, errors) == (0, "")
     assert text.lstrip().startswith(f"Usage: fsdp-flat {command} [OPTIONS] ")
@@ -146,7 +144,7 @@ def test_the_help_of_every_command_has_one_style(command: str, option: str, run:
 def test_help_after_the_script_is_an_argument_of_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """Part 4 of the list: run passes on what comes after the script."""
+    """``run`` passes on what comes after the script."""
     found: list[list[str]] = []
     monkeypatch.setattr("fsdp_flat.run.main", found.append)
     monkeypatch.setattr("sys.path", [*sys.path])

@@ -218,7 +218,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @on_ranks(2, 4, timeout=240)
 @pytest.mark.parametrize("front", FRONTS)
 def test_states_and_temporaries_of_each_implementation_of_an_optimizer_are_those_counted(front: str) -> None:
-    """Part 6, first bullet, of "On a GPU as on a CPU"."""
     case = case_of("Stack")
     for optimizer in OPTIMIZERS.values():
         arguments: dict[str, Any] = {"checkpointing": False, "precision": None, "optimizer": optimizer}
@@ -231,7 +230,7 @@ def test_states_and_temporaries_of_each_implementation_of_an_optimizer_are_those
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("front", FRONTS)
 def test_gradients_of_an_earlier_backward_count_in_each_phase(front: str) -> None:
-    """Part 6, first bullet: the 439 MB are these, beside the workspaces of matrix multiplications."""
+    """The 439 MB are these, beside the workspaces of matrix multiplications."""
     case = case_of("Stack")
     for strategy, checkpointing in itertools.product(COUNTED[:3], (False, True)):
         arguments: dict[str, Any] = {"checkpointing": checkpointing, "precision": precision_for(front)}

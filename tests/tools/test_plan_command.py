@@ -135,7 +135,6 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 def test_each_flag_is_an_argument_of_the_function(
     flags: list[str], arguments: dict[str, Any], run_json: RunJson
 ) -> None:
-    """Part 1.7 of "What programs read, write and forget"."""
     status, found = run_json("plan", STACK, "--ranks", 4, "--batch", "4096x8", "--wrap", "Block", *flags)
     expected = plan(Stack(), 4, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=torch.empty(4096, 8), **arguments)
     assert status == 0

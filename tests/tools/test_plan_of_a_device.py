@@ -102,7 +102,6 @@ def peak_of(name: str, strategy: ShardingStrategy, **arguments: Any) -> int:
 def test_a_plan_and_the_workspaces_are_what_the_allocator_counts(
     name: str, strategy: ShardingStrategy, arguments: dict[str, Any], measured: int
 ) -> None:
-    """Part 6, first bullet, of "On a GPU as on a CPU"."""
     if name in ("1.2B", "8.0B") and not HAS_FUSED_RMS_NORM:
         pytest.skip("this torch has no fused RMSNorm, which the device had")
     assert (peak_of(name, strategy, **arguments) + WORKSPACES) / MB == pytest.approx(measured, rel=0.002)
@@ -120,7 +119,7 @@ def test_a_plan_and_the_workspaces_are_what_the_allocator_counts(
 def test_what_was_missing_are_workspaces_and_gradients_of_an_earlier_backward(
     strategy: ShardingStrategy, arguments: dict[str, Any], without: int, percent: float
 ) -> None:
-    """Part 6, first bullet: the measured errors of plans, to their last digit."""
+    """The measured errors of plans, to their last digit."""
     planned = peak_of("0.74B", strategy, **arguments)
     kept = peak_of("0.74B", strategy, accumulates=True, **arguments) if without else planned
     counted = kept + WORKSPACES + 3 * MB  # of rounding to blocks

@@ -586,7 +586,7 @@ def test_settings_that_version_2_does_not_have_stay(old: str, new: str, reason: 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_lists_quotes_anchors_and_comments_of_settings_stay(newline: str) -> None:
-    """Part 4 of the list: YAML is read by ruamel.yaml."""
+    """YAML is read by ruamel.yaml."""
     text = newline.join(
         [
             "fsdp_config:   # of ours",
