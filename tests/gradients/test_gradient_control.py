@@ -1,10 +1,9 @@
-"""Accumulation, communication hooks, divide factors, optimizers in backward, hooks on parameters."""
+"""Divide factors, optimizers in backward, hooks on parameters."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,194 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp_flat import MixedPrecision, ShardingStrategy
-from fsdp_flat.composable import trace
-from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import APPLY, CLOSE, KINDS, OUR_WRAPPERS, Beside, batch_of, by_policy, placed
+from tests.support.beside import APPLY, CLOSE, KINDS, OUR_WRAPPERS, Beside, batch_of, by_policy, of_stack, placed
 from tests.support.kit import seeded, square_loss
 from tests.support.models import Stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 STRATEGIES = pytest.mark.parametrize("strategy", [each.name for each in ShardingStrategy])
-
-
-# ----------------------------------------------------------------------------------------------------- accumulation
-
-
-def of_both(*fronts: str) -> Beside:
-    return Beside(Stack(2), fronts)
-
-
-def count_events(events: list[tuple[str, str]], event: str) -> dict[str, int]:
-    """How often an event happened, by unit."""
-    return dict(Counter(unit for name, unit in events if name == event))
-
-
-def of_stack(front: str, strategy: str = "FULL_SHARD", model: Stack | None = None, **options: Any) -> Beside:
-    """A stack beside a replica; hybrid strategies shard over two ranks."""
-    layout = f"{strategy} {dist.get_world_size() // 2}x2" if "HYBRID" in strategy else strategy
-    return Beside(model or Stack(2), front, **placed(layout), **options)
-
-
-@KINDS
-@STRATEGIES
-@on_ranks(2)
-def test_accumulation_under_no_sync_equals_one_large_batch(
-    strategy: str, front: str, rank: int, num_ranks: int
-) -> None:
-    beside = of_stack(front, strategy)
-    with trace(beside.ours) as events:
-        with beside.no_sync():
-            beside.backward()
-            beside.backward()
-        assert count_events(events, "reduce_scatter") == {}
-        reshards = count_events(events, "reshard")
-        beside.backward()
-        assert set(count_events(events, "reduce_scatter").values()) == {1}
-    if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
-        assert reshards == {}, "parameters stay gathered between the micro batches"
-    elif strategy != "NO_SHARD":
-        assert reshards["blocks.0"] == 4, "freed after each forward and each backward"
-    beside.check_gradients()
-
-
-@KINDS
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
-@on_ranks(4)
-def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_batch(
-    strategy: str, front: str, rank: int, num_ranks: int
-) -> None:
-    """Pain 10."""
-    beside = of_stack(front, strategy)
-    model = beside.ours
-    handles = [handle for unit in units_of(model) for handle in unit.param_groups]
-    with model.no_sync(mode="sharded"):
-        for _ in range(2):
-            beside.backward()
-            assert not any(any(handle.grads.ready()) for handle in handles), "no whole gradient waits"
-            held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
-            assert held <= sum(handle.layout.shard_numel for handle in handles)
-    beside.backward()
-    beside.check_gradients()
-
-
-@on_ranks(2)
-def test_another_mode_of_no_sync_says_which_there_are(rank: int) -> None:
-    model = of_stack("flat").ours
-    with pytest.raises(ValueError, match='mode="local" or mode="sharded"; got \'cpu\''), model.no_sync(mode="cpu"):
-        pass
-
-
-@on_ranks(2)
-def test_no_sync_is_for_the_root_and_not_nested(rank: int) -> None:
-    beside = of_stack("flat")
-    model, block = beside.ours, beside.ours.blocks[0]
-    model(beside.batch())
-    with pytest.raises(RuntimeError, match=r"outermost.*'blocks.0' is nested"), block.no_sync():
-        pass
-    with model.no_sync(), pytest.raises(AssertionError, match="inside no_sync, of which one level"), model.no_sync():
-        pass
-    block.set_requires_gradient_sync(False)
-    with pytest.raises(AssertionError, match=r"set_requires_gradient_sync\(False\)"), model.no_sync():
-        pass
-    block.set_requires_gradient_sync(True)
-    # None of the errors leaves the units without reduction.
-    beside.train()
-
-
-# ---------------------------------------------------------------------------------------------- communication hooks
-
-
-class HookCalls:
-    """A hook of the caller's own, as FSDP1's documentation describes it, that notes its arguments."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.calls: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
-
-    def __call__(self, state: Any, grad: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        assert state == "state"
-        self.calls.append((tuple(grad.shape), None if out is None else tuple(out.shape)))
-        size = dist.get_world_size(self.group)
-        dist.all_reduce(grad, group=self.group)
-        grad.div_(size)
-        if out is not None:
-            out.copy_(grad.chunk(size)[dist.get_rank(self.group)])
-
-
-@KINDS
-@STRATEGIES
-@on_ranks(2, 4)
-def test_a_comm_hook_replaces_the_reduction_over_the_shard_axis(
-    strategy: str, front: str, rank: int, num_ranks: int
-) -> None:
-    beside = of_stack(front, strategy)
-    model = beside.ours
-    hook = HookCalls(model.process_group)
-    model.register_comm_hook("state", hook)
-    for _ in range(2):
-        beside.backward()
-    flat_sizes = [unit.param_groups[0].layout for unit in units_of(model)]
-    size = 1 if strategy == "NO_SHARD" else dist.get_world_size(model.process_group)
-    assert sorted(hook.calls) == sorted(
-        [((layout.numel,), None if size == 1 else (layout.numel // size,)) for layout in flat_sizes] * 2
-    )
-    beside.check_gradients()
-
-
-@KINDS
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
-@STRATEGIES
-@on_ranks(2)
-def test_built_in_compression_hooks_run_on_gloo(
-    strategy: str, name: str, front: str, rank: int, num_ranks: int
-) -> None:
-    beside = of_stack(front, strategy)
-    model = beside.ours
-    model.register_comm_hook(None, getattr(default_hooks, name))
-    beside.backward()
-    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float64}
-    beside.check_gradients(rtol=1e-2, atol=1e-3)
-    with pytest.raises(AssertionError, match="differ"):  # it did compress
-        beside.check_gradients(rtol=1e-6, atol=1e-7)
-
-
-@KINDS
-@pytest.mark.parametrize("strategy, name", [("NO_SHARD", "allreduce_hook"), ("FULL_SHARD", "reduce_scatter_hook")])
-@on_ranks(2, 4)
-def test_built_in_uncompressed_hooks_give_the_mean(
-    strategy: str, name: str, front: str, rank: int, num_ranks: int
-) -> None:
-    beside = of_stack(front, strategy)
-    beside.ours.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), getattr(default_hooks, name))
-    with warnings.catch_warnings():
-        # torch's own hooks call functions that newer torch deprecates.
-        warnings.simplefilter("ignore", FutureWarning)
-        beside.backward()
-    beside.check_gradients()
-
-
-@on_ranks(2)
-def test_comm_hooks_are_refused_with_the_peers_error_types(rank: int) -> None:
-    beside = of_both("flat", "fsdp1_flat")
-    model, hook = beside.ours, HookCalls(None)
-    for wrapped in beside.sharded.values():
-        wrapped(beside.batch())
-        with pytest.raises(AssertionError):
-            wrapped.blocks[0].register_comm_hook(None, hook)
-        with pytest.raises(ValueError, match="callable"):
-            wrapped.register_comm_hook(None, "average")
-        wrapped.register_comm_hook("state", hook)
-        with pytest.raises(AssertionError):
-            wrapped.register_comm_hook(None, hook)
-    with pytest.raises(AssertionError, match="registered already"):
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    with pytest.raises(AssertionError, match=r"'blocks\.0' is nested"):
-        model.blocks[0].register_comm_hook(None, hook)
 
 
 # --------------------------------------------------------------------------------------------------- divide factors
@@ -275,7 +96,7 @@ def test_an_optimizer_in_backward_equals_a_normal_step(strategy: str, rank: int)
 
 @on_ranks(2)
 def test_an_optimizer_in_backward_of_a_flat_parameter_is_refused_at_first_use(rank: int) -> None:
-    beside = of_both("flat", "fsdp1_flat")
+    beside = Beside(Stack(2), ("flat", "fsdp1_flat"))
     for wrapped in beside.sharded.values():
         step_in_backward(torch.optim.SGD, wrapped.parameters(), {"lr": 0.1})
         with pytest.raises(RuntimeError, match="use_orig_params"):
@@ -429,6 +250,3 @@ def test_a_post_accumulate_hook_set_before_wrapping_fires_or_is_warned_about(ran
             assert len(texts) == 1
             assert "'up.weight'" in texts[0]
             assert "use_orig_params=True" in texts[0]
-
-
-# ------------------------------------------------------------------------------------------------------- end to end

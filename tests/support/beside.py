@@ -28,7 +28,7 @@ from fsdp_flat.layout import clean_fqn, join_fqn
 from tests.support import kit
 from tests.support.compare import assert_close
 from tests.support.kit import ROWS, WIDTH, full_grads, full_params, mesh, square_loss, wrapped
-from tests.support.models import Block
+from tests.support.models import Block, Stack
 from tests.support.peer import peer_fsdp, peer_fully_shard
 
 # body(model, batch): the loss of a forward, of which the backward is run, or None if the body ran what it needs.
@@ -498,3 +498,9 @@ def by_steps(
 ) -> Beside:
     """Make a :class:`Beside` of ``fully_shard`` with bodies that are given the number of the step."""
     return Beside(module, fronts, shard=shard, batch=lambda _rank, step: step, body=one_backward, **options)
+
+
+def of_stack(front: str, strategy: str = "FULL_SHARD", model: Stack | None = None, **options: Any) -> Beside:
+    """Hold a stack beside a replica, in a front; hybrid strategies shard over two ranks. Every rank must call this."""
+    layout = f"{strategy} {dist.get_world_size() // 2}x2" if "HYBRID" in strategy else strategy
+    return Beside(model or Stack(2), front, **placed(layout), **options)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +43,10 @@ LAYOUTS = {
     2: [*PLAIN, Layout("HYBRID_SHARD", (1, 2)), Layout("_HYBRID_SHARD_ZERO2", (2, 1))],
     4: [*PLAIN, Layout("HYBRID_SHARD", (2, 2)), Layout("_HYBRID_SHARD_ZERO2", (2, 2))],
 }
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "num_ranks, layout",
+    [pytest.param(num, layout, id=f"{num}ranks-{layout}") for num, some in LAYOUTS.items() for layout in some],
+)
 OTHER_MESHES = {
     2: [Layout("HYBRID_SHARD", (2, 1)), Layout("_HYBRID_SHARD_ZERO2", (1, 2))],
     4: [Layout(name, mesh) for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2") for mesh in ((4, 1), (1, 4))],

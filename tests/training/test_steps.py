@@ -1,29 +1,21 @@
-"""What happens inside a step: gradients, accumulation, clipping, evaluation, prefetch, freezing on the way."""
+"""Gradients of a step are the mean over ranks, and evaluations see the current parameters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
 from tests.support.beside import CLOSE, KINDS
-from tests.support.both_sides import LAYOUTS, Layout, beside_case, build
+from tests.support.both_sides import EVERY_LAYOUT, Layout, beside_case, build
 from tests.support.kit import full_params
 from tests.support.models import Unused
 from tests.support.zoo import CASES
 
 RanksOf = Callable[..., Ranks]
-
-every_layout = pytest.mark.parametrize(
-    "num_ranks, layout",
-    [pytest.param(num, layout, id=f"{num}ranks-{layout}") for num, some in LAYOUTS.items() for layout in some],
-)
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
@@ -80,85 +72,12 @@ def unused_parameters_keep_their_values(layout: Layout, front: str) -> None:
         assert_close(after[name], before[name] * factor, **CLOSE, what=name)
 
 
-@every_layout
+@EVERY_LAYOUT
 @KINDS
 def test_weight_decay_does_not_move_a_parameter_that_no_rank_uses(
     ranks: RanksOf, num_ranks: int, layout: Layout, front: str
 ) -> None:
     ranks(num_ranks).run(unused_parameters_keep_their_values, layout, front)
-
-
-# -- accumulation --------------------------------------------------------------------------------------------------
-
-# For each backward pass of a step whether it runs inside ``no_sync``.
-ACCUMULATIONS = {
-    "both synced": (False, False),
-    "two unsynced": (True, True, False),
-    "middle unsynced": (False, True, False),
-}
-
-
-def accumulate(name: str, layout: Layout, front: str, how: str) -> None:
-    beside = beside_case(name, front, layout)
-    for _ in range(2):
-        for in_no_sync in ACCUMULATIONS[how]:
-            with beside.no_sync() if in_no_sync else nullcontext():
-                beside.backward()
-        beside.check_gradients()
-        beside.step()
-    beside.check_state_dict()
-
-
-@every_layout
-@KINDS
-def test_accumulated_gradients_equal_those_of_a_replicated_model(
-    ranks: RanksOf, num_ranks: int, layout: Layout, front: str
-) -> None:
-    ranks(num_ranks).run(accumulate, "nested units", layout, front, "two unsynced")
-
-
-@on_ranks(2)
-@KINDS
-@pytest.mark.parametrize("how", ["both synced", "middle unsynced"])
-@pytest.mark.parametrize(
-    "name", ["tied across units", "branch that some ranks use", "unit used three times", "frozen middle unit"]
-)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_accumulation_goes_with_ties_branches_reuse_and_frozen_units(
-    name: str, front: str, how: str, strategy: str
-) -> None:
-    accumulate(name, Layout(strategy), front, how)
-
-
-# -- clipping ------------------------------------------------------------------------------------------------------
-
-
-def clip(name: str, layout: Layout, front: str) -> None:
-    beside = beside_case(name, front, layout)
-    # The last limits are far above the norm, so that nothing may change.
-    for max_norm, norm_type in [(0.05, 2.0), (0.02, math.inf), (0.05, 1.0), (1e4, 2.0), (1e4, math.inf)]:
-        beside.backward()
-        expected = nn.utils.clip_grad_norm_(beside.plain.parameters(), max_norm, norm_type=norm_type)
-        actual = beside.ours.clip_grad_norm_(max_norm, norm_type=norm_type)
-        assert_close(float(actual), float(expected), **beside.tolerance, what=f"{norm_type}-norm")
-        assert (float(expected) > max_norm) is (max_norm < 1.0)
-        beside.check_gradients()
-        beside.step()
-    beside.check_state_dict()
-
-
-@every_layout
-@KINDS
-def test_clipping_returns_and_applies_the_norm_of_the_global_gradient(
-    ranks: RanksOf, num_ranks: int, layout: Layout, front: str
-) -> None:
-    ranks(num_ranks).run(clip, "uneven sizes", layout, front)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["mixed dtypes", "adapters inside units", "unused branch", "tied across units"])
-def test_clipping_counts_each_parameter_once(name: str) -> None:
-    clip(name, Layout("FULL_SHARD"), "originals")
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------
@@ -182,17 +101,3 @@ def test_evaluation_before_and_between_steps_sees_the_current_parameters_and_buf
         assert_close(losses[0], losses[1], **CLOSE, what=f"evaluation {step}")
         beside.train()
     beside.check_state_dict()
-
-
-# -- freezing on the way -------------------------------------------------------------------------------------------
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_freezing_and_unfreezing_between_steps_is_followed(strategy: str) -> None:
-    beside = beside_case("uneven sizes", "originals", Layout(strategy))
-    for step in range(5):
-        for model in beside.models:
-            model.second.requires_grad_(step not in (1, 2))
-            model.last.linear.weight.requires_grad_(step < 3)
-        beside.train()

@@ -1,0 +1,154 @@
+"""Gradients accumulated by ``no_sync`` are those of one large batch: in both modes, with every strategy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.composable import trace
+from fsdp_flat.core import units_of
+from tests.support import Ranks, on_ranks
+from tests.support.beside import FRONTS, KINDS, Beside, batch, of_stack
+from tests.support.both_sides import EVERY_LAYOUT, Layout, beside_case
+from tests.support.models import Stack
+
+RanksOf = Callable[..., Ranks]
+
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
+STRATEGIES = pytest.mark.parametrize("strategy", [each.name for each in ShardingStrategy])
+
+
+def count_events(events: list[tuple[str, str]], event: str) -> dict[str, int]:
+    """How often an event happened, by unit."""
+    return dict(Counter(unit for name, unit in events if name == event))
+
+
+@KINDS
+@STRATEGIES
+@on_ranks(2)
+def test_accumulation_under_no_sync_equals_one_large_batch(
+    strategy: str, front: str, rank: int, num_ranks: int
+) -> None:
+    beside = of_stack(front, strategy)
+    with trace(beside.ours) as events:
+        with beside.no_sync():
+            beside.backward()
+            beside.backward()
+        assert count_events(events, "reduce_scatter") == {}
+        reshards = count_events(events, "reshard")
+        beside.backward()
+        assert set(count_events(events, "reduce_scatter").values()) == {1}
+    if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+        assert reshards == {}, "parameters stay gathered between the micro batches"
+    elif strategy != "NO_SHARD":
+        assert reshards["blocks.0"] == 4, "freed after each forward and each backward"
+    beside.check_gradients()
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_batch(
+    strategy: str, front: str, rank: int, num_ranks: int
+) -> None:
+    """Pain 10."""
+    beside = of_stack(front, strategy)
+    model = beside.ours
+    handles = [handle for unit in units_of(model) for handle in unit.param_groups]
+    with model.no_sync(mode="sharded"):
+        for _ in range(2):
+            beside.backward()
+            assert not any(any(handle.grads.ready()) for handle in handles), "no whole gradient waits"
+            held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
+            assert held <= sum(handle.layout.shard_numel for handle in handles)
+    beside.backward()
+    beside.check_gradients()
+
+
+@on_ranks(2)
+def test_another_mode_of_no_sync_says_which_there_are(rank: int) -> None:
+    model = of_stack("flat").ours
+    with pytest.raises(ValueError, match='mode="local" or mode="sharded"; got \'cpu\''), model.no_sync(mode="cpu"):
+        pass
+
+
+@on_ranks(2)
+def test_no_sync_is_for_the_root_and_not_nested(rank: int) -> None:
+    beside = of_stack("flat")
+    model, block = beside.ours, beside.ours.blocks[0]
+    model(beside.batch())
+    with pytest.raises(RuntimeError, match=r"outermost.*'blocks.0' is nested"), block.no_sync():
+        pass
+    with model.no_sync(), pytest.raises(AssertionError, match="inside no_sync, of which one level"), model.no_sync():
+        pass
+    block.set_requires_gradient_sync(False)
+    with pytest.raises(AssertionError, match=r"set_requires_gradient_sync\(False\)"), model.no_sync():
+        pass
+    block.set_requires_gradient_sync(True)
+    # None of the errors leaves the units without reduction.
+    beside.train()
+
+
+def uneven_batch(rank: int, step: int) -> torch.Tensor:
+    """Microbatches of three sizes, which differ between ranks too."""
+    return batch(rank, step, num_rows=(2, 5, 3)[step % 3] + rank)
+
+
+@FRONTS
+@on_ranks(2)
+def test_microbatches_of_different_sizes_in_no_sync_and_one_outside_equal_a_replica(front: str) -> None:
+    """The loss is a mean over rows, so a row weighs more in a smaller microbatch, as without sharding."""
+    beside = Beside(Stack(), front, batch=uneven_batch)
+    for _ in range(2):
+        with beside.no_sync():
+            beside.backward()
+            beside.backward()
+        beside.backward()
+        beside.check_gradients(f"gradients after the backward at {beside.num_steps - 1}")
+        beside.step()
+        beside.check_parameters()
+
+
+# For each backward pass of a step whether it runs inside ``no_sync``.
+ACCUMULATIONS = {
+    "both synced": (False, False),
+    "two unsynced": (True, True, False),
+    "middle unsynced": (False, True, False),
+}
+
+
+def accumulate(name: str, layout: Layout, front: str, how: str) -> None:
+    beside = beside_case(name, front, layout)
+    for _ in range(2):
+        for in_no_sync in ACCUMULATIONS[how]:
+            with beside.no_sync() if in_no_sync else nullcontext():
+                beside.backward()
+        beside.check_gradients()
+        beside.step()
+    beside.check_state_dict()
+
+
+@EVERY_LAYOUT
+@KINDS
+def test_accumulated_gradients_equal_those_of_a_replicated_model(
+    ranks: RanksOf, num_ranks: int, layout: Layout, front: str
+) -> None:
+    ranks(num_ranks).run(accumulate, "nested units", layout, front, "two unsynced")
+
+
+@on_ranks(2)
+@KINDS
+@pytest.mark.parametrize("how", ["both synced", "middle unsynced"])
+@pytest.mark.parametrize(
+    "name", ["tied across units", "branch that some ranks use", "unit used three times", "frozen middle unit"]
+)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_accumulation_goes_with_ties_branches_reuse_and_frozen_units(
+    name: str, front: str, how: str, strategy: str
+) -> None:
+    accumulate(name, Layout(strategy), front, how)
