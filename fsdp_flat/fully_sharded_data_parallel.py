@@ -216,7 +216,7 @@ class FullyShardedDataParallel(ShardedModule):
         """Accumulate gradients over several backwards; only on the root. Backward must be inside too.
 
         With SHARD_GRAD_OP a backward inside keeps unsharded parameters for the next forward; see
-        :meth:`set_reshard_after_backward`.
+        :meth:`set_reshard_after_backward`. ``fully_shard`` has ``set_requires_gradient_sync`` for it.
 
         Args:
             mode: ``"local"`` reduces nothing and keeps each rank's unreduced local gradient, which takes the memory of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import on_ranks
-from tests.support.beside import FRONTS, KINDS, OUR_WRAPPERS, Beside, batch, placed
+from tests.support.beside import FRONTS, OUR_WRAPPERS, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import square_loss
 from tests.support.models import Stack
 from tests.support.selection import some
@@ -119,7 +119,7 @@ def test_gradients_cleared_by_a_call_are_gone(layout: str, front: str) -> None:
     _check(Beside(Stack(), front, **placed(layout, front)), kinds, BY_CALL)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_gradients_cleared_by_hand_are_gone(layout: str, front: str) -> None:

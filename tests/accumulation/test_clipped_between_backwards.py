@@ -12,7 +12,7 @@ import torch
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.accumulation.test_cleared_between_backwards import BACKWARDS
 from tests.support import assert_close, on_ranks
-from tests.support.beside import CLOSE, KINDS, Beside, batch, placed
+from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import square_loss
 from tests.support.models import Stack
 from tests.support.selection import some
@@ -24,7 +24,7 @@ CLIP: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_gradients_clipped_between_backwards_stay_clipped(layout: str, front: str, rank: int) -> None:
@@ -45,7 +45,7 @@ def test_gradients_clipped_between_backwards_stay_clipped(layout: str, front: st
         beside.check_gradients(f"gradients after {first}, {clip} and {second}")
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_gradient_that_a_caller_replaces_inside_no_sync_by_a_scaled_one_leaves_the_reduced_one_alone(
     front: str, rank: int
@@ -63,7 +63,7 @@ def test_a_gradient_that_a_caller_replaces_inside_no_sync_by_a_scaled_one_leaves
     beside.check_gradients()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_gradient_of_the_local_shard_that_a_caller_assigns_inside_no_sync_replaces_all_before(
     front: str, rank: int

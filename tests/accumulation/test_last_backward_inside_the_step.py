@@ -12,10 +12,10 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.support import assert_close, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.wrapper_models import batch, mesh_options, seeded, shard, shard_by_peer, whole_state
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     f"{kind.__name__} {more or 'default'}": partial(kind, **options, **more)
     for kind, options in (
@@ -48,7 +48,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> tuple[dict
     return whole_state(model), shown
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @on_ranks(4)

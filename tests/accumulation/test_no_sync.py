@@ -13,7 +13,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.composable import trace
 from fsdp_flat.core import units_of
 from tests.support import Ranks, on_ranks
-from tests.support.beside import FRONTS, KINDS, Beside, batch, of_stack
+from tests.support.beside import FRONTS, WRAPPER_FRONTS, Beside, batch, of_stack
 from tests.support.both_sides import EVERY_LAYOUT, Layout, beside_case
 from tests.support.models import Stack
 
@@ -28,7 +28,7 @@ def count_events(events: list[tuple[str, str]], event: str) -> dict[str, int]:
     return dict(Counter(unit for name, unit in events if name == event))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @STRATEGIES
 @on_ranks(2)
 def test_accumulation_under_no_sync_equals_one_large_batch(
@@ -50,7 +50,7 @@ def test_accumulation_under_no_sync_equals_one_large_batch(
     beside.check_gradients()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 @on_ranks(4)
 def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_batch(
@@ -134,7 +134,7 @@ def accumulate(name: str, layout: Layout, front: str, how: str) -> None:
 
 
 @EVERY_LAYOUT
-@KINDS
+@WRAPPER_FRONTS
 def test_accumulated_gradients_equal_those_of_a_replicated_model(
     ranks: RanksOf, num_ranks: int, layout: Layout, front: str
 ) -> None:
@@ -142,7 +142,7 @@ def test_accumulated_gradients_equal_those_of_a_replicated_model(
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("how", ["both synced", "middle unsynced"])
 @pytest.mark.parametrize(
     "name", ["tied across units", "branch that some ranks use", "unit used three times", "frozen middle unit"]

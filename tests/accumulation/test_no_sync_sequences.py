@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.support import assert_close, on_ranks
-from tests.support.beside import KINDS, MEMORY, WIDTH, Beside, batch, placed
+from tests.support.beside import MEMORY, WIDTH, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.selection import some
 
 NUM_UNITS = 3
@@ -151,14 +151,14 @@ def described(sequence: Sequence) -> str:
     return ", ".join(f"units {which}{' in no_sync' if inside else ''}" for which, inside in sequence)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_every_sequence_of_two_and_every_pattern_of_four_backwards_equals_the_sum(front: str) -> None:
     run_all(Grid(front, calls_all=False, reentrant=False), "local", (1, 2, 4))
 
 
 @MODES
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize(
     "reentrant, calls_all",
     [(False, False), (True, False), (True, True)],
@@ -197,7 +197,7 @@ def test_every_pattern_of_three_backwards_equals_the_sum_on_a_two_by_two_mesh() 
     run_all(Grid("originals", calls_all=False, reentrant=False, **placed("HYBRID_SHARD 2x2")), "local", (3,))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(front: str) -> None:
     grid = Grid(front, calls_all=False, reentrant=False)
@@ -206,7 +206,7 @@ def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(front: str)
 
 
 @MODES
-@KINDS
+@WRAPPER_FRONTS
 @MEMORY
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2, timeout=20)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat import clean_tensor_name
 from tests.support import assert_close, on_ranks
-from tests.support.beside import CLOSE, KINDS, Beside, batch, placed
+from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import full_params, square_loss
 from tests.support.models import Stack
 
@@ -21,7 +21,7 @@ def backward_in_no_sync(beside: Beside, rank: int, step: int = 0) -> None:
     beside.follow(step=step)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 1x2"])
 @on_ranks(2)
 def test_gradients_inside_no_sync_are_unsharded_and_this_ranks_own(layout: str, front: str, rank: int) -> None:
@@ -41,7 +41,7 @@ def test_gradients_inside_no_sync_are_unsharded_and_this_ranks_own(layout: str, 
     beside.check_gradients("gradients that were shown on the way")
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_gradients_that_are_scaled_in_place_inside_no_sync_stay_scaled(layout: str, front: str, rank: int) -> None:
@@ -74,7 +74,7 @@ def test_some_gradients_of_a_unit_or_all_may_be_cleared_inside_no_sync(set_to_no
 
 
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_step_without_a_reduced_gradient_raises_as_on_fsdp1(layout: str, front: str, rank: int) -> None:
     beside = Beside(Stack(), front, **placed(layout))
@@ -83,7 +83,7 @@ def test_a_step_without_a_reduced_gradient_raises_as_on_fsdp1(layout: str, front
         torch.optim.SGD(beside.ours.parameters(), lr=0.1).step()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_step_on_local_gradients_is_right_where_nothing_is_sharded(front: str, rank: int) -> None:
     """Local SGD: each replica goes its own way, as on FSDP1."""
@@ -99,7 +99,7 @@ def test_a_step_on_local_gradients_is_right_where_nothing_is_sharded(front: str,
     beside.check_parameters()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_reduced_gradients_come_back_after_a_backward_in_no_sync(front: str, rank: int) -> None:
     beside = Beside(Stack(), front)
@@ -109,7 +109,7 @@ def test_reduced_gradients_come_back_after_a_backward_in_no_sync(front: str, ran
     beside.check_gradients()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_step_after_backwards_in_sharded_no_sync_is_right(front: str, rank: int) -> None:
     """Their gradients are reduced already."""
@@ -121,7 +121,7 @@ def test_a_step_after_backwards_in_sharded_no_sync_is_right(front: str, rank: in
     beside.check_parameters()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("by_optimizer", [True, False], ids=["optimizer", "model"])
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
@@ -142,7 +142,7 @@ def test_gradients_cleared_inside_no_sync_are_gone(
         beside.check_parameters()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_gradients_filled_with_zeros_inside_no_sync_stay_zeros(front: str, rank: int) -> None:
     beside = Beside(Stack(), front)
@@ -156,7 +156,7 @@ def test_gradients_filled_with_zeros_inside_no_sync_stay_zeros(front: str, rank:
     beside.check_gradients()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_a_gradient_of_zeros_that_is_scaled_leaves_the_reduced_one_alone(layout: str, front: str, rank: int) -> None:
@@ -177,7 +177,7 @@ def test_a_gradient_of_zeros_that_is_scaled_leaves_the_reduced_one_alone(layout:
     beside.check_gradients("gradients of two reduced backwards and one on rank 1 alone")
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_step_after_everything_was_cleared_inside_no_sync_changes_nothing(front: str, rank: int) -> None:
     beside = Beside(Stack(), front)

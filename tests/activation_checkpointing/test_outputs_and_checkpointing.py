@@ -16,7 +16,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import full_params, square_loss, train_on, wrapped
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, recorded
@@ -182,7 +182,7 @@ def test_activation_checkpointing_inside_or_around_a_unit_equals_the_reference(
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_a_part_of_a_unit_equals_the_reference(reentrant: bool, front: str) -> None:
     class Partly(Block):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import on_ranks
-from tests.support.beside import FOUR_RANKS, KINDS, WIDTH, Beside, batch, placed
+from tests.support.beside import FOUR_RANKS, WIDTH, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 
@@ -51,7 +51,7 @@ class Recomputing(nn.Module):
         return self.tail(x)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("start", list(STARTS))
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -63,7 +63,7 @@ def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica(
     Beside(Recomputing(shape, start), front, units=units, **placed(layout)).train(num_steps=3)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 @on_ranks(4)
 def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica_on_four_ranks(layout: str, front: str) -> None:
@@ -87,7 +87,7 @@ class TwoParts(nn.Module):
         return self.tail(checkpoint(self.two, x, use_reentrant=True))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("accumulates", [False, True], ids=["each step", "no_sync first"])
 @on_ranks(2)
 def test_a_root_with_two_recomputed_parts_equals_the_replica(accumulates: bool, front: str) -> None:
@@ -204,7 +204,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import CLOSE, KINDS, MEMORY, WIDTH, Beside, batch, placed
+from tests.support.beside import CLOSE, MEMORY, WIDTH, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import square_loss
 from tests.support.models import Stack
 
@@ -120,7 +120,7 @@ def test_a_step_after_a_forward_without_backward_is_seen_where_this_rank_has_no_
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 1x2"])
-@KINDS
+@WRAPPER_FRONTS
 def test_data_that_a_caller_takes_out_and_puts_back_is_unchanged(layout: str, front: str) -> None:
     beside = Beside(Stack(), front, **placed(layout))
     beside.train()

@@ -12,7 +12,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, StateDictType
 from fsdp_flat.errors import PhaseError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, Beside, batch
+from tests.support.beside import WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import square_loss
 from tests.support.models import Stack
 from tests.support.steps import STRATEGIES, mesh_for
@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 @pytest.mark.parametrize("change, strategy", CASES)
 def test_a_backward_through_weights_that_changed_raises_and_the_next_step_is_right(
@@ -65,7 +65,7 @@ def test_a_backward_through_weights_that_changed_raises_and_the_next_step_is_rig
     beside.train()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_backward_after_a_load_of_local_shards_raises(front: str, rank: int) -> None:
     beside = Beside(Stack(), front)
@@ -77,7 +77,7 @@ def test_a_backward_after_a_load_of_local_shards_raises(front: str, rank: int) -
         loss.backward()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_weights_kept_gathered_give_the_gradient_of_their_forward(front: str, rank: int) -> None:
     gradients = []
@@ -92,7 +92,7 @@ def test_weights_kept_gathered_give_the_gradient_of_their_forward(front: str, ra
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_looking_at_whole_parameters_between_forward_and_backward_changes_nothing(front: str, rank: int) -> None:
     beside = Beside(Stack(), front)

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from fsdp_flat import fully_shard, unshard_for
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import APPLY, FRONTS, KINDS, WIDTH, Beside, batch, children_and_root, placed
+from tests.support.beside import APPLY, FRONTS, WIDTH, WRAPPER_FRONTS, Beside, batch, children_and_root, placed
 from tests.support.kit import full_params, square_loss, wrapped
 
 LAYOUTS = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
@@ -83,7 +83,7 @@ def test_weights_that_a_forward_replaces_and_puts_back_train_as_in_a_plain_modul
 
 
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 1x2"])
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_weights_changed_in_a_forward_raise_and_the_next_step_is_right(layout: str, front: str) -> None:
     beside = Beside(layers(Normalized), front, shard=children_and_root, **placed(layout))
@@ -119,7 +119,7 @@ def test_weights_changed_while_a_caller_has_unsharded_them_raise(change: Callabl
     assert torch.equal(model(x), before)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_weights_changed_in_a_forward_stay_so_where_nothing_is_sharded(front: str) -> None:
     beside = Beside(layers(Normalized), front, shard=children_and_root, **placed("NO_SHARD"))
@@ -127,7 +127,7 @@ def test_weights_changed_in_a_forward_stay_so_where_nothing_is_sharded(front: st
 
 
 @LAYOUTS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_an_output_that_is_a_view_of_a_weight_is_used_after_later_units(layout: str, front: str) -> None:
     beside = Beside(Tabled(), front, shard=children_and_root, **placed(layout))
@@ -135,7 +135,7 @@ def test_an_output_that_is_a_view_of_a_weight_is_used_after_later_units(layout: 
 
 
 @LAYOUTS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_functional_call_inside_a_unit_trains_as_in_a_plain_module(layout: str, front: str) -> None:
     beside = Beside(Functional(*layers(nn.Linear)[::2]), front, units=(), **placed(layout))
@@ -144,7 +144,7 @@ def test_functional_call_inside_a_unit_trains_as_in_a_plain_module(layout: str, 
 
 
 @LAYOUTS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_numpy_array_of_a_weight_keeps_its_values_while_other_units_run(layout: str, front: str) -> None:
     beside = Beside(layers(nn.Linear), front, shard=children_and_root, **placed(layout))
@@ -171,7 +171,7 @@ def test_a_numpy_array_of_a_weight_keeps_its_values_while_other_units_run(layout
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @LAYOUTS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_weights_that_a_recomputed_forward_replaces_train_as_in_a_plain_module(
     layout: str, front: str, reentrant: bool
@@ -198,7 +198,7 @@ class Failing(Rounded):
 
 
 @LAYOUTS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_weights_that_a_failed_forward_has_replaced_are_the_old_ones_in_the_next(layout: str, front: str) -> None:
     beside = Beside(layers(Failing), front, shard=children_and_root, **placed(layout))

@@ -49,13 +49,13 @@ from fsdp_flat.errors import (
 from fsdp_flat.layout import clean_fqn
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.support import OWN_STATISTICS, Ranks, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import Tied
 from tests.support.steps import recorded
 from tests.support.wrapper_models import batch, seeded, shard, train, whole_state
 
 RanksOf = Callable[..., Ranks]
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -192,7 +192,7 @@ class WithScalar(nn.Module):
         return self.inner(x) * self.scale + self.nothing.sum()
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_scalar_parameters_go_on_with_their_optimizer_state(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
     model = shard(seeded(WithScalar), by_blocks=False, use_orig_params=use_orig_params)
@@ -290,7 +290,7 @@ def test_torch_reads_the_values_that_are_no_tensors_too(tmp_path: Path, rank: in
     assert {float(row["step"]) for row in state["plain"]["optim"]["state"].values()} == {1.0}
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_names_that_hooks_change_are_saved_from_every_rank(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
     def rename(state: dict[str, Any], old: str, new: str) -> None:
@@ -506,7 +506,7 @@ class Wider(nn.Module):
         self.other = nn.Linear(6, 2)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(
     use_orig_params: bool, tmp_path: Path, rank: int
@@ -588,7 +588,7 @@ def test_what_a_save_that_was_cut_off_has_left_is_removed_by_the_next(tmp_path: 
 # -- what ranks tell each other --------------------------------------------------------------------------------------
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_neither_a_save_nor_a_load_exchanges_objects_or_tensors(
     use_orig_params: bool, tmp_path: Path, rank: int
@@ -605,7 +605,7 @@ def test_neither_a_save_nor_a_load_exchanges_objects_or_tensors(
     assert (counts.pop("gather"), set(counts)) == (1, {"all_gather"})
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
@@ -625,7 +625,7 @@ def test_ranks_synchronize_five_times_in_a_save(
         assert record.counts() == {"all_gather": 3, "gather": 1}
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 @on_ranks(4)
 def test_one_rank_sends_the_states_of_a_parameter_that_are_no_tensors(
@@ -841,7 +841,7 @@ def load_factored(path: str) -> dict[str, Any]:
     return FSDP.optim_state_dict(model, optimizer)["state"]
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_compiled_models_and_others_load_each_others_checkpoints_and_files(
     use_orig_params: bool, tmp_path: Path, rank: int

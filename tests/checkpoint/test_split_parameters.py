@@ -26,6 +26,7 @@ from fsdp_flat import (
 )
 from fsdp_flat.errors import UnsupportedError
 from tests.support import Ranks, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.tensor_parallel.test_tensor_parallel import (
     LAYERS,
     LAYOUTS,
@@ -38,7 +39,6 @@ from tests.tensor_parallel.test_tensor_parallel import (
 )
 
 RanksOf = Callable[..., Ranks]
-KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 BOXES = (ShardedStateDictConfig(boxes=True), ShardedOptimStateDictConfig(boxes=True))
 
 
@@ -55,7 +55,7 @@ def whole(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any],
         return dict(model.state_dict()), FSDP.optim_state_dict(model, optimizer)["state"]
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(4)
 def test_boxes_of_split_parameters_make_up_the_whole_ones(layout: str, use_orig_params: bool, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_boxes_of_split_parameters_make_up_the_whole_ones(layout: str, use_orig_
 
 
 @pytest.mark.parametrize("out_features", [1, 3, 5])
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_parts_of_uneven_size_go_through_every_kind_of_file(
     use_orig_params: bool, out_features: int, tmp_path: Path
@@ -95,7 +95,7 @@ def test_parts_of_uneven_size_go_through_every_kind_of_file(
     assert_equal(dict(model.state_dict()), expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_checkpoint_of_a_grid_is_loaded_by_a_grid_and_without_tensor_parallelism(
@@ -130,7 +130,7 @@ def load_without_grid(path: str, use_orig_params: bool) -> Any:
     return whole(model, optimizer)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("spread", [False, True])
 @on_ranks(4)
 def test_files_of_whole_parameters_are_written_once_and_loaded_in_parts(
@@ -147,7 +147,7 @@ def test_files_of_whole_parameters_are_written_once_and_loaded_in_parts(
     assert_equal(dict(other.state_dict()), expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_split_parameters_are_streamed_whole(use_orig_params: bool) -> None:
     model, optimizer = trained("tensor", use_orig_params)

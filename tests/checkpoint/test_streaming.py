@@ -28,12 +28,12 @@ from fsdp_flat.core.shown import Shown
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
 from tests.memory.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import Tied
 from tests.support.wrapper_models import batch, mesh_options, seeded, shard, whole_state
 
 RanksOf = Callable[..., Ranks]
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_files_are_complete_where_asserts_are_removed(tmp_path: Path) -> None:
 # -- iterating -----------------------------------------------------------------------------------------------------
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
 def test_iterating_gives_the_full_state_dict_in_its_order(strategy: str, use_orig_params: bool) -> None:
@@ -157,7 +157,7 @@ def test_units_over_different_groups_cannot_be_streamed_to_one_rank() -> None:
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("spread", [False, True])
 @on_ranks(4)

@@ -19,10 +19,9 @@ from fsdp_flat import ShardingStrategy, iter_full_state_dict, load_checkpoint, s
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.held_saves import held
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import train_on
 from tests.support.steps import recorded
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 class WithExtra(nn.Module):
@@ -114,7 +113,7 @@ def test_values_that_cannot_be_pickled_are_named_too(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, model, optimizer)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_values_that_change_during_a_save_in_the_background_are_saved_as_they_were(
     use_orig_params: bool, tmp_path: Path

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import on_ranks
-from tests.support.beside import KINDS, Beside
+from tests.support.beside import WRAPPER_FRONTS, Beside
 
 TEXT = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {
@@ -157,7 +157,7 @@ def train(model: Any, policy: Callable[[nn.Module], bool], front: str, **kwargs:
     beside.train(num_steps=2)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @on_ranks(2)
 def test_an_architecture_trains_as_the_unsharded_model(name: str, front: str) -> None:
@@ -166,7 +166,7 @@ def test_an_architecture_trains_as_the_unsharded_model(name: str, front: str) ->
         train(built(name), is_layer, front)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("name", METHODS)
 @on_ranks(2)
 def test_a_method_of_peft_trains_as_the_unsharded_model(name: str, front: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.support import Ranks, assert_close, on_ranks
-from tests.support.beside import KINDS
+from tests.support.beside import WRAPPER_FRONTS
 from tests.support.both_sides import EVERY_LAYOUT, Layout, beside_case
 
 RanksOf = Callable[..., Ranks]
@@ -30,7 +30,7 @@ def clip(name: str, layout: Layout, front: str) -> None:
 
 
 @EVERY_LAYOUT
-@KINDS
+@WRAPPER_FRONTS
 def test_clipping_returns_and_applies_the_norm_of_the_global_gradient(
     ranks: RanksOf, num_ranks: int, layout: Layout, front: str
 ) -> None:

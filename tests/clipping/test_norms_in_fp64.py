@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support import assert_close, on_ranks
-from tests.support.beside import FOUR_RANKS, KINDS, TWO_RANKS, Beside, placed
+from tests.support.beside import FOUR_RANKS, TWO_RANKS, WRAPPER_FRONTS, Beside, placed
 from tests.support.models import Stack
 
 
@@ -27,14 +27,14 @@ def check_norms(layout: str, front: str) -> None:
         beside.step()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", TWO_RANKS)
 @on_ranks(2)
 def test_the_norm_of_fp64_gradients_is_torchs_fp64_norm(layout: str, front: str) -> None:
     check_norms(layout, front)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 @on_ranks(4)
 def test_the_norm_of_fp64_gradients_is_torchs_fp64_norm_on_four_ranks(layout: str, front: str) -> None:

@@ -21,14 +21,12 @@ from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.clipping.test_clip_grad_norm import TREES
 from tests.support import assert_close, on_ranks
-from tests.support.beside import average_gradients
+from tests.support.beside import ORIG_PARAMS, average_gradients
 from tests.support.experts import WIDTH, Meshes, clip
 from tests.support.kit import full_grads, normal, square_loss
 from tests.support.models import Moe
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 from tests.tensor_parallel.test_tensor_parallel import batches, grid, net, on_grid
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 def trained(strategy: str = "FULL_SHARD", *, rank: int, **kwargs: Any) -> Any:
@@ -55,7 +53,7 @@ def test_torchs_function_clips_by_the_norm_of_all_ranks(tree: str, norm_type: fl
     assert_close(full_grads(models[1]), full_grads(models[0]), rtol=1e-6, atol=1e-9)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_parameters_may_be_some_of_a_model_and_stand_beside_others(use_orig_params: bool, rank: int) -> None:
     plain = seeded()
@@ -76,7 +74,7 @@ def test_parameters_may_be_some_of_a_model_and_stand_beside_others(use_orig_para
     assert clip_grad_norm_(one, float("inf")) > 0
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked(use_orig_params: bool, rank: int) -> None:
     model = trained(rank=rank, use_orig_params=use_orig_params)
@@ -113,7 +111,7 @@ def test_gradients_of_several_dtypes_have_one_norm(rank: int) -> None:
     assert_close(clip_grad_norm_(kept.parameters(), 0.01), expected, rtol=0.0, atol=0.0)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_parameters_that_tensor_parallelism_splits_too_have_one_norm(use_orig_params: bool, rank: int) -> None:
     mesh, plain = grid(), net()
@@ -154,7 +152,7 @@ def test_parameters_of_fully_shard_on_one_mesh_have_torchs_norm_also_beside_plai
     assert_close(model.last.weight.grad, plain.last.weight.grad, rtol=1e-5, atol=1e-9)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_inside_no_sync_torchs_function_clips_this_ranks_own_gradients(
@@ -186,7 +184,7 @@ def test_one_parameter_that_lies_whole_on_one_rank_is_clipped_there(rank: int) -
             assert_close(param.grad.norm(), torch.tensor(1e-3), rtol=1e-2, atol=0.0)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_a_norm_may_be_put_together_by_hand_from_local_ones(use_orig_params: bool, rank: int) -> None:
     """``get_total_norm`` is local, as on FSDP1."""
@@ -224,7 +222,7 @@ def test_torchs_own_function_can_be_restored_in_every_module(rank: int) -> None:
     assert fsdp_flat.compat.replace_torch_functions is replace_torch_functions
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_gradients_are_read_scaled_copied_and_saved_as_any_tensor(use_orig_params: bool, rank: int) -> None:
     model = trained(rank=rank, use_orig_params=use_orig_params)
@@ -261,7 +259,7 @@ def test_gradients_are_read_scaled_copied_and_saved_as_any_tensor(use_orig_param
     assert_close(param.grad.detach(), expected, rtol=1e-6, atol=0.0)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("foreach", [False, True])
 @on_ranks(2)
 def test_gradients_are_plain_tensors(use_orig_params: bool, foreach: bool, rank: int) -> None:

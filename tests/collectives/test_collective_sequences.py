@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.models import Block
 
 
@@ -106,7 +106,7 @@ def test_a_recorded_sequence_has_names_sizes_and_the_order(rank: int) -> None:
     assert collectives_of(lambda: run(4, 5)) != sequence
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2, timeout=20)
 def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything(
@@ -115,7 +115,7 @@ def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything
     check(layout, front, rank, USES[:1])
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize(
     "layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 1x2"]
 )

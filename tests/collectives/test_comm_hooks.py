@@ -13,7 +13,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from tests.support import on_ranks
-from tests.support.beside import KINDS, Beside, of_stack
+from tests.support.beside import WRAPPER_FRONTS, Beside, of_stack
 from tests.support.models import Stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
@@ -37,7 +37,7 @@ class HookCalls:
             out.copy_(grad.chunk(size)[dist.get_rank(self.group)])
 
 
-@KINDS
+@WRAPPER_FRONTS
 @STRATEGIES
 @on_ranks(2, 4)
 def test_a_comm_hook_replaces_the_reduction_over_the_shard_axis(
@@ -57,7 +57,7 @@ def test_a_comm_hook_replaces_the_reduction_over_the_shard_axis(
     beside.check_gradients()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
 @STRATEGIES
 @on_ranks(2)
@@ -74,7 +74,7 @@ def test_built_in_compression_hooks_run_on_gloo(
         beside.check_gradients(rtol=1e-6, atol=1e-7)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy, name", [("NO_SHARD", "allreduce_hook"), ("FULL_SHARD", "reduce_scatter_hook")])
 @on_ranks(2, 4)
 def test_built_in_uncompressed_hooks_give_the_mean(

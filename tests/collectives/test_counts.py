@@ -11,7 +11,7 @@ from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.core import Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.beside import KINDS, Beside, batch
+from tests.support.beside import WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import square_loss, wrapped
 from tests.support.models import Block, Stack
 from tests.support.steps import (
@@ -67,7 +67,7 @@ def check_step(record: Record, beside: Beside, *, reduces: bool = True, shared: 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_bytes(
     shared: bool, front: str, strategy: ShardingStrategy, rank: int

@@ -16,7 +16,7 @@ from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import BOTH, KINDS, Beside, blocks_and_root, grads_of
+from tests.support.beside import BOTH, WRAPPER_FRONTS, Beside, blocks_and_root, grads_of
 from tests.support.kit import mesh
 from tests.support.models import Stack
 from tests.support.peer import needs_of_torch
@@ -160,7 +160,7 @@ def test_objects_are_checked_and_are_replaced_between_steps(rank: int) -> None:
 
 
 @on_ranks(2, 4)
-@KINDS
+@WRAPPER_FRONTS
 def test_the_wrapper_takes_custom_objects_too(front: str) -> None:
     beside = Beside(Stack(), front)
     gathers, reductions = Gathers(), Reductions()

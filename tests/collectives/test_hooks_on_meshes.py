@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, placed
 from tests.support.models import Block, Stack
 
 
@@ -44,21 +44,21 @@ def check_hook(layout: str, front: str) -> None:
     assert hook.num_calls == 3 * 4, "once for each unit in each step"
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 2x1", "HYBRID_SHARD 1x2"])
 @on_ranks(2)
 def test_replicas_are_averaged_after_a_communication_hook(layout: str, front: str) -> None:
     check_hook(layout, front)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 4x1", "HYBRID_SHARD 2x2"])
 @on_ranks(4)
 def test_replicas_of_four_ranks_are_averaged_after_a_communication_hook(layout: str, front: str) -> None:
     check_hook(layout, front)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_replicas_are_averaged_after_a_communication_hook_and_no_sync(front: str) -> None:
     beside = Beside(Stack(), front, **placed("HYBRID_SHARD 2x1"))
@@ -108,7 +108,7 @@ def check_direct(layout: str, order: str, front: str) -> None:
 ORDERS = pytest.mark.parametrize("order", ["unit layer", "layer unit", "layer unit layer", "layer"])
 
 
-@KINDS
+@WRAPPER_FRONTS
 @ORDERS
 @pytest.mark.parametrize("layout", ["NO_SHARD", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 2x1", "SHARD_GRAD_OP"])
 @on_ranks(2)
@@ -118,7 +118,7 @@ def test_a_layer_of_a_unit_called_outside_of_it_is_right_or_refused_by_name(
     check_direct(layout, order, front)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @ORDERS
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 4x1", "HYBRID_SHARD 2x2"])
 @on_ranks(4)

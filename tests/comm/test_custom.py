@@ -13,7 +13,7 @@ from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, us
 from fsdp_flat.comm.torch_comm import all_gather_single, reduce_scatter_single
 from fsdp_flat.errors import OptionError, PhaseError
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import KINDS, Beside, batch
+from tests.support.beside import WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import full_params, square_loss
 from tests.support.models import Stack
 from tests.support.steps import recorded
@@ -35,7 +35,7 @@ class Plain:
 
 
 @on_ranks(2, 4)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_callers_collectives_move_what_a_step_needs_and_nothing_else(front: str) -> None:
     beside = Beside(Stack(), front)
     plain = Plain()

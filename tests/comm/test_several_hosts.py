@@ -21,7 +21,7 @@ from fsdp_flat.comm.shm.connect import hosts_of
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.comm.test_collectives import DTYPES, contribution
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import KINDS, Beside, sgd
+from tests.support.beside import WRAPPER_FRONTS, Beside, sgd
 from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.models import Stack
@@ -181,7 +181,7 @@ def layouts(strategy: ShardingStrategy) -> list[dict[str, Any]]:
 
 
 @on_ranks(4)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 def test_every_strategy_trains_as_a_plain_replica_over_hosts(strategy: ShardingStrategy, front: str) -> None:
     with on_hosts("aabb"):
@@ -314,7 +314,7 @@ def test_gradients_are_rounded_between_hosts_alone(dtype: torch.dtype, rank: int
 
 
 @on_ranks(4)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("dtype", list(ERRORS))
 def test_all_ranks_compute_with_the_same_rounded_parameters_and_keep_exact_ones(
     dtype: torch.dtype, front: str, rank: int

@@ -26,10 +26,9 @@ from fsdp_flat import wrap as fsdp_flat_wrap
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.state_dict.kit import FULL, SHARDED, peer_quiet, single_rank_allowed
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def suite_of(common_fsdp: Any) -> Any:
     return Suite()
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=150.0)
 def test_shipped_models_train_as_under_ddp_by_the_shipped_helper(use_orig_params: bool, rank: int) -> None:
     with shipped() as common:
@@ -96,7 +95,7 @@ def test_shipped_models_train_as_under_ddp_by_the_shipped_helper(use_orig_params
             )
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=150.0)
 def test_shipped_helpers_take_our_models(use_orig_params: bool, rank: int) -> None:
     with shipped() as common:
@@ -131,7 +130,7 @@ def test_shipped_helpers_take_our_models(use_orig_params: bool, rank: int) -> No
 # -- names that they and clients read -------------------------------------------------------------------------------
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_wrapper_tells_its_state_as_the_peer_does(use_orig_params: bool, rank: int) -> None:
     for make in (shard, shard_by_peer):
@@ -153,7 +152,7 @@ def test_a_wrapper_tells_its_state_as_the_peer_does(use_orig_params: bool, rank:
     assert low._mixed_precision_enabled_for_buffers()
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_handle_shows_the_gradient_of_its_shard(use_orig_params: bool, rank: int) -> None:
     shards = []
@@ -167,7 +166,7 @@ def test_a_handle_shows_the_gradient_of_its_shard(use_orig_params: bool, rank: i
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_unit_is_gathered_ahead_of_its_forward(use_orig_params: bool, rank: int) -> None:
     model, plain = shard(seeded(), use_orig_params=use_orig_params), seeded()
@@ -207,7 +206,7 @@ def test_flat_parameters_are_shown_in_place_of_original_ones(rank: int) -> None:
         pytest.fail("entered")
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_what_the_methods_for_optimizer_states_share_is_called_by_its_own_name(
     use_orig_params: bool, rank: int

@@ -11,7 +11,7 @@ from fsdp_flat import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import units_of
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import KINDS, Beside
+from tests.support.beside import WRAPPER_FRONTS, Beside
 from tests.support.models import Stack
 from tests.support.steps import STRATEGIES, mesh_for
 
@@ -29,7 +29,7 @@ def test_the_cpu_needs_no_device_id_and_takes_either_spelling(device_id: str | N
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_offloaded_state_dict_holds_live_independent_tensors(strategy: ShardingStrategy, front: str) -> None:
     beside = Beside(Stack(), front, sharding_strategy=strategy, **mesh_for(strategy))
@@ -56,7 +56,7 @@ def summoned_to_cpu(model: FSDP) -> tuple[dict[str, torch.Tensor], dict[str, tor
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_summoned_to_the_cpu_are_live_inside_and_leave_the_shards_intact(
     strategy: ShardingStrategy, front: str

@@ -24,13 +24,13 @@ from fsdp_flat.errors import LoadError
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.state_dict.kit import peer_quiet
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import train_on
 from tests.support.peer import mend_peer
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 
 LIBRARIES = {"ours": fsdp_flat, "peer": peer_library}
 BOTH = pytest.mark.parametrize("library", ["ours", "peer"])
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 WATCHDOG_S = 30.0
 
 
@@ -77,7 +77,7 @@ class Trained:
 
 
 @BOTH
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_whole_optimizer_states_are_loaded_rank_by_rank(library: str, use_orig_params: bool, rank: int) -> None:
     with peer_quiet():
@@ -97,7 +97,7 @@ def test_whole_optimizer_states_are_loaded_rank_by_rank(library: str, use_orig_p
 
 
 @BOTH
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_older_forms_for_whole_optimizer_states_are_called_rank_by_rank(
     library: str, use_orig_params: bool, rank: int
@@ -119,7 +119,7 @@ def test_older_forms_for_whole_optimizer_states_are_called_rank_by_rank(
 
 
 @BOTH
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_summoned_models_are_saved_and_loaded_rank_by_rank(library: str, use_orig_params: bool, rank: int) -> None:
     with peer_quiet():
@@ -134,7 +134,7 @@ def test_summoned_models_are_saved_and_loaded_rank_by_rank(library: str, use_ori
 
 
 @BOTH
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_without_sharding_everything_about_weights_is_called_rank_by_rank(
     library: str, use_orig_params: bool, rank: int
@@ -162,7 +162,7 @@ def test_without_sharding_everything_about_weights_is_called_rank_by_rank(
 
 
 @BOTH
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_settings_and_questions_are_called_rank_by_rank(library: str, use_orig_params: bool, rank: int) -> None:
     with peer_quiet():
@@ -203,7 +203,7 @@ def test_flat_shards_are_loaded_rank_by_rank(library: str, rank: int) -> None:
 # -- where FSDP1 communicates, and we do not -------------------------------------------------------------------------
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_whole_weights_are_loaded_and_flat_shards_saved_rank_by_rank(use_orig_params: bool, rank: int) -> None:
     source = Trained("ours", rank, use_orig_params)
@@ -239,7 +239,7 @@ def test_states_with_a_handler_are_loaded_rank_by_rank(rank: int) -> None:
     assert_equal(FSDP.optim_state_dict(model, optimizer), states)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, timeout=WATCHDOG_S)
 def test_a_whole_value_that_does_not_fit_is_an_error_of_its_rank_and_changes_nothing_there(
     use_orig_params: bool, rank: int

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import RankMismatchError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch, by_hand, by_policy, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block
 
@@ -69,7 +69,7 @@ def check(layout: str, wrap: Callable[..., FSDP], when: str, front: str, shared_
         assert all(param.grad is None for param in beside.ours.parameters()), "nothing for an optimizer"
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHENS
 @WRAPS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -90,7 +90,7 @@ def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
     check(layout, wrap, when, "originals", True, [1])
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHENS
 @pytest.mark.parametrize("layout", NOTHING_GATHERED)
 @on_ranks(2, timeout=20)
@@ -100,7 +100,7 @@ def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
     check(layout, by_policy, when, front, True, [1])
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHENS
 @WRAPS
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
@@ -111,7 +111,7 @@ def test_a_replica_that_runs_units_in_another_order_makes_every_rank_raise(
     check("HYBRID_SHARD 2x2", wrap, when, front, shared_memory, [2, 3])
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHENS
 @on_ranks(4, timeout=20)
 def test_a_rank_of_one_replica_that_runs_units_in_another_order_makes_every_rank_raise(when: str, front: str) -> None:

@@ -17,7 +17,7 @@ from fsdp_flat import participate
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from tests.compile.test_compile import fresh_compiler
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.models import Block
 
 
@@ -79,7 +79,7 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-@KINDS
+@WRAPPER_FRONTS
 @LAYOUTS
 @on_ranks(2, timeout=20)
 def test_ranks_that_take_part_in_units_which_others_run_train_as_the_replica(
@@ -90,7 +90,7 @@ def test_ranks_that_take_part_in_units_which_others_run_train_as_the_replica(
         beside.train(routed(route))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("trains_before", [True, False])
 @on_ranks(2, timeout=20)
 def test_frozen_units_take_part_in_backward_where_their_inputs_need_gradients(trains_before: bool, front: str) -> None:
@@ -133,7 +133,7 @@ class DeepExperts(Experts):
         return self.head(x)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2, timeout=20)
 def test_nested_units_and_units_below_a_plain_module_take_part_too(front: str) -> None:
     beside = Beside(DeepExperts(), front, units=(Deep, Block))
@@ -144,7 +144,7 @@ def test_nested_units_and_units_below_a_plain_module_take_part_too(front: str) -
     beside.check_parameters()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2, timeout=20)
 def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds(front: str, rank: int) -> None:
     beside = Beside(Experts(takes_part=False), front, **placed("FULL_SHARD"))

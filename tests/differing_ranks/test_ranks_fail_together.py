@@ -13,10 +13,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, StateDictType
 from fsdp_flat.errors import PeerFailureError, PhaseError, RankMismatchError, UsageError
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, wrapped
 from tests.support.models import Stack
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 class Branch(nn.Module):
@@ -43,7 +42,7 @@ def nested(model: Any, *, inner: dict[str, Any] | None = None, **kwargs: Any) ->
     return wrapped(model, **kwargs)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("last", [False, True], ids=["first pair", "last pair"])
 @on_ranks(4)
 def test_full_gradients_are_refused_on_every_rank_if_a_nested_unit_of_some_ranks_has_unreduced_ones(
@@ -60,7 +59,7 @@ def test_full_gradients_are_refused_on_every_rank_if_a_nested_unit_of_some_ranks
     full_params(model)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_values_that_a_nested_unit_of_some_ranks_lacks_stop_every_rank(use_orig_params: bool, rank: int) -> None:
     model: Any = seeded(Branch)
@@ -78,7 +77,7 @@ def test_values_that_a_nested_unit_of_some_ranks_lacks_stop_every_rank(use_orig_
         model(batch(rank))
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_a_frozen_parameter_of_a_nested_unit_of_some_ranks_stops_every_rank(use_orig_params: bool, rank: int) -> None:
     strategy = {"sharding_strategy": ShardingStrategy.NO_SHARD}
@@ -99,7 +98,7 @@ def parts(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
 @on_ranks(2)
 def test_a_state_dict_pre_hook_of_one_rank_alone_changes_no_messages(

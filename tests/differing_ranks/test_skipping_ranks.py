@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat import BackwardPrefetch
 from tests.support import on_ranks
-from tests.support.beside import KINDS, MEMORY, ROWS, WIDTH, Beside, batch, by_hand, by_policy, placed
+from tests.support.beside import MEMORY, ROWS, WIDTH, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
 from tests.support.kit import BLOCKS
 from tests.support.models import Block
 
@@ -89,7 +89,7 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-@KINDS
+@WRAPPER_FRONTS
 @LAYOUTS
 @on_ranks(2, timeout=20)
 def test_a_unit_that_only_some_ranks_use_gets_the_mean_with_zeros(layout: str, front: str, shared_memory: bool) -> None:
@@ -114,7 +114,7 @@ def test_the_same_holds_for_other_prefetches(
     train(Beside(Skipping(), front, backward_prefetch=prefetch, **options))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("wrap", [by_policy, by_hand])
 @pytest.mark.parametrize("skips", [SKIPS[0], SKIPS[2], SKIPS[5], SKIPS[7]], ids=str)
 @on_ranks(2, timeout=20)
@@ -122,7 +122,7 @@ def test_the_same_holds_in_the_very_first_step(skips: Skips, wrap: Any, front: s
     Beside(Skipping(), front, shard=wrap).train(loss_with(skips), num_steps=2)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @LAYOUTS
 @on_ranks(2, timeout=20)
 def test_two_forwards_that_skip_different_units_before_one_backward_equal_the_replica(
@@ -133,7 +133,7 @@ def test_two_forwards_that_skip_different_units_before_one_backward_equal_the_re
         beside.train(loss_with(skips, others))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2, timeout=20)
 def test_a_unit_that_every_rank_runs_and_none_uses_keeps_no_gradient(front: str) -> None:
     beside = Beside(Skipping(), front)
@@ -166,7 +166,7 @@ class StochasticDepth(nn.Module):
         return self.head(x)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @MEMORY
 @on_ranks(2, timeout=20)
 def test_a_loss_of_the_step_before_that_is_still_held_changes_nothing(front: str, shared_memory: bool) -> None:
@@ -239,7 +239,7 @@ class Detached(nn.Module):
 
 
 @MEMORY
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2, timeout=20)
 def test_another_forward_follows_one_whose_outputs_need_gradients_on_some_ranks_only(
     front: str, shared_memory: bool
@@ -254,7 +254,7 @@ def test_another_forward_follows_one_whose_outputs_need_gradients_on_some_ranks_
 
 
 @MEMORY
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2, 3)
 def test_a_retained_graph_and_a_later_one_go_backward_together(front: str, shared_memory: bool, rank: int) -> None:
     skips: Skips = {0: (0,), 1: (-1,)}

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat import ShardingStrategy
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, STRATEGIES, exchange_nbytes, mesh_for, recorded
@@ -88,7 +88,7 @@ def test_use_that_changes_from_step_to_step_equals_the_reference() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", SHARDED)
-@KINDS
+@WRAPPER_FRONTS
 def test_units_that_a_step_skips_get_no_gradient_and_no_decay(front: str, strategy: ShardingStrategy) -> None:
     beside = Beside(Stack(), front, sharding_strategy=strategy, optimizer=decaying)
     for order in ([0, 1, 2], [0, 2], [2], [0, 1, 2], []):

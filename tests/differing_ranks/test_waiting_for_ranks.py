@@ -21,7 +21,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.core.exchange import BackwardExchange
 from fsdp_flat.errors import RankMismatchError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import mesh_for
@@ -48,7 +48,7 @@ def rank_one_exchanges_late() -> Iterator[None]:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", ALL_ROUND)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_rank_whose_parameters_all_have_gradients_steps_without_the_other_hosts(
     strategy: ShardingStrategy, front: str, rank: int
 ) -> None:

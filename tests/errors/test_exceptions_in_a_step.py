@@ -13,7 +13,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, assert_idle, batch
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, assert_idle, batch
 from tests.support.kit import RaisesInBackward, Trouble, square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import STRATEGIES, mesh_for
@@ -130,7 +130,7 @@ def test_an_exception_in_the_roots_own_layers_leaves_the_next_step_right(rank: i
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_conversion_after_a_backward_that_raised_converts(front: str, rank: int) -> None:
     beside = Beside(Stack(), front, dtype=torch.float32)
     out = beside.ours(beside.batch())

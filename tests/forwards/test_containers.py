@@ -18,7 +18,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside
 from tests.support.models import Block
 
 
@@ -101,7 +101,7 @@ class Holding(nn.Module):
         return x
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("name", HOLDERS)
 @on_ranks(2)
 def test_containers_reach_a_unit_with_their_own_state(name: str, front: str) -> None:
@@ -145,7 +145,7 @@ class Cached(nn.Module):
         return x + cache["key"] + cache["previous"] + cache["kept"], losses
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("returns", [True, False])
 @on_ranks(2)
 def test_a_caller_sees_what_units_write_into_their_inputs(returns: bool, front: str) -> None:
@@ -180,7 +180,7 @@ class Borrowing(nn.Module):
         return x @ lent["up"].t() @ lent["down"]
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_weights_that_a_unit_writes_into_its_inputs_keep_their_values(front: str) -> None:
     beside = Beside(Borrowing(), front, units=(Block, Lending))
@@ -210,7 +210,7 @@ class Catching(nn.Module):
         return held["sum"]
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_container_has_its_own_tensors_again_after_a_forward(front: str) -> None:
     policy = ModuleWrapPolicy({Block, Raising})
@@ -241,7 +241,7 @@ class Chain(nn.Module):
         return x
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("cast", [False, True], ids=["as they are", "cast"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around units", "inside units"])
 @on_ranks(2)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, fully_shard
 from tests.support import OWN_PARAMETERS, assert_close, on_ranks
-from tests.support.beside import CLOSE, FRONTS, KINDS, WIDTH, Beside, average_gradients, batch
+from tests.support.beside import CLOSE, FRONTS, WIDTH, WRAPPER_FRONTS, Beside, average_gradients, batch
 from tests.support.kit import full_grads, square_loss
 from tests.support.models import Block, Stack
 
@@ -48,7 +48,7 @@ class Residual(nn.Module):
         return x
 
 
-@KINDS
+@WRAPPER_FRONTS
 @STRATEGIES
 @on_ranks(2)
 def test_an_input_that_a_unit_changes_in_place_keeps_its_history(layout: str, front: str) -> None:
@@ -123,7 +123,7 @@ def test_roots_that_share_a_trunk_may_run_in_any_order(front: str, program: str,
             assert_close({name: found[name] for name in expected}, expected, **CLOSE, what=f"step {step} of {index}")
 
 
-@KINDS
+@WRAPPER_FRONTS
 @STRATEGIES
 @on_ranks(2)
 def test_a_forward_between_a_gradient_penalty_and_the_backward_frees_nothing_that_is_needed(
@@ -213,7 +213,7 @@ class FirstSometimes(nn.Module):
         return self.block(self.maybe(x, use))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_first_unit_whose_parameters_only_some_ranks_use_gets_the_mean_with_zeros(front: str) -> None:
     beside = Beside(FirstSometimes(), front, units=(Sometimes, Block))
@@ -266,7 +266,7 @@ class Force(nn.Module):
         return force
 
 
-@KINDS
+@WRAPPER_FRONTS
 @STRATEGIES
 @pytest.mark.parametrize("use_reentrant", [None, False], ids=["kept", "recomputed"])
 @on_ranks(2)

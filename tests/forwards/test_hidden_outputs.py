@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch
 
 _shelf: list[torch.Tensor] = []
 
@@ -93,7 +93,7 @@ class Taker(nn.Module):
         return self.head(self.take(self.giver(self.first(x))))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_outputs_wherever_they_are_train_as_the_replica(front: str) -> None:
     for way, (give, take) in WAYS.items():
@@ -126,7 +126,7 @@ class Bypassed(nn.Module):
         return self.last(out.detach())
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_loss_around_the_outputs_of_a_unit_raises_with_its_name_while_it_is_gathered(front: str) -> None:
     beside = Beside(Bypassed(), front, units=(Giver, Leaking))
@@ -224,7 +224,7 @@ def around(way: str, *, front: str) -> Beside:
     return Beside(Around(KEEPS[way][0]), front, units=(Giver, Keeper))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(front: str) -> None:
     for way in FOUND:
@@ -234,7 +234,7 @@ def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(front: str)
         beside.train(loss_of_kept(way, alone=True), num_steps=2)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("before", ["absent", "None", "zero", "an empty list"])
 @on_ranks(2)
 def test_tensors_that_are_stored_from_a_later_step_on_train_as_in_the_replica(before: str, front: str) -> None:
@@ -258,7 +258,7 @@ def _kept_in_a_list(module: Any, z: torch.Tensor) -> None:
     module.kept[:] = [z]
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside the output"])
 @pytest.mark.parametrize("way", [way for way in KEEPS if way not in FOUND])
 @on_ranks(2)
@@ -300,7 +300,7 @@ class Equilibrium(nn.Module):
         return z
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_hook_that_a_module_puts_on_its_own_output_computes_with_the_weights(front: str) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Equilibrium(), Equilibrium())
@@ -317,7 +317,7 @@ class LocalLoss(Giver):
         return y.detach()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_losses_kept_elsewhere_beside_detached_outputs_train_as_the_replica(front: str) -> None:
     def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.beside import CLOSE, KINDS, WIDTH, Beside, assert_idle, average_gradients, batch
+from tests.support.beside import CLOSE, WIDTH, WRAPPER_FRONTS, Beside, assert_idle, average_gradients, batch
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, STRATEGIES, mesh_for
@@ -39,7 +39,7 @@ def test_a_shared_encoder_called_twice_equals_the_reference(strategy: ShardingSt
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_two_roots_trained_in_turn_equal_the_reference(front: str, rank: int) -> None:
     """As in a GAN: one loss goes through both, each has its own optimizer."""
     first = Beside(Stack(), front)
@@ -91,7 +91,7 @@ def test_a_backward_that_keeps_its_graph_reduces_what_no_sync_has_left_under_eve
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
 def test_a_first_call_that_does_not_train_changes_nothing_about_training(
@@ -114,7 +114,7 @@ def test_a_first_call_that_does_not_train_changes_nothing_about_training(
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_unit_called_alone_before_its_root_changes_nothing_about_training(
@@ -170,7 +170,7 @@ def test_a_forward_whose_outputs_are_dropped_leaves_the_next_step_right(strategy
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_weights_changed_between_a_kept_forward_and_the_next_one_are_seen(
     strategy: ShardingStrategy, front: str, rank: int

@@ -22,6 +22,7 @@ from fsdp_flat import ShardedEMA, ShardingStrategy, debug, register_forward_meth
 from fsdp_flat.composable import trace
 from fsdp_flat.core import is_managed, unsharded_shape
 from tests.support import on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import full_params
 from tests.support.models import NormedBlock
 from tests.support.surface_models import (
@@ -37,7 +38,6 @@ from tests.support.surface_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
-KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 WAYS_OUT = ("register_forward_method", "unshard_for", "summon_full_params")
 
 
@@ -52,7 +52,7 @@ def check_grads(
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("when", ["before the first step", "after a step"])
 @on_ranks(2)
 def test_a_module_called_while_sharded_names_parameter_unit_and_ways_out(
@@ -188,7 +188,7 @@ def test_without_debug_an_operation_on_a_sharded_original_parameter_is_that_of_t
     assert "while it is sharded" not in str(caught.value)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_in_debug_a_model_trains_and_is_clipped_averaged_saved_and_converted_as_outside_of_it(
     use_orig_params: bool, rank: int, num_ranks: int
@@ -219,7 +219,7 @@ def test_in_debug_a_model_trains_and_is_clipped_averaged_saved_and_converted_as_
     assert torch.equal(inside, outside)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_parameters_of_a_wrapped_model_are_plain_parameters_in_steps_too(
     use_orig_params: bool, rank: int, num_ranks: int
@@ -294,7 +294,7 @@ def test_shape_dtype_and_size_of_a_sharded_parameter_can_be_read(rank: int) -> N
     assert weight.T.shape == (7, 3)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_optimizers_averages_and_norms_use_local_slices_freely(
     use_orig_params: bool, rank: int, num_ranks: int
@@ -377,7 +377,7 @@ class Recurrent(nn.Module):
         return self.last(self.rnn(x)[0])
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_recurrent_module_trains_after_a_conversion(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model = sharded(Recurrent(), classes=(nn.GRU,), use_orig_params=use_orig_params)
@@ -402,7 +402,7 @@ def test_an_embedding_that_renormalises_its_weight_is_refused_where_the_weight_i
     FSDP(build(nn.Embedding), sharding_strategy=ShardingStrategy.NO_SHARD)(torch.tensor([1, 2]))
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_modules_of_units_that_are_not_sharded_run_by_themselves(use_orig_params: bool, rank: int) -> None:
     model = sharded(small_model(), "NO_SHARD", use_orig_params=use_orig_params)
@@ -428,7 +428,7 @@ class Encoder(nn.Module):
         return self.body[2](self.body[1](self.body[0](x))) * scale
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_registered_method_runs_and_trains_as_forward_does(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     torch.manual_seed(0)
@@ -457,7 +457,7 @@ def test_registering_a_method_is_harmless_on_plain_modules_and_refused_where_the
 # ------------------------------------------------------------------------------------------------------ unshard_for
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_a_loss_may_use_weights_inside_unshard_for(
@@ -480,7 +480,7 @@ def test_a_loss_may_use_weights_inside_unshard_for(
         check_grads(model, small_model(), num_ranks, loss_of)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_unshard_for_covers_what_is_below_a_module_and_nests(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), use_orig_params=use_orig_params)
@@ -502,7 +502,7 @@ def outside_loss(module: nn.Module) -> torch.Tensor:
     return module[1].up.weight.pow(2).sum() + module[3].weight.sum() + module[1].down.weight.pow(2).sum()
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_unshard_for_without_gradients_frees_at_its_end(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), use_orig_params=use_orig_params)
@@ -514,7 +514,7 @@ def test_unshard_for_without_gradients_frees_at_its_end(use_orig_params: bool, r
     assert not any(unit.param_groups[0].buffer.nbytes for unit in model._unit.step.units)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_an_exception_inside_unshard_for_leaves_the_model_usable(
     use_orig_params: bool, rank: int, num_ranks: int
@@ -600,7 +600,7 @@ class Unpacking(nn.Module):
         return self.pack(self.last(self.unpack(self.inner(self.first(x)))))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", OUTPUTS)
 @on_ranks(2)
 def test_outputs_in_any_container_train(kind: str, use_orig_params: bool, rank: int, num_ranks: int) -> None:
@@ -641,7 +641,7 @@ class Caching(nn.Module):
         return cache
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("with_output", [False, True], ids=["cache only", "cache and output"])
 @pytest.mark.parametrize("store", ["tensor", "list", "dict", "dataclass"])
 @on_ranks(2)

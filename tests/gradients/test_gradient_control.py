@@ -15,7 +15,17 @@ from torch import nn
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.errors import OptionError, UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import APPLY, CLOSE, KINDS, OUR_WRAPPERS, Beside, batch_of, by_policy, of_stack, placed
+from tests.support.beside import (
+    APPLY,
+    CLOSE,
+    OUR_WRAPPERS,
+    WRAPPER_FRONTS,
+    Beside,
+    batch_of,
+    by_policy,
+    of_stack,
+    placed,
+)
 from tests.support.kit import seeded, square_loss
 from tests.support.models import Stack
 
@@ -26,7 +36,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", [each.name for each in Sharding
 # --------------------------------------------------------------------------------------------------- divide factors
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @on_ranks(2, 4)
 def test_a_token_count_known_after_backward_gives_the_single_process_gradient(
@@ -131,7 +141,7 @@ def hook_all(model: nn.Module, seen: dict[str, torch.Tensor]) -> None:
         param.register_hook(lambda grad, clean=clean: seen.__setitem__(clean, grad.clone()))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_hook_can_change_the_gradient_before_it_is_reduced(front: str) -> None:
     def hook_then_wrap(model: Stack, apply: Any) -> Any:
@@ -162,7 +172,7 @@ def test_a_hook_that_is_registered_in_a_backward_changes_the_gradients_that_foll
     beside.train()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_hook_that_changes_the_shape_of_a_gradient_raises(front: str, rank: int) -> None:
     plain = Stack(2)
@@ -173,7 +183,7 @@ def test_a_hook_that_changes_the_shape_of_a_gradient_raises(front: str, rank: in
         square_loss(model, batch_of(0).float()).backward()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_a_post_accumulate_hook_fires_once_per_backward_with_the_reduced_gradient(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import assert_close, on_ranks
-from tests.support.beside import CLOSE, KINDS, Beside, placed
+from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:F
 # ------------------------------------------------------------------------------------------------------ second order
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_differentiable_parameter_gradients_are_refused_by_name(strategy: str, front: str) -> None:
@@ -31,7 +31,7 @@ def test_differentiable_parameter_gradients_are_refused_by_name(strategy: str, f
     beside.train()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_a_penalty_on_the_gradient_of_inputs_equals_the_plain_model(strategy: str, front: str) -> None:
@@ -45,7 +45,7 @@ def test_a_penalty_on_the_gradient_of_inputs_equals_the_plain_model(strategy: st
     beside.train()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_gradients_of_inputs_alone_leave_parameters_without_any(front: str) -> None:
     beside = Beside(Stack(2), front)
@@ -75,7 +75,7 @@ def beside_tagger(front: str, *, units: tuple[type, ...] = (Block,), **options: 
     return Beside(tagger(**options.pop("of", {})), front, units=units, batch=tokens, **options)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("under_no_sync", [False, True], ids=["reduced", "accumulated"])
 @on_ranks(2)
 def test_sparse_embedding_gradients_become_dense_shards(under_no_sync: bool, front: str) -> None:
@@ -96,7 +96,7 @@ def test_a_frozen_input_embedding_costs_no_gradient_and_changes_none(strategy: s
     assert beside.ours[0].weight.grad is None
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_frozen_embedding_as_a_unit_of_its_own_goes_with_both_kinds(front: str) -> None:
     beside = beside_tagger(front, units=(Block, nn.Embedding), of={"frozen": True})

@@ -16,11 +16,10 @@ from fsdp_flat import compare_with
 from fsdp_flat.errors import OptionError
 from fsdp_flat.extras.compare import Difference
 from tests.support import on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import BLOCKS, batch, square_loss, wrapped
 from tests.support.models import Stack
 from tests.support.steps import STRATEGIES, mesh_for
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 class Noisy(Stack):
@@ -49,7 +48,7 @@ def run(model: nn.Module) -> None:
     square_loss(model, batch(dist.get_rank())).backward()
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_equal_models_do_not_differ_and_keep_the_gradients_of_the_run(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
@@ -85,7 +84,7 @@ PLANTED: list[tuple[Callable[[Any], None], Difference]] = [
 ]
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_the_first_tensor_that_differs_is_named(use_orig_params: bool) -> None:
     for plant, expected in PLANTED:
@@ -99,7 +98,7 @@ def test_the_first_tensor_that_differs_is_named(use_orig_params: bool) -> None:
         assert f"{expected.kind}{' of call 1' if expected.call else ''} of {expected.name!r}" in text
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_gradient_that_differs_is_named_by_the_module_that_comes_first_in_backward(use_orig_params: bool) -> None:
     model, plain = pair(use_orig_params)

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_flat import ShardingStrategy
 from tests.support import on_ranks
-from tests.support.beside import KINDS, Beside, batch
+from tests.support.beside import WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import square_loss
 from tests.support.models import Stack
 
@@ -36,7 +36,7 @@ class Lines(logging.Handler):
         self.logger.setLevel(logging.NOTSET)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_profiled_step_has_ranges_of_every_unit_with_the_labels_of_fsdp(front: str, rank: int) -> None:
     beside = Beside(Stack(), front)

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.core import units_of
 from tests.support import on_ranks
-from tests.support.beside import APPLY, KINDS, sgd
+from tests.support.beside import APPLY, WRAPPER_FRONTS, sgd
 from tests.support.kit import BLOCKS, batch, square_loss, wrapped
 from tests.support.models import Stack
 from tests.support.steps import SHARDED, recorded
@@ -57,7 +57,7 @@ def sampled(model: nn.Module, run: Callable[[], None], measure: Callable[[], int
 
 @on_ranks(2)
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
-@KINDS
+@WRAPPER_FRONTS
 def test_at_most_the_outermost_unit_and_two_others_are_gathered_in_a_step(
     front: str, prefetch: BackwardPrefetch | None, rank: int
 ) -> None:
@@ -148,7 +148,7 @@ SLACK = 250_000
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_after_backward_the_only_gradients_alive_are_shards(strategy: ShardingStrategy, front: str, rank: int) -> None:
     model = APPLY[front](Stack(6, WIDTH), auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
@@ -179,7 +179,7 @@ def test_a_full_shard_step_peaks_at_the_shards_and_a_few_units(rank: int) -> Non
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_accumulation_inside_no_sync_holds_one_whole_gradient(front: str, rank: int) -> None:
     model = APPLY[front](Stack(6, WIDTH), auto_wrap_policy=BLOCKS)
     x = batch(rank, width=WIDTH)

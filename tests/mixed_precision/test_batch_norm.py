@@ -13,10 +13,10 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import OWN_STATISTICS, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import seeded
 
 BF16, FP32 = torch.bfloat16, torch.float32
-KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 
 pytestmark = OWN_STATISTICS
 
@@ -84,7 +84,7 @@ def test_batch_norm_cannot_be_part_of_a_flat_parameter_in_low_precision() -> Non
     assert trained(FSDP(net, mixed_precision=precision), 0)["out"].dtype == BF16
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_running_statistics_in_bf16_are_warned_of_and_may_be_asked_for(use_orig_params: bool, rank: int) -> None:
     low = {"param_dtype": BF16, "buffer_dtype": BF16}

@@ -13,11 +13,11 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from tests.support import assert_close, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import seeded
 from tests.support.peer import peer_fsdp
 from tests.support.rank_tests import OWN_PARAMETERS
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 LOW = torch.bfloat16
 
 
@@ -49,7 +49,7 @@ def converted() -> Any:
     return model
 
 
-@KINDS
+@ORIG_PARAMS
 @OWN_PARAMETERS
 @pytest.mark.parametrize("make", [cut_by_a_cast, normed, converted, linears])
 @on_ranks(2)

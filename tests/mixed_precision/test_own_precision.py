@@ -15,7 +15,7 @@ from fsdp_flat.composable import trace
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.beside import average_gradients
+from tests.support.beside import ORIG_PARAMS, average_gradients
 from tests.support.kit import full_params
 from tests.support.surface_models import (
     ALL_STRATEGIES,
@@ -29,7 +29,6 @@ from tests.support.surface_models import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
-KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 
 
 # ------------------------------------------------------------------------------------------------------ fp32 masters
@@ -41,7 +40,7 @@ def ones_in_bf16() -> nn.Linear:
     return model
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_small_steps_move_bf16_weights_that_have_fp32_masters(strategy: str, use_orig_params: bool, rank: int) -> None:
@@ -97,7 +96,7 @@ def test_no_warning_where_nothing_trainable_is_short(frozen: bool, rank: int) ->
     assert dtypes["1.weight"] == FP32
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_masters_compute_as_the_bf16_model_does(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model = sharded(
@@ -116,7 +115,7 @@ def test_masters_compute_as_the_bf16_model_does(use_orig_params: bool, rank: int
     assert_near(grads_or_zeros(model), expected, 1e-2, "gradients")
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_masters_are_saved_and_loaded_without_losing_bits(use_orig_params: bool, rank: int) -> None:
     model = FSDP(ones_in_bf16(), use_orig_params=use_orig_params, mixed_precision=MixedPrecision(master_dtype=FP32))

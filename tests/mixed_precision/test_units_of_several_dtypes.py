@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError
 from tests.support import assert_close, assert_equal, kit, on_ranks
-from tests.support.beside import CLOSE, KINDS, WIDTH, Beside, batch_of
+from tests.support.beside import CLOSE, WIDTH, WRAPPER_FRONTS, Beside, batch_of
 from tests.support.kit import square_loss, wrapped
 from tests.support.models import Block, Stack
 from tests.support.steps import acquaint, recorded
@@ -102,7 +102,7 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_wholly_frozen_model_gives_input_gradients_and_reduces_nothing(front: str) -> None:
     beside = Beside(Stack().requires_grad_(False), front)
     x = batch_of(0).requires_grad_()

@@ -17,9 +17,9 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, TASKS, save
 from tests.state_dict.kit import train as train_task
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.wrapper_models import seeded, shard
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 
 
@@ -47,7 +47,7 @@ def to_load(model: Any, optimizer: torch.optim.Optimizer, kind: Any, states: Any
         return FSDP.optim_state_dict_to_load(model, optimizer, states)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_an_optimizer_that_grew_is_saved_and_resumes(use_orig_params: bool, tmp_path: Path) -> None:
     model, body, head = model_and_halves(use_orig_params)
@@ -73,7 +73,7 @@ def test_an_optimizer_that_grew_is_saved_and_resumes(use_orig_params: bool, tmp_
             assert_equal(save(other, resumed, FULL)[1], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_states_from_before_the_growth_do_not_load_and_the_lacking_names_are_told(
     use_orig_params: bool, tmp_path: Path
@@ -103,7 +103,7 @@ def test_states_from_before_the_growth_do_not_load_and_the_lacking_names_are_tol
     assert_equal((save(model, optimizer, FULL), save(model, unfrozen, FULL)), before)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_states_from_before_the_growth_load_by_name_as_the_error_says(use_orig_params: bool) -> None:
     model, body, head = model_and_halves(use_orig_params)
@@ -119,7 +119,7 @@ def test_states_from_before_the_growth_load_by_name_as_the_error_says(use_orig_p
         assert_equal(save(model, grown, FULL)[1]["state"], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_parameters_that_changed_groups_are_refused_though_the_groups_have_the_same_sizes(
     use_orig_params: bool,
@@ -137,7 +137,7 @@ def test_parameters_that_changed_groups_are_refused_though_the_groups_have_the_s
             to_load(model, swapped, kind, states)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out(
     use_orig_params: bool, tmp_path: Path
@@ -166,7 +166,7 @@ def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out(
         assert_equal(save(model, smaller, FULL)[1]["state"], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 @pytest.mark.parametrize("replaces", [False, True])
 def test_units_that_an_optimizer_gets_later_are_gathered_after_its_steps(use_orig_params: bool, replaces: bool) -> None:

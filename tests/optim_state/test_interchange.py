@@ -22,13 +22,12 @@ from fsdp_flat import OptimStateKeyType, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import LoadError, OptionError
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, groups_of, peer_quiet, save, train
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import average_gradients
+from tests.support.beside import ORIG_PARAMS, average_gradients
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Model
 from tests.support.peer import PeerFSDP, peer_fully_shard
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 PEER = peer_library.StateDictType
 # The peer's copies to the CPU alias one another with original parameters; without them they are right.
 PEER_OPTIM = {
@@ -66,7 +65,7 @@ def our_load(model: Any, optimizer: torch.optim.Optimizer, kind: Any, saved: tup
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved[1]))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("optim", ["adamw", "momentum"])
 @on_ranks(2)
 def test_the_peer_and_we_load_each_others_states_in_every_form(optim: str, use_orig_params: bool) -> None:
@@ -96,7 +95,7 @@ def test_the_peer_and_we_load_each_others_states_in_every_form(optim: str, use_o
         assert_close(losses, their_losses, rtol=1e-5, atol=1e-6, what=f"from the peer: {kind.name}")
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_our_optimizer_state_dict_is_the_peers(use_orig_params: bool) -> None:
     states = []
@@ -130,7 +129,7 @@ class TwoNames(nn.Module):
         return self.layers[0](x)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.filterwarnings("ignore:FlatParameter is being traversed more than once")
 @pytest.mark.parametrize("has_root", [False, True], ids=["below a plain root", "below a wrapped root"])
 @on_ranks(2)
@@ -177,7 +176,7 @@ def test_states_of_a_unit_under_two_names_have_the_peers_names_and_load_under_ei
     assert_equal(FSDP.optim_state_dict(fresh, fresh_optimizer), ours)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_plain_optimizers_state_goes_both_ways(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     plain = seeded()
@@ -268,7 +267,7 @@ def test_fsdp2_and_we_read_each_others_checkpoints(use_orig_params: bool, tmp_pa
     dist.barrier()
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_states_that_torch_reads_as_shards_over_all_ranks_load_under_every_strategy(
@@ -305,7 +304,7 @@ def test_shards_over_all_ranks_are_refused_where_a_shard_group_is_smaller(rank: 
     assert "torch.distributed.checkpoint, which reshards" in str(caught.value)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_the_older_methods_agree_with_the_newer(use_orig_params: bool, rank: int) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)

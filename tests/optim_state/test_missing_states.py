@@ -24,9 +24,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, save, train
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.wrapper_models import seeded, shard
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* is an older form of optim_state_dict:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
@@ -98,7 +98,7 @@ def assert_refused(run: Callable[..., object], model: Model, optimizer: Optimize
     assert re.search(rf"rank {ranks} .*'blocks\.1\.(up|down)\.(weight|bias)'", text), text
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("lacking", LACKING)
 @on_ranks(2)
 def test_a_state_that_one_rank_lacks_is_named_with_its_rank_on_every_rank(
@@ -177,7 +177,7 @@ def test_a_rank_without_elements_may_lack_states_in_a_checkpoint_too(tmp_path: P
     assert_equal(save(other, other_optimizer, FULL)[1], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_boxes_name_the_states_that_this_rank_lacks_though_it_has_others(use_orig_params: bool, rank: int) -> None:
     run = in_form(SHARDED, ShardedOptimStateDictConfig(boxes=True))

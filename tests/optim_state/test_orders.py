@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,10 +16,9 @@ from fsdp_flat import OptimStateKeyType
 from fsdp_flat.api import FullOptimStateDictConfig
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, peer_quiet
 from tests.support import OWN_PARAMETERS, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss, train_on
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 class Noting(torch.optim.AdamW):
@@ -48,7 +46,7 @@ def names_in_order(states: dict[str, Any]) -> list[Any]:
     return [(name, list(row)) for name, row in states["state"].items()]
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_names_have_one_order_on_every_rank(use_orig_params: bool, rank: int) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -62,7 +60,7 @@ def test_names_have_one_order_on_every_rank(use_orig_params: bool, rank: int) ->
         assert orders[0][0][1] == sorted(["count", "exp_avg", "exp_avg_sq", "pair", "rate", "step"])
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_the_order_is_the_peers(use_orig_params: bool, rank: int) -> None:
     orders = []
@@ -76,7 +74,7 @@ def test_the_order_is_the_peers(use_orig_params: bool, rank: int) -> None:
     assert orders[0] == orders[1]
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_state_dicts_without_groups_are_saved_and_loaded(use_orig_params: bool, rank: int) -> None:
     with peer_quiet():
@@ -115,7 +113,7 @@ class Extra(nn.Module):
         return x * self.weight + self.shift
 
 
-@KINDS
+@ORIG_PARAMS
 @OWN_PARAMETERS
 @on_ranks(2)
 def test_ranks_may_ignore_different_modules(use_orig_params: bool, rank: int) -> None:

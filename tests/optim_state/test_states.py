@@ -25,11 +25,11 @@ from tests.memory.test_memory import settled_bytes
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, load, save, train, wrapped
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.steps import recorded
 from tests.support.wrapper_models import batch, seeded, shard
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
 RANK0 = FullOptimStateDictConfig(rank0_only=True)
 TASK = TASKS["uneven"]
@@ -61,7 +61,7 @@ def pair(use_orig_params: bool, seed: int = 0, optim: Any = None) -> tuple[Any, 
     return model, optimizer
 
 
-@KINDS
+@ORIG_PARAMS
 @CODECS
 @on_ranks(2)
 def test_scalars_none_and_tuples_ride_along_whatever_order_ranks_made_them_in(kind: Any, use_orig_params: bool) -> None:
@@ -86,7 +86,7 @@ class Remembering(torch.optim.SGD):
             row.setdefault("notes", {"seen": []})["seen"].append(1)
 
 
-@KINDS
+@ORIG_PARAMS
 @CODECS
 @on_ranks(2)
 def test_states_that_are_no_tensors_are_copies_in_a_state_dict_and_out_of_it(kind: Any, use_orig_params: bool) -> None:
@@ -112,7 +112,7 @@ def test_states_that_are_no_tensors_are_copies_in_a_state_dict_and_out_of_it(kin
     assert held(saved) == [([1, 1, 4], {"seen": [1, 1, 4]})] * len(saved)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_rank_zero_alone_needs_the_dict_with_rank0_only(use_orig_params: bool, rank: int) -> None:
     model, optimizer = pair(use_orig_params)
@@ -124,7 +124,7 @@ def test_rank_zero_alone_needs_the_dict_with_rank0_only(use_orig_params: bool, r
     assert_equal(save(other, other_optimizer, FULL)[1], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("how", ["HYBRID_SHARD", "HYBRID_SHARD mesh"])
 @on_ranks(4)
 def test_hybrid_strategies_save_for_rank_zero_of_the_world_and_load_from_it(
@@ -203,7 +203,7 @@ def test_states_of_an_ignored_parameter_from_rank_zero_take_their_own_memory_onl
     assert max(peaks) - before < 1.5 * table.nbytes
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_parameters_without_state_and_frozen_ones_are_left_out_and_stay_so(use_orig_params: bool) -> None:
     module = seeded()
@@ -244,7 +244,7 @@ def test_a_rank_whose_state_has_another_dtype_is_told(rank: int) -> None:
         FSDP.optim_state_dict(model, optimizer)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", [LOCAL, SHARDED], ids=["local", "sharded"])
 @on_ranks(2)
 def test_a_load_of_chunks_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
@@ -263,7 +263,7 @@ def test_a_load_of_chunks_that_fails_on_one_rank_fails_on_all_and_changes_nothin
     assert_equal(save(model, optimizer, FULL)[1], before)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.filterwarnings("ignore:The optimizer state dict to load has no state")
 @on_ranks(2)
 def test_a_rank_that_was_given_no_states_stops_those_that_were_given_chunks(use_orig_params: bool, rank: int) -> None:
@@ -341,7 +341,7 @@ class Mastered(torch.optim.SGD):
         super().load_state_dict({**state_dict, "state": rows})
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED, None], ids=["full", "local", "sharded", "checkpoint"])
 @on_ranks(2)
 def test_states_that_an_optimizer_adds_to_its_state_dict_are_saved_and_loaded(
@@ -363,7 +363,7 @@ def test_states_that_an_optimizer_adds_to_its_state_dict_are_saved_and_loaded(
     assert_equal(save(other, other_optimizer, FULL)[1], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_hooks_of_an_optimizers_state_dict_run_and_decide(use_orig_params: bool, tmp_path: Path) -> None:
     model, optimizer = pair(use_orig_params, optim=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
@@ -398,7 +398,7 @@ class Wrapped:
         return {**self.optimizer.state_dict(), "shown": 1}
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_group_that_an_optimizer_shows_and_does_not_save_is_left_out(use_orig_params: bool) -> None:
     model, optimizer = pair(use_orig_params)

@@ -20,10 +20,9 @@ from fsdp_flat.api import FullOptimStateDictConfig, StateDictType
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 from tests.support.wrapper_models import seeded, shard
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 def layers(wrap: Any, use_orig_params: bool) -> Any:
@@ -54,7 +53,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("rank0_only", [False, True])
 @on_ranks(2)
 def test_a_parameter_without_momentum_has_none_after_the_load(
@@ -107,7 +106,7 @@ def test_dtypes_that_differ_inside_a_flat_parameter_are_refused_with_names() -> 
         FSDP.optim_state_dict_to_load(model, sgd(model.parameters()), states)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_an_optimizer_of_a_part_and_of_an_outside_parameter_loads_from_states_of_the_whole(
     use_orig_params: bool,

@@ -18,11 +18,11 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.errors import OptionError
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import full_params
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 from tests.support.wrapper_models import seeded, shard, train
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Gradients of 1 parameter of Net are each rank's own:UserWarning"),
@@ -78,7 +78,7 @@ def converted(fsdp: Any, how: str, states: Any, model: Any, optimizer: Any) -> A
     return getattr(fsdp, f"{how}_full_optim_state_dict")(states, model, optim=optimizer)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("how", ["shard", "scatter", "flatten_sharded", "to_load"])
 @on_ranks(2)
 def test_the_managed_states_get_the_ids_of_fsdp1_and_the_caller_adds_the_rest(
@@ -112,7 +112,7 @@ def test_the_managed_states_get_the_ids_of_fsdp1_and_the_caller_adds_the_rest(
     assert_equal(found[1], found[0])
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_parameter_outside_of_the_model_is_the_callers_too(use_orig_params: bool, rank: int) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -130,7 +130,7 @@ def test_a_parameter_outside_of_the_model_is_the_callers_too(use_orig_params: bo
         FSDP.optim_state_dict_to_load(model, torch.optim.Adam([outside]), states)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_load_that_no_caller_completes_names_what_the_groups_lack(
     use_orig_params: bool, rank: int, tmp_path: Path

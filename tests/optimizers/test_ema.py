@@ -13,10 +13,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardedEMA
 from fsdp_flat.errors import LoadError, OptionError, PhaseError
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import train_on
 from tests.support.wrapper_models import batch, message, seeded, shard, whole_state
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -36,7 +35,7 @@ def trained(model: nn.Module, steps: int, decay: float = 0.75, **kwargs: Any) ->
     return ema, expected
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_the_average_of_shards_gathers_to_the_average_of_whole_parameters(use_orig_params: bool, strategy: str) -> None:
@@ -55,7 +54,7 @@ def test_the_average_of_shards_gathers_to_the_average_of_whole_parameters(use_or
     assert_equal(model(x).detach(), before)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_swapping_is_undone_after_an_exception_and_training_goes_on(use_orig_params: bool) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -106,7 +105,7 @@ def test_parameters_outside_of_units_and_masters_are_averaged_too() -> None:
     assert_close(module.last.weight.detach(), before + 1.0, rtol=1e-6, atol=1e-6)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_an_average_goes_through_its_state_dict(use_orig_params: bool) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)

@@ -14,7 +14,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import BLOCKS, square_loss, wrapped
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, traced
@@ -38,7 +38,7 @@ def step_trace(beside: Beside, rank: int, num_before: int = 1) -> Trace:
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(front: str, rank: int) -> None:
     beside = Beside(Stack(4), front, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
     trace = step_trace(beside, rank)
@@ -129,7 +129,7 @@ def test_full_shard_frees_after_forward_and_shard_grad_op_after_backward(rank: i
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_unit_is_freed_once_the_next_all_gather_has_begun_so_the_last_stays_for_backward(
     front: str, rank: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_unit_is_freed_once_the_next_all_gather_has_begun_so_the_last_stays_fo
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(front: str, rank: int) -> None:
     beside = Beside(Stack(3), front)
     loss = square_loss(beside.ours, batch(rank))
@@ -169,7 +169,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(front: str, ra
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_rank_that_changed_its_last_unit_after_forward_raises_without_waiting_for_the_others(
     front: str, rank: int
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_rank_that_changed_its_last_unit_after_forward_raises_without_waiting_
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_forward_after_a_forward_sees_what_was_written_past_every_version(front: str, rank: int) -> None:
     model = wrapped(
         nn.Sequential(Block(WIDTH)), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=front == "originals"

@@ -16,7 +16,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING
 from fsdp_flat.errors import OptionError
 from tests.support import assert_close, on_ranks
-from tests.support.beside import KINDS, batch
+from tests.support.beside import WRAPPER_FRONTS, batch
 from tests.support.kit import BLOCKS, mesh, seeded, square_loss, wrapped
 from tests.support.peer import peer_fsdp
 
@@ -57,7 +57,7 @@ def _assign(owner: Any, name: str, value: Any) -> bool:
     return True
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 @on_ranks(2, 4)
@@ -108,7 +108,7 @@ def test_a_divide_factor_below_one_divides_nothing_as_on_fsdp1_and_warns(rank: i
             own._gradient_predivide_factor = wrong
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_no_attribute_of_fsdp1s_wrapper_can_be_made_that_nothing_reads(front: str, rank: int) -> None:
     """Every attribute that torch's wrapper has after a step, and every one of its class."""

@@ -13,7 +13,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import FRONTS, KINDS, Beside, batch_of, grads_of, placed, plain_sgd
+from tests.support.beside import FRONTS, WRAPPER_FRONTS, Beside, batch_of, grads_of, placed, plain_sgd
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Model, Stack
 from tests.support.wrapper_models import (
@@ -187,7 +187,7 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
 }
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("moment", ["before the first step", "after a step", "with gradients"])
 @pytest.mark.parametrize("conversion", CONVERSIONS)

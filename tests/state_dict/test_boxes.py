@@ -20,6 +20,7 @@ from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, State
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.state import BoxedTensor
 from tests.support import Ranks, assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.models import Tied
 from tests.support.peer import peer_warnings_silenced
 from tests.support.steps import recorded
@@ -27,7 +28,6 @@ from tests.support.wrapper_models import seeded, shard, shard_by_peer, train, wh
 
 RanksOf = Callable[..., Ranks]
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 BOXES = (ShardedStateDictConfig(boxes=True), ShardedOptimStateDictConfig(boxes=True))
 
 
@@ -53,7 +53,7 @@ def trained(model: nn.Module, rank: int, steps: range = range(2)) -> torch.optim
     return optimizer
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_boxes_are_made_without_communication_and_without_copies(use_orig_params: bool, rank: int) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -70,7 +70,7 @@ def test_boxes_are_made_without_communication_and_without_copies(use_orig_params
     assert all(isinstance(row["exp_avg"], BoxedTensor) for row in states["state"].values())
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_the_boxes_of_all_ranks_make_up_each_parameter(use_orig_params: bool) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -137,7 +137,7 @@ def _on_rank(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args, torch.distributed.get_rank())
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_torch_fsdp1_reads_boxes_and_its_checkpoints_are_read_into_them(
     use_orig_params: bool, tmp_path: Path, rank: int

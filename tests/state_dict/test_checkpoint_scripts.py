@@ -11,10 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import fsdp_flat
 from tests.support import assert_close, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.both_sides import TOLERANCE
 from tests.support.peer import mend_peer
 from tests.support.scripts import SCRIPTS, run_script
@@ -23,7 +22,6 @@ from tests.support.transport import rank_device
 TURNS = SCRIPTS / "checkpoint_in_turns.py"
 SHARDED = SCRIPTS / "checkpoint_sharded_or_whole.py"
 DEVICE = rank_device()
-KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def on_both(script: Path, function: str, folder: Path, *arguments: Any) -> tuple[Any, Any]:
@@ -62,7 +60,7 @@ def test_each_rank_s_flat_parameters_are_saved_and_loaded_as_they_are(tmp_path: 
 
 
 @on_ranks(2)
-@KINDS
+@ORIG_PARAMS
 def test_sharded_and_whole_checkpoints_resume_alike(tmp_path: Path, use_orig_params: bool) -> None:
     ours, theirs = on_both(SHARDED, "first_half", tmp_path, DEVICE, use_orig_params)
     assert_close(ours, theirs, **TOLERANCE)

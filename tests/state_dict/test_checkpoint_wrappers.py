@@ -21,11 +21,11 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full, unwrap
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import train_on
 from tests.support.models import BufferedBlock
 from tests.support.wrapper_models import batch, seeded, shard
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
     # torch says so of a re-entrant checkpoint inside another one, whose first forward runs without gradients.
@@ -85,7 +85,7 @@ def full(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         return dict(model.state_dict()), FSDP.optim_state_dict(model, optimizer)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_state_dicts_of_every_form_are_saved_and_loaded_under_the_plain_names(
@@ -108,7 +108,7 @@ def test_state_dicts_of_every_form_are_saved_and_loaded_under_the_plain_names(
             assert_equal(full(*target), saved)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_units_of_compiled_modules_and_of_wrappers_in_wrappers_load_every_form(use_orig_params: bool) -> None:
     for put in (
@@ -127,7 +127,7 @@ def test_units_of_compiled_modules_and_of_wrappers_in_wrappers_load_every_form(u
             target.load_state_dict(seeded(seed=1).state_dict())
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_a_state_dict_moves_between_models_with_and_without_checkpoint_wrappers(
@@ -155,7 +155,7 @@ def test_a_state_dict_moves_between_models_with_and_without_checkpoint_wrappers(
     assert_equal(full(*target)[0], saved[0])
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_a_refused_load_names_plain_names_and_changes_nothing(place: str, use_orig_params: bool, rank: int) -> None:

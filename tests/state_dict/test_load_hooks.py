@@ -14,8 +14,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedStateDictConfig
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED
-from tests.state_dict.test_module_hooks import KINDS, Plain, model_of
+from tests.state_dict.test_module_hooks import Plain, model_of
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.wrapper_models import whole_state
 
 
@@ -99,7 +100,7 @@ STATES = {
 }
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("wraps", ["root", "module", "layers"])
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("root", ["wrapped", "plain"])
@@ -129,7 +130,7 @@ def test_modules_load_what_their_hooks_and_methods_make_of_a_full_state_dict(
     assert_equal(dict(whole_state(model)), dict(plain.state_dict()))
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_load_hook_that_computes_with_a_parameter_without_a_value_is_an_error(use_orig_params: bool) -> None:
     model = model_of(Doubling, use_orig_params)
@@ -139,7 +140,7 @@ def test_a_load_hook_that_computes_with_a_parameter_without_a_value_is_an_error(
     assert_equal(dict(whole_state(model)), before)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_hook_that_computes_with_chunks_is_an_error_and_nothing_is_loaded(use_orig_params: bool) -> None:
     model, other = model_of(Converting, use_orig_params), model_of(Converting, use_orig_params, seed=1)
@@ -151,7 +152,7 @@ def test_a_hook_that_computes_with_chunks_is_an_error_and_nothing_is_loaded(use_
     assert_equal(dict(whole_state(model)), before)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_unit_works_after_an_exception_in_a_hook_of_a_load_below_a_plain_module(use_orig_params: bool) -> None:
     model = nn.Sequential(FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), use_orig_params=use_orig_params))
@@ -171,7 +172,7 @@ def test_a_unit_works_after_an_exception_in_a_hook_of_a_load_below_a_plain_modul
     assert_equal(dict(whole_state(model)), {name: value + 1 for name, value in before.items()})
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", ["meta", "quantized"])
 @on_ranks(2)
 def test_a_value_that_cannot_be_copied_is_named_and_nothing_is_loaded(kind: str, use_orig_params: bool) -> None:
@@ -187,7 +188,7 @@ def test_a_value_that_cannot_be_copied_is_named_and_nothing_is_loaded(kind: str,
     assert_equal(dict(whole_state(model)), before)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
 def test_modules_that_swap_parameters_when_they_load_get_the_values(kind: Any, use_orig_params: bool) -> None:
@@ -260,7 +261,7 @@ def as_they_are(values: Any, like: nn.Module) -> Any:
     return same.view(like.weight.shape).detach()
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("boxes", [False, True])
 @on_ranks(2)
 def test_load_hooks_may_convert_sharded_values(boxes: bool, use_orig_params: bool) -> None:
@@ -305,7 +306,7 @@ class Filling(nn.Module):
         state.setdefault(prefix + "added", WAYS_TO_FILL[module.way](module.added))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @pytest.mark.parametrize("way", WAYS_TO_FILL)
 @on_ranks(2)

@@ -17,11 +17,11 @@ from fsdp_flat.errors import OptionTypeError
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, Normed, groups_of, seeded_task
 from tests.state_dict.test_full_state_dict import Versioned
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.models import BufferedBlock, Model
 from tests.support.steps import recorded
 from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
 
 
@@ -39,7 +39,7 @@ def refused(model: nn.Module, kind: Any, state: Any, *, strict: bool = True) -> 
     return str(caught.value)
 
 
-@KINDS
+@ORIG_PARAMS
 @CODECS
 @on_ranks(2)
 def test_after_a_load_that_does_not_fit_the_model_is_as_it_was(kind: Any, use_orig_params: bool) -> None:
@@ -68,7 +68,7 @@ def test_after_a_load_that_does_not_fit_the_model_is_as_it_was(kind: Any, use_or
     assert_equal(whole_state(model), expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_names_that_are_missing_change_what_is_there_only_if_not_strict(use_orig_params: bool) -> None:
     model, other = (shard(seeded(seed=seed), use_orig_params=use_orig_params) for seed in (0, 1))
@@ -81,7 +81,7 @@ def test_names_that_are_missing_change_what_is_there_only_if_not_strict(use_orig
     assert_equal(whole_state(model), expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("how", ["FULL_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
 def test_a_sharded_load_that_fails_on_one_rank_fails_on_all(how: str, use_orig_params: bool, rank: int) -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_mapping_is_refused() -> None:
         shard(seeded()).load_state_dict([1])
 
 
-@KINDS
+@ORIG_PARAMS
 @CODECS
 @on_ranks(2)
 def test_values_assigned_to_what_the_optimizer_holds_are_saved(kind: Any, use_orig_params: bool) -> None:
@@ -146,7 +146,7 @@ def test_values_assigned_to_what_the_optimizer_holds_are_saved(kind: Any, use_or
     assert all(bool((whole_state(other)[name] == 3.0).all()) for name in names)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_save_while_parameters_are_gathered_has_the_shards_and_leaves_them_gathered(
     use_orig_params: bool, rank: int
@@ -211,7 +211,7 @@ def parent_of_units(seed: int, use_orig_params: bool) -> nn.Module:
     return nn.ModuleDict({**parts, "head": nn.Linear(5, 2)})
 
 
-@KINDS
+@ORIG_PARAMS
 @CODECS
 @on_ranks(2)
 def test_of_a_load_by_a_plain_parent_each_unit_is_written_whole_or_not_at_all(kind: Any, use_orig_params: bool) -> None:
@@ -237,7 +237,7 @@ def test_of_a_load_by_a_plain_parent_each_unit_is_written_whole_or_not_at_all(ki
     assert_equal(wholes(twin)[0], loaded[0])
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_chunks_below_a_plain_parent_that_do_not_fit_on_one_rank_are_an_error_on_all(
     use_orig_params: bool, rank: int
@@ -271,7 +271,7 @@ def test_a_wrapper_below_a_plain_parent_puts_back_its_buffers_if_a_value_does_no
     assert_equal(dict(model.state_dict()), state)
 
 
-@KINDS
+@ORIG_PARAMS
 @CODECS
 @pytest.mark.parametrize("root", ["plain", "wrapped"])
 @on_ranks(2)

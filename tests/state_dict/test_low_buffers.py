@@ -14,11 +14,11 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, load_checkpoint, load_full, save_checkpoint, save_full
 from tests.state_dict.kit import FULL, LOCAL, SHARDED
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.models import BufferedBlock, Model
 from tests.support.peer import peer_fsdp
 from tests.support.wrapper_models import batch, seeded, shard
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 LOW = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 
@@ -49,7 +49,7 @@ def rounded_buffers(seed: int) -> dict[str, torch.Tensor]:
     return {name: value.bfloat16().float() for name, value in saved_buffers(seeded(Aliased, seed)).items()}
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_rounded_buffers_are_saved_and_loaded_in_their_registered_dtype(
     use_orig_params: bool, tmp_path: Path, rank: int
@@ -97,7 +97,7 @@ def test_elements_that_compute_has_changed_are_saved_as_they_are_in_compute(rank
     assert_equal(saved_buffers(model), expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_full_state_dict_has_the_buffers_of_fsdp1s(use_orig_params: bool, rank: int) -> None:
     found = []

@@ -27,8 +27,7 @@ from fsdp_flat.errors import LoadError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, LOCAL, SHARDED
 from tests.support import assert_close, assert_equal, on_ranks
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+from tests.support.beside import ORIG_PARAMS
 
 
 class Scaling(nn.Module):
@@ -158,7 +157,7 @@ def state_in(model: nn.Module, kind: Any) -> dict[str, Any]:
         return {name: full(value) for name, value in model.state_dict().items()}
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", MOVING)
 @on_ranks(2)
 def test_every_way_to_save_has_what_the_modules_put_into_their_state_dict(
@@ -179,7 +178,7 @@ def test_every_way_to_save_has_what_the_modules_put_into_their_state_dict(
     assert_equal(torch.load(stored)["model"], expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", COMPUTING)
 @on_ranks(2)
 def test_a_hook_that_computes_saves_its_result_in_a_full_state_dict_and_is_refused_elsewhere(
@@ -220,7 +219,7 @@ def write(state: dict[str, torch.Tensor], directory: Path) -> None:
     dist.barrier()
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_names_that_a_module_changes_come_back_from_every_kind_of_file(use_orig_params: bool, tmp_path: Path) -> None:
     model = model_of(Renaming, use_orig_params)
@@ -242,7 +241,7 @@ def test_names_that_a_module_changes_come_back_from_every_kind_of_file(use_orig_
     assert_equal(state_in(other, FULL), expected)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_load_full_runs_load_hooks_that_compute(use_orig_params: bool, tmp_path: Path) -> None:
     model, other = model_of(Unscaling, use_orig_params), model_of(Unscaling, use_orig_params, seed=1)
@@ -251,7 +250,7 @@ def test_load_full_runs_load_hooks_that_compute(use_orig_params: bool, tmp_path:
     assert_equal(state_in(other, FULL), state_in(model, FULL))
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_load_full_refuses_names_that_no_module_takes(use_orig_params: bool, tmp_path: Path) -> None:
     model, other = model_of(Concatenating, use_orig_params), model_of(Concatenating, use_orig_params, seed=1)
@@ -294,7 +293,7 @@ def test_load_full_changes_nothing_of_a_plain_module_around_wrappers_if_a_module
     assert_equal(state_in(other, FULL), state_in(model, FULL))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
 @on_ranks(2)
 def test_a_layer_that_replaces_a_wrapped_one_is_saved_and_loaded(
@@ -329,7 +328,7 @@ def test_hooks_on_ranks_that_keep_nothing_find_every_name(rank: int) -> None:
             assert bool(model.state_dict()) == (rank == 0)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_renamed_tensor_of_a_full_save_inside_summon_is_memory_of_its_own(use_orig_params: bool) -> None:
     model = model_of(Renaming, use_orig_params)
@@ -362,7 +361,7 @@ class Cloning(Scaling):
         assert f"{weight} {weight!r}".count("StatePlaceholder(shape=(3, 5)") == 2
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_copies_of_a_sharded_value_are_sharded(use_orig_params: bool) -> None:
     torch.manual_seed(0)
@@ -381,7 +380,7 @@ class Overwriting(Scaling):
         state[prefix + "lin.weight"].copy_(torch.ones(3, 5))
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_hook_that_overwrites_a_sharded_value_is_refused(use_orig_params: bool) -> None:
     model = model_of(Overwriting, use_orig_params)

@@ -25,9 +25,8 @@ from fsdp_flat.state import CodecRow, PendingWrites, StateDictCodec, StateShard,
 from fsdp_flat.state.codecs import FullCodec
 from tests.state_dict.kit import FULL, OPTIMIZERS, TASKS, save, train
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.wrapper_models import seeded, shard, whole_state
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def two_trained(use_orig_params: bool) -> tuple[Trained, Trained]:
     return trained(0), trained(1)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_toy_type_saves_and_loads_a_model_and_adam(use_orig_params: bool) -> None:
     (model, optimizer), (other, other_optimizer) = two_trained(use_orig_params)
@@ -150,7 +149,7 @@ def test_a_toy_type_saves_and_loads_a_model_and_adam(use_orig_params: bool) -> N
     assert_equal(save(other, other_optimizer, FULL)[1]["state"], expected[1])
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_rank_for_which_a_codec_returns_no_values_has_no_such_names(use_orig_params: bool, rank: int) -> None:
     (model, optimizer), _ = two_trained(use_orig_params)
@@ -188,7 +187,7 @@ def rounded(tensors: dict[str, torch.Tensor], exact: str) -> dict[str, torch.Ten
     return {name: value if name.endswith(exact) else value.bfloat16().float() for name, value in tensors.items()}
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("summoned", [False, True])
 @on_ranks(2)
 def test_a_toy_type_of_full_tensors_stores_them_in_its_own_form(

@@ -35,12 +35,11 @@ from tests.state_dict.kit import (
 )
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
 from tests.support import wrapper_models as models
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import no_shard_allowed
 from tests.support.models import BufferedBlock
 from tests.support.peer import peer_warnings_silenced
 from tests.support.wrapper_models import batch, whole_state
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 def check_round_trips(task_name: str, how: str, groups: dict[str, Any], optim: str, use_orig_params: bool) -> None:
@@ -61,7 +60,7 @@ def check_round_trips(task_name: str, how: str, groups: dict[str, Any], optim: s
         assert_equal(whole_state(other), expected, what=what)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("how", ["FULL_SHARD", "mesh", "SHARD_GRAD_OP", "NO_SHARD"])
 @OWN_STATISTICS
 @on_ranks(2)
@@ -71,7 +70,7 @@ def test_training_goes_on_to_the_bit_at_two_ranks(how: str, use_orig_params: boo
         check_round_trips(task_name, how, groups, "adamw", use_orig_params)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("how", ["FULL_SHARD", "mesh", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD mesh"])
 @OWN_STATISTICS
 @on_ranks(4)
@@ -81,7 +80,7 @@ def test_training_goes_on_to_the_bit_at_four_ranks(how: str, use_orig_params: bo
         check_round_trips(task_name, how, groups, "adamw", use_orig_params)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("optim", [name for name in OPTIMIZERS if name != "adamw"])
 @on_ranks(2)
 def test_every_optimizer_goes_on_to_the_bit(optim: str, use_orig_params: bool) -> None:

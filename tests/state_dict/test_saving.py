@@ -34,13 +34,13 @@ from fsdp_flat.layout import clean_fqn
 from tests.memory.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import patience, square_loss
 from tests.support.models import BufferedBlock, Tied
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, recorded
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 ITEMSIZE = 4
 
 
@@ -52,7 +52,7 @@ def local_bytes(value: Any) -> int:
     return sum(part.tensor.nbytes for part in value.local_shards()) if isinstance(value, ShardedTensor) else 0
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_no_form_exchanges_objects_and_sharded_moves_at_most_a_shard(use_orig_params: bool, num_ranks: int) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -79,7 +79,7 @@ def test_no_form_exchanges_objects_and_sharded_moves_at_most_a_shard(use_orig_pa
         assert sum(call.nbytes for call in record.calls if call.name == "transfer") <= 3 * max(limit, own)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_rank_zero_alone_receives_with_rank0_only(use_orig_params: bool, rank: int) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -103,7 +103,7 @@ def test_rank_zero_alone_receives_with_rank0_only(use_orig_params: bool, rank: i
         assert (dict(state), states) == ({}, {})
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_every_tensor_of_a_full_save_is_memory_of_its_own(use_orig_params: bool) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -129,7 +129,7 @@ class Wide(nn.Module):
         return self.blocks(x)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_full_save_needs_the_memory_of_its_result_and_no_more_than_a_unit(use_orig_params: bool) -> None:
     # Messages of a group of its own: that of all ranks may keep memory for those of earlier tasks.
@@ -158,7 +158,7 @@ def _bytes_of_a_save(model: nn.Module, group: RankGroup) -> tuple[int, int]:
     return max(peaks) - before, kept
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2, 4)
 def test_the_chunks_are_those_of_the_peer(use_orig_params: bool) -> None:
     ours = shard(seeded(), use_orig_params=use_orig_params)
@@ -238,7 +238,7 @@ def test_a_local_state_dict_has_the_live_slices_under_original_names_as_in_fsdp1
 
 @pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("rank0_only", [False, True])
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_sharded_state_dict_inside_summon_has_the_changes_made_there(
     use_orig_params: bool, rank0_only: bool, boxes: bool
@@ -453,7 +453,7 @@ def test_a_save_on_another_rank_alone_is_found_when_rank_zero_goes_on_to_train(k
     whole_state(model)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_gradients_of_a_lower_dtype_stay_where_they_are_during_saves_and_loads(

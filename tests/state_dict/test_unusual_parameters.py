@@ -21,10 +21,10 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import batch, full_params, mesh, train_on, wrapped
 from tests.support.models import Block
 
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 
 
@@ -51,7 +51,7 @@ def round_trip(model: FSDP, form: StateDictType, state_of_another: FSDP) -> None
     assert_equal(full_params(state_of_another), full_params(model))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize(
     ("form", "on_mesh"),
     [*((form, False) for form in StateDictType), *((form, True) for form in StateDictType if "LOCAL" not in form.name)],
@@ -80,7 +80,7 @@ class Aliased(nn.Module):
         return self.decoder(self.encoder(x))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("form", list(StateDictType))
 @on_ranks(2)
 def test_a_module_at_two_places_of_a_unit_is_saved_under_both_names_and_loaded(
@@ -95,7 +95,7 @@ def test_a_module_at_two_places_of_a_unit_is_saved_under_both_names_and_loaded(
     round_trip(model, form, other)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_module_at_two_places_of_a_unit_goes_through_a_checkpoint(
     use_orig_params: bool, tmp_path: Path, rank: int
@@ -193,7 +193,7 @@ OPTIM_FORMS = {
 }
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("form", OPTIM_FORMS)
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["group", "mesh"])
 @on_ranks(2)

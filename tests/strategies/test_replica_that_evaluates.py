@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import on_ranks
-from tests.support.beside import FRONTS, KINDS, MEMORY, Beside, batch, placed
+from tests.support.beside import FRONTS, MEMORY, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.models import Stack
 
 HYBRIDS = pytest.mark.parametrize("layout", ["HYBRID_SHARD 2x2", "_HYBRID_SHARD_ZERO2 2x2"])
@@ -44,7 +44,7 @@ def test_second_replica_evaluates_before_the_first_step(front: str) -> None:
     pair.train(num_steps=2)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(4)
 def test_replicas_evaluate_inside_an_accumulation(front: str) -> None:
     pair = Beside(Stack(), front, **placed("HYBRID_SHARD 2x2", front))

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat import ShardingStrategy
 from tests.support import on_ranks
-from tests.support.beside import KINDS, Beside
+from tests.support.beside import WRAPPER_FRONTS, Beside
 from tests.support.kit import full_params, mesh
 from tests.support.models import Stack
 
@@ -26,7 +26,7 @@ def train_on_mesh(shape: tuple[int, int], strategy: ShardingStrategy, front: str
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_hybrid_on_meshes_of_two_ranks_equals_the_reference_on_every_rank(
@@ -36,7 +36,7 @@ def test_hybrid_on_meshes_of_two_ranks_equals_the_reference_on_every_rank(
 
 
 @on_ranks(4)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
 def test_hybrid_on_meshes_of_four_ranks_equals_the_reference_on_every_rank(shape: tuple[int, int], front: str) -> None:
     train_on_mesh(shape, ShardingStrategy.HYBRID_SHARD, front)

@@ -64,8 +64,11 @@ APPLY: dict[str, Shard] = {
     "fsdp1_flat": functools.partial(_torchs_wrapper, use_orig_params=False),
     "fsdp2": peer_fully_shard,
 }
+# A test of the wrapper with flat and with original parameters, and of ``fully_shard``.
 FRONTS = pytest.mark.parametrize("front", OURS)
-KINDS = pytest.mark.parametrize("front", OUR_WRAPPERS)
+# The same, of the wrapper alone; and for a test that wraps by itself.
+WRAPPER_FRONTS = pytest.mark.parametrize("front", OUR_WRAPPERS)
+ORIG_PARAMS = pytest.mark.parametrize("use_orig_params", [False, True], ids=OUR_WRAPPERS)
 # The library's fully_shard and torch's.
 BOTH = ("fully_shard", "fsdp2")
 FRONTS_AND_TORCH = pytest.mark.parametrize("fronts", ["flat", "originals", BOTH], ids=OURS)
@@ -110,7 +113,7 @@ class Beside:
         units: classes of which each instance becomes a unit.
         shard: shards a model by the function that it is given and returns it; by default by ``units``.
         optimizer: makes the optimizer of a model.
-        batch: ``batch(rank, step)``; by default rows of random numbers.
+        batch: ``batch(rank, step)``; by default :func:`batch`, rows of random numbers, whose number is ``num_rows``.
         body: what a model runs in a step.
         dtype: of the model and its batches; None leaves them as they are.
         note_outputs: compares outputs, for which a model has a forward hook while a body runs.
@@ -254,7 +257,10 @@ class Beside:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the sharded models accumulate gradients inside the block without reducing them."""
+        """Let the sharded models accumulate gradients inside the block without reducing them.
+
+        A wrapper has ``no_sync`` for it, and ``fully_shard`` ``set_requires_gradient_sync``.
+        """
         with ExitStack() as stack:
             for front, model in self.sharded.items():
                 if front in WRAPPERS:

@@ -27,7 +27,7 @@ from fsdp_flat.checkpoint.safetensors_files import FileWriter
 from fsdp_flat.errors import UsageError
 from tests.memory.test_memory import live_bytes, settled_bytes
 from tests.support import Ranks, assert_close, assert_equal, on_ranks
-from tests.support.beside import KINDS, OUR_WRAPPERS, WIDTH, Beside
+from tests.support.beside import OUR_WRAPPERS, WIDTH, WRAPPER_FRONTS, Beside
 from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, train_on, wrapped
 from tests.support.models import Stack
 from tests.support.steps import STRATEGIES as ALL_STRATEGIES
@@ -136,7 +136,7 @@ class Rotary(nn.Module):
         return self.layer(x) * (self.inv_freq + self.phases.real).to(x.dtype)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_buffers_keep_their_dtype_and_bits_where_parameters_compute_in_bf16(front: str, rank: int) -> None:
     before = Rotary()
@@ -179,7 +179,7 @@ def test_an_optimizer_that_takes_no_empty_tensors_trains_and_its_state_has_every
     beside.train()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_saving_a_whole_model_holds_no_more_than_two_parameters(front: str, tmp_path: Path) -> None:
     layers = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(8)])
@@ -242,7 +242,7 @@ def test_adapters_saved_alone_at_two_ranks_load_at_one(ranks: RanksOf, tmp_path:
         assert_equal(value, (saved if name.startswith("adapter") else before)[name], what=name)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_model_taken_apart_changed_and_wrapped_again_goes_on_with_its_optimizer_state(front: str, rank: int) -> None:
     """An embedding grows, and a layer is replaced: what stayed keeps weights and optimizer state."""

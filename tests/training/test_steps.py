@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
-from tests.support.beside import CLOSE, KINDS
+from tests.support.beside import CLOSE, WRAPPER_FRONTS
 from tests.support.both_sides import EVERY_LAYOUT, Layout, beside_case, build
 from tests.support.kit import full_params
 from tests.support.models import Unused
@@ -22,7 +22,7 @@ RanksOf = Callable[..., Ranks]
 
 
 @on_ranks(2, 4)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize(
     "name", ["uneven sizes", "tied across units", "branch that some ranks use", "unused branch", "frozen middle unit"]
 )
@@ -73,7 +73,7 @@ def unused_parameters_keep_their_values(layout: Layout, front: str) -> None:
 
 
 @EVERY_LAYOUT
-@KINDS
+@WRAPPER_FRONTS
 def test_weight_decay_does_not_move_a_parameter_that_no_rank_uses(
     ranks: RanksOf, num_ranks: int, layout: Layout, front: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_weight_decay_does_not_move_a_parameter_that_no_rank_uses(
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("name", [pytest.param("batch norm", marks=OWN_STATISTICS), "transformer", "nested units"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation_before_and_between_steps_sees_the_current_parameters_and_buffers(

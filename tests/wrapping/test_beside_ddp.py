@@ -16,9 +16,8 @@ from fsdp_flat import ShardingStrategy, fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import batch, mesh, seeded, square_loss, train_on, wrapped
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 def small() -> Any:
@@ -58,7 +57,7 @@ def expected(num_ranks: int) -> list[float]:
     return found
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 @on_ranks(2)
 def test_a_wrapper_inside_ddp_is_an_error_on_every_rank(whole: bool, use_orig_params: bool) -> None:
@@ -86,7 +85,7 @@ def test_ddp_around_a_module_inside_a_wrapper_is_an_error_on_every_rank() -> Non
         model.module[1] = DDP(model.module[1])
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(4)
 def test_ddp_over_the_replicas_of_a_wrapper_is_an_error(use_orig_params: bool) -> None:
     shards = mesh(2, 2)
@@ -95,7 +94,7 @@ def test_ddp_over_the_replicas_of_a_wrapper_is_an_error(use_orig_params: bool) -
         DDP(model, process_group=shards.get_group("replicate"))
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("kind", ["inside", "around", "ignored", "no sync"])
 @on_ranks(2)
 def test_what_is_right_on_fsdp1_trains_as_one_process(kind: str, use_orig_params: bool, rank: int) -> None:
@@ -114,7 +113,7 @@ def test_what_is_right_on_fsdp1_trains_as_one_process(kind: str, use_orig_params
     assert_close(losses(model, rank), expected(2), rtol=1e-4, atol=1e-5)
 
 
-@KINDS
+@ORIG_PARAMS
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "no_shard"])
 @on_ranks(2)

@@ -16,13 +16,13 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.core import is_managed
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import KINDS, Beside
+from tests.support.beside import WRAPPER_FRONTS, Beside
 from tests.support.models import BufferedBlock
 from tests.support.peer import peer_fsdp
 from tests.support.wrapper_models import batch, message, seeded, shard, train
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("when", ["new", "trained"])
 @on_ranks(2)
 def test_a_wrapped_model_is_not_copied_as_in_fsdp1_and_the_error_says_what_to_do(front: str, when: str) -> None:
@@ -37,7 +37,7 @@ def test_a_wrapped_model_is_not_copied_as_in_fsdp1_and_the_error_says_what_to_do
     assert all(name in text for name in ("before it is sharded", "state dict", "ShardedEMA", "unwrap", "'Model'"))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_refused_copy_leaves_the_model_as_it_was(front: str) -> None:
     beside = Beside(seeded(), front, units=(BufferedBlock,), batch=batch)
@@ -57,7 +57,7 @@ def test_pickling_a_wrapped_model_says_what_to_save_instead() -> None:
         assert "unwrap" in text
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_copied_and_pickled_parameters_are_plain_ones_of_the_same_values(front: str) -> None:
     model = shard(seeded(), use_orig_params=front == "originals")

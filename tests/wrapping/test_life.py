@@ -15,7 +15,7 @@ from fsdp_flat import MixedPrecision, fully_shard, unwrap
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import CLOSE, KINDS, Beside, placed, sgd
+from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, placed, sgd
 from tests.support.kit import square_loss, train_on
 from tests.support.models import BufferedBlock, Model, Tied
 from tests.support.wrapper_models import batch, message, seeded, shard
@@ -36,7 +36,7 @@ DATA: dict[type[nn.Module], Any] = {Model: batch, Tied: tokens}
 # ------------------------------------------------------------------------------------------------------- unwrap
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("make", [Model, Tied])
 @on_ranks(2)
@@ -152,7 +152,7 @@ def test_converting_keeps_the_order_of_managed_and_ignored_parameters() -> None:
     assert [name for name, _ in model.named_parameters()] == before
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_conversion_that_changes_nothing_is_allowed_anywhere(front: str) -> None:
     beside = beside_plain(front)
@@ -167,7 +167,7 @@ def test_a_conversion_that_changes_nothing_is_allowed_anywhere(front: str) -> No
     beside.train(body)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_conversion_in_the_middle_of_a_step_is_an_error_and_the_next_step_is_right(front: str) -> None:
     beside = beside_plain(front, dtype=None)
@@ -181,7 +181,7 @@ def test_a_conversion_in_the_middle_of_a_step_is_an_error_and_the_next_step_is_r
         message(PhaseError, RuntimeError, model.float)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_converted_model_with_param_dtype_goes_on_computing_in_it(front: str) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
@@ -192,7 +192,7 @@ def test_a_converted_model_with_param_dtype_goes_on_computing_in_it(front: str) 
     assert model(batch(0)).dtype == torch.bfloat16
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_model_in_shared_memory_trains(front: str) -> None:
     beside = beside_plain(front)
@@ -205,7 +205,7 @@ def test_a_model_in_shared_memory_trains(front: str) -> None:
 # ------------------------------------------------------------------------------------ requires_grad, train, eval
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_parameters_frozen_and_freed_between_steps_train_as_plain_ones(front: str) -> None:
     beside = beside_plain(front)
@@ -219,7 +219,7 @@ def test_parameters_frozen_and_freed_between_steps_train_as_plain_ones(front: st
         beside.train()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_model_frozen_from_the_start_can_be_freed_and_frozen_again(front: str) -> None:
     beside = Beside(seeded().requires_grad_(False), front, units=(BufferedBlock,), batch=batch)
@@ -244,7 +244,7 @@ def test_requires_grad_set_on_gathered_parameters_counts() -> None:
         beside.train(num_steps=2)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_an_optimizer_built_while_parameters_are_still_gathered_trains_them(front: str) -> None:
     beside = beside_plain(front, "SHARD_GRAD_OP")

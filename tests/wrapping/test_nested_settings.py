@@ -18,7 +18,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import on_ranks
-from tests.support.beside import KINDS, WIDTH, Beside, batch, by_hand, by_policy, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
 from tests.support.kit import mesh, square_loss
 from tests.support.models import Block, Stack
 
@@ -69,7 +69,7 @@ def check_scaled(beside: Beside, scales: dict[str, float], step: int) -> None:
     beside.zero_grad()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHEN
 @pytest.mark.parametrize("where", ["stacks.0.blocks.1", "stacks.1", ""], ids=["leaf", "inner", "root"])
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x1"])
@@ -90,7 +90,7 @@ def test_a_divide_factor_scales_what_is_at_and_below_its_wrapper(
     check_scaled(beside, {}, 8)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHEN
 @on_ranks(2)
 def test_divide_factors_of_the_root_and_then_of_a_nested_unit_both_hold(
@@ -104,7 +104,7 @@ def test_divide_factors_of_the_root_and_then_of_a_nested_unit_both_hold(
         check_scaled(beside, {"": num_ranks / 8, "stacks.0": num_ranks / 3}, step)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WRAPS
 @WHEN
 @on_ranks(2)
@@ -122,7 +122,7 @@ def test_a_communication_hook_on_a_nested_unit_is_refused_before_and_after_the_f
 # -- a mesh without a strategy -----------------------------------------------------------------------------------------
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WRAPS
 @pytest.mark.parametrize("strategy", [{}, {"sharding_strategy": None}], ids=["left out", "None"])
 @on_ranks(2, 4)
@@ -144,7 +144,7 @@ def test_a_mesh_of_two_dimensions_without_a_strategy_is_hybrid_sharding(
         assert padding == 0 if front == "originals" else 0 <= padding < num_shards * len(units_of(beside.ours))
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_mesh_of_one_dimension_without_a_strategy_is_full_sharding(front: str, num_ranks: int) -> None:
     beside = Beside(Stack(), front, device_mesh=init_device_mesh("cpu", (num_ranks,)))
@@ -180,7 +180,7 @@ def around_a_parent_of_plain_modules(model: FSDP, cpus: Any) -> nn.Module:
 AROUND = (around_the_wrapper, around_a_parent, around_a_unit, around_a_parent_of_plain_modules)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHEN
 @pytest.mark.parametrize("then", ["forward", "state_dict"])
 @pytest.mark.parametrize("around", AROUND)
@@ -208,7 +208,7 @@ def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used
         use()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(front: str, num_ranks: int) -> None:
     cpus = init_device_mesh("cpu", (num_ranks,))
@@ -218,7 +218,7 @@ def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(f
             fully_shard(around(wrapper), mesh=cpus)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_wrappers_beside_modules_of_fully_shard_train(front: str, num_ranks: int) -> None:
     """Nothing is shared, so nothing is refused."""

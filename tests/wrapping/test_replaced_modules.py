@@ -21,7 +21,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, clean_tensor_name, register_forward_method
 from tests.compile.test_compile import fresh_compiler
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import APPLY, KINDS, TWO_RANKS, Beside, batch, by_hand, by_policy, placed
+from tests.support.beside import APPLY, TWO_RANKS, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 
@@ -48,7 +48,7 @@ def calls_of_a_step(beside: Beside, loss_of: Any = square_loss) -> dict[str, int
 
 
 @IMPLS
-@KINDS
+@WRAPPER_FRONTS
 @WHEN
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
@@ -64,7 +64,7 @@ def test_checkpoints_applied_after_wrapping_run_each_block_twice_a_step(
 
 
 @IMPLS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_checkpoints_applied_to_units_made_by_hand_run_each_block_twice_a_step(front: str, impl: str) -> None:
     beside = Beside(Stack(), front, shard=by_hand)
@@ -72,7 +72,7 @@ def test_checkpoints_applied_to_units_made_by_hand_run_each_block_twice_a_step(f
     assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
 
 
-@KINDS
+@WRAPPER_FRONTS
 @WHEN
 @on_ranks(2)
 def test_a_checkpoint_of_what_the_root_holds_runs_all_of_it_twice_a_step(steps_before: int, front: str) -> None:
@@ -100,7 +100,7 @@ def saved_nbytes(run: Callable[[], torch.Tensor]) -> int:
 
 
 @IMPLS
-@KINDS
+@WRAPPER_FRONTS
 @on_ranks(2)
 def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were_there_before(
     front: str, impl: str, rank: int
@@ -125,7 +125,7 @@ def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were
 
 
 @IMPLS
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("order", ["registered first", "replaced first"])
 @on_ranks(2)
 def test_methods_of_the_root_run_checkpoints_that_were_applied_after_wrapping(
@@ -170,7 +170,7 @@ class Recording(nn.Module):
 
 
 @IMPLS
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("order", ["registered first", "replaced first"])
 @on_ranks(2)
 def test_a_registered_method_of_a_block_inside_a_checkpoint_equals_the_replica(
@@ -190,7 +190,7 @@ def test_a_registered_method_of_a_block_inside_a_checkpoint_equals_the_replica(
     beside.train(loss_of, num_steps=2)
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("order", ["registered first", "replaced first"])
 @on_ranks(2)
 def test_a_registered_method_is_that_of_the_module_that_the_wrapper_holds_now(
@@ -216,7 +216,7 @@ WHICH = pytest.mark.parametrize("which", ["", "blocks.0", "blocks.2"], ids=["roo
 
 
 @WHICH
-@KINDS
+@WRAPPER_FRONTS
 @WHEN
 @WRAPS
 @on_ranks(2)
@@ -232,7 +232,7 @@ def test_a_module_that_a_user_put_around_the_wrapped_one_runs_once_a_step(
     assert recording.recorded == ["forward"] * 3
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", TWO_RANKS)
 @on_ranks(2)
 def test_a_module_that_changes_the_output_of_the_wrapped_one_counts(layout: str, front: str) -> None:
@@ -316,7 +316,7 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("around", list(AROUND))
 @pytest.mark.parametrize("runs", [False, True], ids=["idle", "after a step"])
 @on_ranks(2)

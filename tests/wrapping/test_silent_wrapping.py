@@ -14,10 +14,9 @@ from fsdp_flat import whole_shape
 from fsdp_flat.errors import OptionError, TiedParameterError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support import assert_close, on_ranks
+from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import full_grads, square_loss, train_on
 from tests.support.wrapper_models import batch, message, seeded, shard
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 class TiedInList(nn.Module):
@@ -36,7 +35,7 @@ class TiedInList(nn.Module):
         return x
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_tie_between_an_ignored_module_and_one_wrapped_by_hand_is_refused(use_orig_params: bool, rank: int) -> None:
     def tied() -> nn.Module:
@@ -63,7 +62,7 @@ def test_a_tie_between_an_ignored_module_and_one_wrapped_by_hand_is_refused(use_
     assert model.first.weight is model.last.module.weight
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_parameters_of_lists_go_to_a_unit_that_runs(use_orig_params: bool, rank: int) -> None:
     with warnings.catch_warnings():
@@ -83,7 +82,7 @@ def test_a_policys_class_that_matches_nothing_is_named_beside_one_that_does(rank
     assert "Linear: " not in str(caught[0].message)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_groups_by_number_of_dims_that_find_nothing_are_named_at_the_first_step(
     use_orig_params: bool, rank: int

@@ -14,7 +14,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.beside import KINDS, Beside
+from tests.support.beside import WRAPPER_FRONTS, Beside
 from tests.support.kit import wrapped
 from tests.support.models import Block
 
@@ -42,7 +42,7 @@ UNITS = (nn.Embedding, nn.Linear, Block)
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_tie_across_units_survives_training_under_auto_wrap(front: str) -> None:
     beside = Beside(Language(), front, units=UNITS)
     names = {unit.name for unit in units_of(beside.ours) if unit.param_groups} | {""}
@@ -53,7 +53,7 @@ def test_a_tie_across_units_survives_training_under_auto_wrap(front: str) -> Non
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_state_dict_of_tied_weights_loads_strictly_into_a_plain_model(front: str) -> None:
     beside = Beside(Language(), front, units=UNITS)
     beside.train(tokens_loss)
@@ -91,7 +91,7 @@ def test_the_tied_weight_moves_up_to_the_innermost_common_unit() -> None:
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 def test_wrapping_tied_modules_by_hand_raises_with_both_names_and_both_units(front: str) -> None:
     model = Language()
     model.embedding = wrapped(model.embedding, use_orig_params=front == "originals")

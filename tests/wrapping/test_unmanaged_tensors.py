@@ -22,11 +22,9 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.beside import average_gradients
+from tests.support.beside import ORIG_PARAMS, average_gradients
 from tests.support.kit import no_shard_allowed, square_loss, train_on
 from tests.support.wrapper_models import batch, message, seeded, shard
-
-KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
 
 @contextmanager
@@ -97,7 +95,7 @@ ADDED = "blocks.0.down.1.weight"
 
 
 @pytest.mark.parametrize("save", SAVES)
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_ignored_and_later_added_parameters_that_drift_apart_are_named_once_at_a_save(
     use_orig_params: bool, save: str, rank: int, tmp_path: Path
@@ -205,7 +203,7 @@ def test_an_ignored_head_that_drifts_above_frozen_units_is_named(rank: int) -> N
     assert_close(gathered[0], gathered[1], rtol=0.0, atol=0.0)
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_gradients_of_ignored_parameters_are_averaged_where_that_is_asked_for(use_orig_params: bool, rank: int) -> None:
     model, plain = ignoring(use_orig_params), seeded()
@@ -401,7 +399,7 @@ class Normed(nn.Module):
         return self.body(x) + self.shift
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_statistics_that_drift_apart_are_named_and_averaged_on_demand(use_orig_params: bool, rank: int) -> None:
     model = FSDP(Normed(), use_orig_params=use_orig_params)
@@ -459,7 +457,7 @@ def test_one_rank_of_a_mesh_that_differs_is_named_on_its_first_rank(rank: int) -
     assert rank or "rank 0's: 'shift'. " in texts[0]
 
 
-@KINDS
+@ORIG_PARAMS
 @on_ranks(2)
 def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_on_all(use_orig_params: bool, rank: int) -> None:
     for name in ["blocks.0", "first", ""] if use_orig_params else ["blocks.0", ""]:

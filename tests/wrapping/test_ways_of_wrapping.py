@@ -14,7 +14,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import enable_wrap, wrap
 from tests.support import Ranks, assert_close, on_ranks
-from tests.support.beside import CLOSE, KINDS, adamw, average_gradients
+from tests.support.beside import CLOSE, WRAPPER_FRONTS, adamw, average_gradients
 from tests.support.both_sides import LAYOUTS, TOLERANCE, Layout, batch_of, beside_case, build, wrapped
 from tests.support.kit import no_shard_allowed
 from tests.support.models import Layer
@@ -68,7 +68,7 @@ def train_wrapped_as(style: str, layout: Layout, *fronts: str) -> None:
     beside.check_state_dict()
 
 
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
     "num_ranks, layout",
@@ -84,7 +84,7 @@ def test_every_way_of_wrapping_trains_as_a_replicated_model(
 
 
 @on_ranks(2)
-@KINDS
+@WRAPPER_FRONTS
 @pytest.mark.parametrize("style", ["by_hand", "one_unit", "several_roots"])
 def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(style: str, front: str) -> None:
     with peer_warnings_silenced():
@@ -92,7 +92,7 @@ def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(style: str, front: str) 
 
 
 @on_ranks(2, 4)
-@KINDS
+@WRAPPER_FRONTS
 def test_units_of_one_tree_may_have_different_strategies(front: str) -> None:
     def shard(model: Any, apply: Callable[..., nn.Module], **_: Any) -> nn.Module:
         first, *blocks = model.blocks
@@ -112,7 +112,7 @@ def test_units_of_one_tree_may_have_different_strategies(front: str) -> None:
 
 
 @on_ranks(4)
-@KINDS
+@WRAPPER_FRONTS
 def test_a_process_group_of_a_part_of_the_ranks_trains_on_its_own_batches(rank: int, front: str) -> None:
     case = CASES["uneven sizes"]
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
