@@ -48,10 +48,12 @@ RANKS ?= 2,3,4
 FAILURES ?= fuzz-failures.txt
 
 fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/fuzz
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds $(SEEDS) --ranks $(RANKS) --failures $(FAILURES) $(FUZZ)
 
 # Ten minutes of training through kills, stopped and slow ranks, full disks and other numbers of ranks.
 soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(SOAK)
 
 # What a fixed set of programs does (events, collectives, bytes, weights), here and at another revision.

@@ -20,8 +20,6 @@ SESSIONS = (
         "tests/examples",
         "tests/benchmarks",
         "tests/rehearsal",
-        "tests/fuzz",
-        "tests/soak",
         "tests/gpu",
         "tests/tools",
         "tests/versions",
@@ -44,7 +42,7 @@ SESSIONS = (
     ),
 )
 # Run by a command of their own.
-APART = ("tests/hosts",)
+APART = ("tests/fuzz", "tests/hosts", "tests/soak")
 
 
 def main(options: list[str]) -> int:
