@@ -207,6 +207,15 @@ def test_a_file_cannot_reach_code_by_attributes_of_what_it_may_make(tmp_path: Pa
         read_archive(tmp_path / "bad.pt")
 
 
+def test_without_the_safetensors_package_a_command_says_what_to_install(
+    peer_files: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, text, errors = run("show", peer_files / "hub")
+    assert (status, text, errors.count("\n")) == (2, "", 1)
+    assert errors.endswith("model.safetensors is read by safetensors: pip install safetensors.\n")
+
+
 def test_metadata_of_a_checkpoint_that_names_other_classes_is_refused_with_the_option_to_allow_it(
     peer_files: Path, tmp_path: Path, run: Run
 ) -> None:
