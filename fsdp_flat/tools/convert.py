@@ -110,8 +110,6 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
     """
     if path.exists():
         raise OptionError(f"{path} exists; name a file or folder to make.")
-    if options.num_ranks < 1:
-        raise OptionError(f"The number of ranks must be at least 1; got {options.num_ranks}.")
     if kind != "safetensors" and (options.config is not None or options.dtype is not None):
         raise OptionError("--config and --dtype are for --to safetensors.")
     partial_path = path.with_name(f"{path.name}.partial")

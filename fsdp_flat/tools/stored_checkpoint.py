@@ -141,26 +141,6 @@ class TensorInFiles:
         """Read the tensor; see :meth:`rows`."""
         return self.rows(0, self.num_rows).reshape(self.shape)
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with the boxes, without reading the files."""
-        parts = sorted(self.distinct_parts, key=lambda part: part.offsets)
-        found = []
-        for index, part in enumerate(parts):
-            stops = [at + size for at, size in zip(part.offsets, part.sizes, strict=True)]
-            if len(stops) != len(self.shape) or any(stop > size for stop, size in zip(stops, self.shape, strict=True)):
-                found.append(f"{self.name}: a part at {part.offsets} of {part.sizes} is outside of {self.shape}")
-            for other in parts[index + 1 :]:
-                if other.offsets[:1] >= tuple(stops[:1]):
-                    break
-                if all(at < stop for at, stop in zip(other.offsets, stops, strict=True)) and all(
-                    at < offset + size
-                    for at, offset, size in zip(part.offsets, other.offsets, other.sizes, strict=True)
-                ):
-                    found.append(f"{self.name}: parts at {part.offsets} and {other.offsets} overlap")
-        if not found and (num := sum(part.numel for part in parts)) != self.numel:
-            found.append(f"{self.name}: the files hold {num:,} of {self.numel:,} elements")
-        return found
-
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor whose memory goes back to the system with it: an allocator of small pieces would keep some."""

@@ -82,7 +82,7 @@ def test_verify_finds_nothing_in_a_good_checkpoint(peer_files: Path, name: str, 
     assert found["num_tensors"] in (9, 27)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003"])
+@pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003", "fsdp1_sharded_files"])
 def test_verify_finds_a_changed_byte_in_the_middle_of_a_file(
     peer_files: Path, tmp_path: Path, name: str, run: Run
 ) -> None:
