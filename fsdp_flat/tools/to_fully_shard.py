@@ -16,9 +16,9 @@ from typing import Any
 import libcst as cst
 
 from fsdp_flat.tools.client_settings import is_trainer_arguments, rewrite_yaml, trainer_arguments
-from fsdp_flat.tools.migrate_imports import Finding
 from fsdp_flat.tools.migrate_layout import split_import_from
-from fsdp_flat.tools.migrate_source import Migrated, migrate_source, parsed
+from fsdp_flat.tools.migrate_source import migrate_source, parsed
+from fsdp_flat.tools.rewriting import Finding, Migrated
 from fsdp_flat.tools.wrapped_models import WRAPPER, Source, Wraps, nodes_below
 from fsdp_flat.tools.wrapper_arguments import OUTERMOST, Left, Sharding, sharding_of
 from fsdp_flat.tools.wrapper_uses import (
