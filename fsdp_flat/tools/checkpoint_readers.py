@@ -120,7 +120,7 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     values: dict[Keys, Any] = {}
     ranks, tensors = set(), {}
     # Rows of a part are read one after the other, so the last part that was read is kept.
-    archived = lru_cache(maxsize=1)(partial(_archived, allow_pickle))
+    archived = lru_cache(maxsize=1)(partial(read_archive, allow_pickle=allow_pickle))
     for index, place in places.items():
         match = _RANK_OF_FILE.search(place.relative_path)
         rank = int(match[1]) if match else None
@@ -168,12 +168,6 @@ def _keys_of(fqn: str, mappings: Mapping[str, Any]) -> Keys:
     return tuple(Position(key) if isinstance(key, int) else key for key in keys or (fqn,))
 
 
-def _archived(allow_pickle: bool, file: Path, start: int, length: int) -> Any:
-    if not file.exists():
-        raise LoadError(f"{file} does not exist, although the metadata names it.")
-    return read_archive(file, start, length, allow_pickle=allow_pickle)
-
-
 def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterator[str]:
     if is_ours:
         for name, record in disk.read_commit(path).files.items():
@@ -185,9 +179,7 @@ def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterat
         return
     for place in places:
         file = path / place.relative_path
-        if not file.exists():
-            yield f"{file.name}: missing"
-        elif (bad := damaged_record(file, place.offset, place.length)) is not None:
+        if (bad := damaged_record(file, place.offset, place.length)) is not None:
             yield f"{file.name}, bytes {place.offset} to {place.offset + place.length}: {bad} is damaged"
 
 

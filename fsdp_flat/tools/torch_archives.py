@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fsdp_flat.checkpoint.format import check_file
 from fsdp_flat.errors import LoadError
 from fsdp_flat.tools.torch_tools import DEVICE_MESH_LOGGER, silent
 
@@ -172,6 +173,7 @@ def read_archive(path: Path, start: int = 0, length: int | None = None, *, allow
         LoadError: no such file, or one that is not of ``torch.save``.
     """
     unpickler = SimpleNamespace(__name__="", Unpickler=_UnpicklerOfAll if allow_pickle else _Unpickler)
+    check_file(path)
     with open(path, "rb") as whole:
         if not zipfile.is_zipfile(whole if length is None else _Slice(whole, start, length)):
             raise LoadError(
@@ -201,9 +203,11 @@ def _unreadable(path: Path, error: Exception) -> LoadError:
 
 def damaged_record(path: Path, start: int = 0, length: int | None = None) -> str | None:
     """Return the name of the first record of a file whose bytes do not have the checksum that it names, or None."""
-    with open(path, "rb") as whole:
-        try:
-            with zipfile.ZipFile(whole if length is None else _Slice(whole, start, length)) as archive:
-                return archive.testzip()
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
-            return f"the archive ({error})"
+    try:
+        with (
+            open(path, "rb") as whole,
+            zipfile.ZipFile(whole if length is None else _Slice(whole, start, length)) as archive,
+        ):
+            return archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        return f"the archive ({error})"
