@@ -97,7 +97,8 @@ def _of_type(function: Any, _kind: Any, args: Any, state: Any) -> Any:
     return made
 
 
-# None of these can be changed by a file, as classes and functions that are written in Python could be.
+# What a file may call. It could set attributes of what it names, so no class or function of torch that is written in
+# Python is among them.
 _MADE: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,

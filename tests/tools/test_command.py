@@ -207,6 +207,16 @@ def test_a_file_cannot_reach_code_by_attributes_of_what_it_may_make(tmp_path: Pa
         read_archive(tmp_path / "bad.pt")
 
 
+def test_a_file_cannot_change_functions_of_torch(tmp_path: Path) -> None:
+    before = torch._utils._rebuild_tensor_v2.__defaults__
+    program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(dV__defaults__\nNstb."
+    with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+        archive.writestr("archive/version", "3\n")
+    assert read_archive(tmp_path / "bad.pt").__defaults__ is None
+    assert torch._utils._rebuild_tensor_v2.__defaults__ == before == (None,)
+
+
 def test_without_the_safetensors_package_a_command_says_what_to_install(
     peer_files: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
