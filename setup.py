@@ -12,7 +12,7 @@ DEMO = ["tqdm", *PICTURES]
 # What `make test-clients` tests; the versions are in constraints-clients.txt.
 CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
 MIGRATE = ["libcst", "ruamel.yaml"]
-CLI = ["typer>=0.29", "rich", "tqdm"]
+CLI = ["typer>=0.29", "rich", "tqdm", "safetensors"]
 # What `make docs` builds the site with.
 DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 
@@ -37,6 +37,7 @@ setup(
         "demo": DEMO,
         "pictures": PICTURES,
         "progress": ["tqdm"],
+        "safetensors": ["safetensors"],
         "migrate": MIGRATE,
         "cli": CLI,
         "clients": CLIENTS,

@@ -20,14 +20,9 @@ patch included, is JSON. Needs libcst: ``pip install libcst``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from fsdp_flat.tools.rewriting import Tool, run_tool
-
-if TYPE_CHECKING:
-    from fsdp_flat.tools.migrate_source import Migrated
+from fsdp_flat.tools.rewriting import Rewrite, Tool, run_tool
 
 NAME = "python -m fsdp_flat.migrate"
 
@@ -46,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
     return run_tool(Tool(name, description, f"{name} src/", (".py", ".pyi", ".ipynb"), _load), arguments)
 
 
-def _load() -> Callable[[Mapping[Path, bytes]], Mapping[Path, Migrated]]:
+def _load() -> Rewrite:
     from fsdp_flat.tools.migrate_source import migrate_source
 
     return lambda files: {path: migrate_source(data) for path, data in files.items()}

@@ -110,7 +110,7 @@ def write_files(
                     written.write(data.getbuffer())
                 else:
                     update(data.nbytes)
-                    torch.save(_on_host(data), written)
+                    torch.save(on_host(data), written)
                 tensor, kind = item.tensor_data, list[Any]()
                 if tensor is not None:
                     chunk = tensor.chunk
@@ -130,7 +130,7 @@ def write_files(
     return rows, {file.name: record}
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU without the rest of its storage, which would be saved too."""
     tensor = tensor.detach().cpu()
     if type(tensor) is not torch.Tensor:

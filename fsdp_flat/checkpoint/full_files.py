@@ -493,9 +493,10 @@ def load_full(
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
-        path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as on model hubs, or a
-            file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and ``weights_only``). A
-            directory of an adapter of the peft package is loaded into that adapter of the model, with ``strict=False``.
+        path: a ``.safetensors`` file (read by the package safetensors), a directory with ``model.safetensors`` or with
+            an index as on model hubs, or a file of ``torch.save`` with a state dict (read by ``torch.load`` with
+            ``mmap`` and ``weights_only``). A directory of an adapter of the peft package is loaded into that adapter of
+            the model, with ``strict=False``.
         strict: missing and unexpected names in the files are an error, and integers where the model has floating-point
             numbers, or the other way.
         keep: returns whether to load the entry of a name of the model.
@@ -509,6 +510,7 @@ def load_full(
 
     Raises:
         LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit; on every rank.
+        UnsupportedError: a ``.safetensors`` file, and the package safetensors is not installed.
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """

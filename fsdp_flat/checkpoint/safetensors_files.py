@@ -1,21 +1,19 @@
-"""Writes safetensors files tensor by tensor, and maps them into memory to read them.
+"""Writes safetensors files tensor by tensor, and reads them by the package safetensors, which maps them into memory.
 
 Source of the format, of which this is the only description here: the project's README. Eight bytes with the length of
 the header, little endian; the header, JSON of ``{name: {"dtype", "shape", "data_offsets"}}`` and ``"__metadata__"`` of
 strings; then the data, row-major, where the offsets count from the end of the header. Entries neither overlap nor leave
-gaps. The safetensors package, and with it the HuggingFace storage of torch.distributed.checkpoint, writes a file only
-from tensors that are all in memory.
+gaps. The package, and with it the HuggingFace storage of torch.distributed.checkpoint, writes a file only from tensors
+that are all in memory.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,7 +47,6 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class PartialFile:
@@ -165,16 +162,6 @@ def index_of(files: Mapping[str, Iterable[str]], nbytes: int) -> dict[str, Any]:
     return {"metadata": {"total_size": nbytes}, "weight_map": places}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
-    """Describes a tensor in a file: its bytes are those from ``start`` to ``stop`` of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 def files_in_index(index: Path) -> list[Path]:
     """Return the files that an index of a model's files names, all beside it; raise a LoadError if one is not there."""
     check_file(index)
@@ -192,78 +179,21 @@ def files_in_index(index: Path) -> list[Path]:
     return files
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredEntry], dict[str, str]]:
-    """Return the entries of a file in the order of their data, and the header's strings.
-
-    Raises a LoadError unless the header describes all of the file, and nothing else.
-    """
-    check_file(path)
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if 8 + length > size:
-                raise ValueError(f"its header would be of {length} bytes, the file is of {size}")
-            header: dict[str, Any] = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-        metadata = header.pop("__metadata__", {})
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its __metadata__ are not all strings")
-        found: dict[str, StoredEntry] = {}
-        begin = end = 8 + length
-        for name, entry in sorted(header.items(), key=lambda item: list(map(int, item[1]["data_offsets"]))):
-            found[name] = _entry(name, entry, begin=begin, previous=end, size=size)
-            end = found[name].stop
-        if end != size:
-            raise ValueError(f"its entries are of {end - begin} bytes, and {size - begin} follow the header")
-        return found, metadata
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        told = error if isinstance(error, ValueError) else repr(error)
-        raise LoadError(f"{path} is no safetensors file, is truncated or was altered: {told}.") from error
-
-
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of a file, which map it: elements are read when they are used; and the header's strings.
 
-    Raises a LoadError as :func:`read_header` does.
+    Raises:
+        LoadError: the header does not describe all of the file, and nothing else.
+        UnsupportedError: the package safetensors is not installed.
     """
-    entries, metadata = read_header(path)
-    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-    found = {}
-    for name, entry in entries.items():
-        part = data[entry.start : entry.stop]
-        # A view of another dtype needs a multiple of its size.
-        part = part.clone() if entry.start % entry.dtype.itemsize else part
-        found[name] = part.view(entry.dtype).view(entry.shape)
-    return found, metadata
-
-
-def _entry(name: str, entry: Mapping[str, Any], *, begin: int, previous: int, size: int) -> StoredEntry:
-    """Describe one entry, of which the offsets count from ``begin``.
-
-    Raises a ValueError unless it fits its place, which begins where the ``previous`` one ends.
-    """
-    start, stop = entry["data_offsets"]
-    shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ValueError(f"{name!r} is of {entry['dtype']!r}, which torch {torch.__version__} does not have")
-    if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
-        raise ValueError(f"{name!r} has shape {shape} and data_offsets {[start, stop]}")
-    if begin + start != previous:
-        raise ValueError(f"{name!r} begins at {start}, and the entry before it ends at {previous - begin}")
-    # Two elements of F4 are one of torch's.
-    num_halves = 2 if dtype is torch.float4_e2m1fn_x2 else 1
-    is_fitting = math.prod(shape) * dtype.itemsize == (stop - start) * num_halves and begin + stop <= size
-    if not is_fitting or (shape and shape[-1] % num_halves):
-        raise ValueError(f"{name!r} of {entry['dtype']} and shape {shape} does not fit data_offsets {[start, stop]}")
-    if shape:
-        shape = [*shape[:-1], shape[-1] // num_halves]
-    return StoredEntry(dtype, tuple(shape), begin + start, begin + stop)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} is there twice")
-        found[name] = value
-    return found
+    check_file(path)
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise UnsupportedError(f"{path} is read by safetensors: pip install safetensors.") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            # Not get_slice, which does not know that two numbers of F4 are one element of torch.
+            return {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
+    except (SafetensorError, RuntimeError) as error:
+        raise LoadError(f"{path} is no safetensors file, is truncated or was altered: {error}.") from error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -16,7 +18,7 @@ from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint import list_checkpoints
 from fsdp_flat.checkpoint.dcp_files import SafeReader
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_header
+from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.tools.sharded_values import parts_of
 from fsdp_flat.tools.stored_checkpoint import (
@@ -25,17 +27,9 @@ from fsdp_flat.tools.stored_checkpoint import (
     Position,
     StoredCheckpoint,
     TensorInFiles,
-    dotted_name,
     flattened,
 )
-from fsdp_flat.tools.torch_archives import (
-    Described,
-    StoredSubclass,
-    StoredTensor,
-    contiguous_stride,
-    damaged_record,
-    read_archive,
-)
+from fsdp_flat.tools.torch_archives import Described, damaged_record, read_archive
 from fsdp_flat.user_warnings import warn_user
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
@@ -125,28 +119,28 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     parts: dict[str, list[Part]] = {}
     values: dict[Keys, Any] = {}
     ranks, tensors = set(), {}
+    # Rows of a part are read one after the other, so the last part that was read is kept.
+    archived = lru_cache(maxsize=1)(partial(read_archive, allow_pickle=allow_pickle))
     for index, place in places.items():
         match = _RANK_OF_FILE.search(place.relative_path)
         rank = int(match[1]) if match else None
-        if getattr(place, "transform_descriptors", None):
-            raise LoadError(f"{path} is transformed ({place.transform_descriptors}), which this command cannot read.")
         file = path / place.relative_path
-        find = partial(_archived, file, place.offset, place.length, allow_pickle)
+        read = partial(archived, file, place.offset, place.length)
         entry = metadata.state_dict_metadata[index.fqn]
         if isinstance(entry, TensorStorageMetadata):
             offsets = tuple(index.offset or (0,) * len(entry.size))
             sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
             if rank is not None:
                 ranks.add(rank)
-            part = Part(offsets, sizes[offsets], find, file, rank)
+            part = Part(offsets, sizes[offsets], read, file, rank)
             parts.setdefault(index.fqn, []).append(part)
         else:
-            for inner, value in flattened(find(), _keys_of(index.fqn, mappings)):
+            for inner, value in flattened(read(), _keys_of(index.fqn, mappings)):
                 if is_ours and inner[0] == "plain":
                     # Below it this library saves what ranks need not share: settings, and states without dims.
                     inner = inner[1:]
-                if isinstance(value, StoredTensor):
-                    tensors[inner] = _whole(inner, value)
+                if _is_plain_tensor(value):
+                    tensors[inner] = _whole(inner, value, file)
                 elif value != {}:
                     values[inner] = value
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -174,12 +168,6 @@ def _keys_of(fqn: str, mappings: Mapping[str, Any]) -> Keys:
     return tuple(Position(key) if isinstance(key, int) else key for key in keys or (fqn,))
 
 
-def _archived(file: Path, start: int, length: int, allow_pickle: bool) -> Any:
-    if not file.exists():
-        raise LoadError(f"{file} does not exist, although the metadata names it.")
-    return read_archive(file, start, length, allow_pickle=allow_pickle)
-
-
 def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterator[str]:
     if is_ours:
         for name, record in disk.read_commit(path).files.items():
@@ -191,9 +179,7 @@ def _problems_of_dcp(path: Path, places: Iterable[Any], is_ours: bool) -> Iterat
         return
     for place in places:
         file = path / place.relative_path
-        if not file.exists():
-            yield f"{file.name}: missing"
-        elif (bad := damaged_record(file, place.offset, place.length)) is not None:
+        if (bad := damaged_record(file, place.offset, place.length)) is not None:
             yield f"{file.name}, bytes {place.offset} to {place.offset + place.length}: {bad} is damaged"
 
 
@@ -218,15 +204,12 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     files = _safetensors_of(path)
     metadata: dict[str, Any] = {}
     for file in files:
-        found, strings = read_header(file)
-        for name, entry in found.items():
-            stride, key = contiguous_stride(entry.shape), (file, entry.start)
-            stored = StoredTensor(file, entry.start, entry.dtype, entry.shape, stride, key)
-            tensors[(name,)] = _whole((name,), stored)
+        found, strings = read_safetensors(file)
+        tensors |= {(name,): _whole((name,), tensor, file) for name, tensor in found.items()}
         metadata |= strings
     for name, same in metadata.items():
         if (same,) in tensors and (name,) not in tensors:
-            tensors[(name,)] = _whole((name,), tensors[(same,)].parts[0].find())
+            tensors[(name,)] = replace(tensors[(same,)], keys=(name,))
     return StoredCheckpoint(
         path=path,
         kind="safetensors",
@@ -235,27 +218,20 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         tensors=tensors,
         values={},
         files=tuple(files),
-        problems=partial(_problems_of_safetensors, path, files),
     )
-
-
-def _problems_of_safetensors(path: Path, files: Iterable[Path]) -> Iterator[str]:
-    """Yield what the index says otherwise than the files; their headers have been checked."""
-    index = path / INDEX_NAME
-    if path.is_dir() and index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        there = {name: file.name for file in files for name in read_header(file)[0]}
-        for name in sorted({*weight_map, *there}):
-            if weight_map.get(name) != there.get(name):
-                yield f"{name}: in {there.get(name)}, but the index says {weight_map.get(name)}"
 
 
 # -- torch.save --------------------------------------------------------------------------------------------------------
 
 
-def _whole(keys: Keys, stored: StoredTensor) -> TensorInFiles:
-    part = Part((0,) * len(stored.shape), stored.shape, lambda: stored, stored.file)
-    return TensorInFiles(keys, stored.shape, stored.dtype, (part,), (*stored.key, stored.shape))
+def _is_plain_tensor(value: Any) -> bool:
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+
+
+def _whole(keys: Keys, tensor: torch.Tensor, file: Path) -> TensorInFiles:
+    found, shape = tensor.detach(), tuple(tensor.shape)
+    shared = (found.data_ptr(), found.stride(), shape, found.dtype) if found.numel() else None
+    return TensorInFiles(keys, shape, found.dtype, (Part((0,) * len(shape), shape, lambda: found, file),), shared)
 
 
 def _open_torch_file(path: Path, allow_pickle: bool) -> StoredCheckpoint:
@@ -283,11 +259,11 @@ def _open_torch_files(path: Path, files: list[Path], allow_pickle: bool) -> Stor
     values: dict[Keys, Any] = {}
     for rank, file in enumerate(files):
         for keys, value in flattened(_state_of(read_archive(file, allow_pickle=allow_pickle), file)):
-            if isinstance(value, StoredSubclass) and (parts := parts_of(value, file, rank)) is not None:
+            if (parts := parts_of(value, file, rank)) is not None:
                 before = tensors[keys].parts if keys in tensors else ()
-                tensors[keys] = TensorInFiles(keys, value.shape, value.dtype, (*before, *parts))
-            elif isinstance(value, StoredTensor):
-                tensors.setdefault(keys, _whole(keys, value))
+                tensors[keys] = TensorInFiles(keys, tuple(value.shape), value.dtype, (*before, *parts))
+            elif _is_plain_tensor(value):
+                tensors.setdefault(keys, _whole(keys, value, file))
             else:
                 values.setdefault(keys, value)
     return StoredCheckpoint(
@@ -333,12 +309,5 @@ def problems_of(checkpoint: StoredCheckpoint) -> Iterator[str]:
     """Yield what is wrong with a checkpoint: checksums, sizes, missing files, and tensors that are not all there."""
     yield from checkpoint.problems()
     for tensor in checkpoint.tensors.values():
-        yield from tensor.problems()
-        for part in tensor.distinct_parts:
-            try:
-                found = part.stored()
-            except LoadError as error:
-                yield f"{tensor.name}: {error}"
-                continue
-            if found.dtype != tensor.dtype:
-                yield f"{dotted_name(tensor.keys)}: {found.dtype} in {part.file.name}, {tensor.dtype} in the metadata"
+        if (held := sum(part.numel for part in tensor.distinct_parts)) != tensor.numel:
+            yield f"{tensor.name}: the files hold {held:,} of {tensor.numel:,} elements"

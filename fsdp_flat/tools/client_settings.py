@@ -7,8 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from fsdp_flat.tools.migrate_imports import Finding
-from fsdp_flat.tools.migrate_source import Migrated
+from fsdp_flat.tools.rewriting import Finding, Migrated
 from fsdp_flat.tools.wrapped_models import Source
 from fsdp_flat.tools.wrapper_arguments import Left
 from fsdp_flat.tools.wrapper_uses import Edits, text_of

@@ -17,7 +17,7 @@ usage: fsdp-flat run script.py [arguments ...]      run an unmodified FSDP1 scri
        fsdp-flat migrate [--write] PATH [PATH ...]  rewrite the imports of a codebase (fsdp-flat migrate --help)
        fsdp-flat to-fully-shard [--write] PATH [PATH ...]  move wrapper code to fully_shard (the same, --help)
        fsdp-flat --version
-All other commands need typer and rich: pip install typer rich tqdm
+All other commands need typer and rich: pip install typer rich tqdm safetensors
 """
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint.commit import commit
+from fsdp_flat.checkpoint.dcp_files import on_host
 from fsdp_flat.checkpoint.format import records_of, writing_path
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
@@ -44,8 +45,9 @@ from fsdp_flat.tools.stored_checkpoint import (
     nested,
 )
 from fsdp_flat.tools.text import size_text
-from fsdp_flat.tools.torch_archives import Described, StoredSubclass, TensorToSave, write_archive
+from fsdp_flat.tools.torch_archives import Described
 from fsdp_flat.tools.torch_tools import storage_info
+from fsdp_flat.tools.torch_writer import write_archive
 
 Update = Callable[[int], object]
 
@@ -108,8 +110,6 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
     """
     if path.exists():
         raise OptionError(f"{path} exists; name a file or folder to make.")
-    if options.num_ranks < 1:
-        raise OptionError(f"The number of ranks must be at least 1; got {options.num_ranks}.")
     if kind != "safetensors" and (options.config is not None or options.dtype is not None):
         raise OptionError("--config and --dtype are for --to safetensors.")
     partial_path = path.with_name(f"{path.name}.partial")
@@ -135,7 +135,7 @@ def _model_of(source: StoredCheckpoint, options: WriteOptions) -> StoredCheckpoi
 
 def _check_values(values: Mapping[Keys, Any]) -> None:
     """Raise if a value cannot be written, since its class was not made."""
-    bad = [dotted_name(keys) for keys, value in values.items() if isinstance(value, (Described, StoredSubclass))]
+    bad = [dotted_name(keys) for keys, value in values.items() if isinstance(value, (Described, torch.Tensor))]
     if bad:
         raise UnsupportedError(
             f"{some_of(bad, 3)}: objects of classes, which are not read without --allow-pickle. "
@@ -156,12 +156,7 @@ def _write_torch(source: StoredCheckpoint, path: Path, options: WriteOptions, up
 
 def _write_torch_file(source: StoredCheckpoint, path: Path, update: Update) -> None:
     _check_values(source.values)
-    write_archive(nested({**source.values, **{keys: _to_save(t) for keys, t in source.tensors.items()}}), path, update)
-
-
-def _to_save(tensor: TensorInFiles) -> TensorToSave:
-    key = tensor.keys if tensor.same_as is None else tensor.same_as
-    return TensorToSave(key, tensor.shape, tensor.dtype, lambda: iter([tensor.full()]))
+    write_archive(nested({**source.values, **source.tensors}), path, update)
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
     tensors: dict[str, TensorInFiles] = {}
     aliases = {}
     for tensor in model.tensors.values():
-        same = first.setdefault(tensor.keys if tensor.same_as is None else tensor.same_as, tensor.name)
+        same = first.setdefault(tensor.identity, tensor.name)
         if same != tensor.name:
             aliases[tensor.name] = same
         else:
@@ -279,10 +274,10 @@ def _write_dcp_files(source: StoredCheckpoint, path: Path, num_ranks: int, updat
                 offsets = (start, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
                 sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
                 if start < stop or (rank == 0 and not tensor.numel):
-                    same = (tensor.keys if tensor.same_as is None else tensor.same_as, rank)
+                    same = (tensor.identity, rank)
                     if same not in written:
                         rows = tensor.rows(start, stop).reshape(sizes)
-                        written[same] = _append(rows, file, path), rows.nbytes
+                        written[same] = _append(on_host(rows), file, path), rows.nbytes
                         update(rows.nbytes)
                         del rows
                     index = MetadataIndex(tensor.name, offsets)

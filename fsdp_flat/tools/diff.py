@@ -13,7 +13,9 @@ from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
 from fsdp_flat.tools.stored_checkpoint import StoredCheckpoint, TensorInFiles, dotted_name
 from fsdp_flat.tools.text import shortened
-from fsdp_flat.tools.torch_archives import BUFFER_NBYTES
+
+# Bytes of the rows of a tensor that are compared at a time.
+_BUFFER_NBYTES = 1 << 20
 
 
 def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickle: bool, as_json: bool) -> int:
@@ -126,7 +128,7 @@ def _blocks(a: TensorInFiles, b: TensorInFiles) -> Iterator[tuple[int, torch.Ten
     if not a.numel:
         return
     row = a.numel // a.num_rows
-    step = max(1, BUFFER_NBYTES // (row * max(a.dtype.itemsize, b.dtype.itemsize)))
+    step = max(1, _BUFFER_NBYTES // (row * max(a.dtype.itemsize, b.dtype.itemsize)))
     for start in range(0, a.num_rows, step):
         stop = min(start + step, a.num_rows)
         yield start * row, a.rows(start, stop).reshape(-1), b.rows(start, stop).reshape(-1)

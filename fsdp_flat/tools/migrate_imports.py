@@ -16,17 +16,9 @@ from libcst import metadata as meta
 
 from fsdp_flat.compat.torch_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
+from fsdp_flat.tools.rewriting import Finding
 
 Statement = cst.Import | cst.ImportFrom
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Finding:
-    """Describes one line of the report, which is about a line of the original file."""
-
-    line: int
-    kind: str  # "changed", "differs" (behaves differently), "check" (cannot be judged) or "error"
-    text: str
 
 
 @dataclass(slots=True, eq=False)

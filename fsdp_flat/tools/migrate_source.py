@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import libcst as cst
 from libcst import metadata as meta
 
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES
-from fsdp_flat.tools.migrate_imports import Finding, Reached, Rewriter, plan_imports
+from fsdp_flat.tools.migrate_imports import Reached, Rewriter, plan_imports
 from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
+from fsdp_flat.tools.rewriting import Finding, Migrated
 
 # Parsing is far slower than reading, so a text search skips most files.
 _REACHES_FSDP = re.compile(rb"\bdistributed\b.*\bfsdp\b|\bfsdp\b.*\bdistributed\b", re.DOTALL)
@@ -24,14 +24,6 @@ _NAMES_FSDP = re.compile(
     ).encode(),
     re.DOTALL,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Migrated:
-    """Holds the migrated source of one module, and the findings in the order of lines."""
-
-    data: bytes
-    findings: list[Finding]
 
 
 def migrate_source(data: bytes) -> Migrated:

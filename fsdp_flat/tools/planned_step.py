@@ -8,7 +8,6 @@ makes its states, is run only if that order or its gradients matter; else what i
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,6 +44,7 @@ from fsdp_flat.tools.torch_tools import (
     DynamicOutputShapeException,
     FakeTensorMode,
     run_backward,
+    silent,
 )
 from fsdp_flat.wrap import _Policy, plan_units
 from fsdp_flat.wrap.policies import is_policy_object, named_classes
@@ -490,7 +490,7 @@ def _made_optimizer(make: MakeOptimizer, params: list[nn.Parameter], *, foreach:
 @contextmanager
 def _refusals_of(optimizer: str) -> Iterator[None]:
     try:
-        with _silent(FAKE_TENSOR_LOGGER):
+        with silent(FAKE_TENSOR_LOGGER):
             yield
     except _REFUSALS as error:
         raise OptionError(
@@ -503,21 +503,10 @@ def _refusals_of(optimizer: str) -> Iterator[None]:
 def _values_refused(model: str) -> Iterator[None]:
     """Turn what a model raises inside the block, if it reads values of tensors, into an error about that."""
     try:
-        with _silent(FAKE_TENSOR_LOGGER):
+        with silent(FAKE_TENSOR_LOGGER):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OptionError(
             f"{model} or its loss reads values of tensors ({error}), and plan runs it without "
             "values. Leave that part out of the loss that plan gets, or plan without a batch."
         ) from error
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Drop what a logger says inside the block, when an error says it too."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

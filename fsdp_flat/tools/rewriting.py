@@ -11,15 +11,37 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from fsdp_flat.errors import counted
 
-if TYPE_CHECKING:
-    from fsdp_flat.tools.migrate_source import Migrated
-
 _SKIPPED = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
 _TO_CHECK = ("check", "left", "error")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """Describes one line of the report, which is about a line of the original file.
+
+    Attributes:
+        line: its number, 0 for the whole file.
+        kind: "changed", "differs" (behaves differently), "check" (cannot be judged), "left" (stays) or "error".
+    """
+
+    line: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """Holds the new source of one file, and the findings in the order of lines."""
+
+    data: bytes
+    findings: list[Finding]
+
+
+Rewrite = Callable[[Mapping[Path, bytes]], Mapping[Path, Migrated]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +61,7 @@ class Tool:
     description: str
     example: str
     suffixes: tuple[str, ...]
-    load: Callable[[], Callable[[Mapping[Path, bytes]], Mapping[Path, Migrated]]]
+    load: Callable[[], Rewrite]
     what_next: Callable[[Sequence[Path]], str] = lambda paths: ""
 
 
@@ -67,20 +89,20 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
         try:
             sources[path] = path.read_bytes()
         except OSError as error:
-            findings.append(_Finding(path, 0, "error", f"cannot be read: {error.strerror}"))
+            findings.append((path, Finding(0, "error", f"cannot be read: {error.strerror}")))
     notebooks = {path: sources.pop(path) for path in list(sources) if path.suffix == ".ipynb"}
     for path, data in notebooks.items():
         if b"torch.distributed.fsdp" in data:
             text = "notebooks are not rewritten; this one names torch.distributed.fsdp"
-            findings.append(_Finding(path, 1, "check", text))
+            findings.append((path, Finding(1, "check", text)))
     done = rewrite(sources)
     changed = {path: done[path].data for path in sources if done[path].data != sources[path]}
-    findings += [_Finding(path, each.line, each.kind, each.text) for path in sources for each in done[path].findings]
+    findings += [(path, found) for path in sources for found in done[path].findings]
     patch = b"".join(_patch(path, sources[path], data) for path, data in changed.items())
     if options.write:
         for path, data in changed.items():
             path.write_bytes(data)
-    num_unsure = sum(found.kind in _TO_CHECK for found in findings)
+    num_unsure = sum(found.kind in _TO_CHECK for _, found in findings)
     after = tool.what_next([*changed]) if changed else ""
     if options.json:
         _show_json(files, changed, findings, patch, after, written=options.write)
@@ -89,8 +111,9 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
             sys.stdout.flush()
             sys.stdout.buffer.write(patch)
             sys.stdout.buffer.flush()
-        for found in findings:
-            print(found, file=sys.stderr)
+        for path, found in findings:
+            place = f"{path}:{found.line}" if found.line else path
+            print(f"{place}: {found.kind}: {found.text}", file=sys.stderr)
         is_done = "changed" if options.write else "to change"
         print(
             f"{len(changed)} of {counted(len(files), 'files')} {is_done}, {counted(num_unsure, 'findings')} to check",
@@ -102,25 +125,10 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
     return 1 if changed and not options.write else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    path: Path
-    line: int  # 0: of the whole file
-    kind: str
-    text: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}:{self.line}: {self.kind}: {self.text}"
-            if self.line
-            else f"{self.path}: {self.kind}: {self.text}"
-        )
-
-
 def _show_json(
     files: Collection[Path],
     changed: Collection[Path],
-    findings: Sequence[_Finding],
+    findings: Sequence[tuple[Path, Finding]],
     patch: bytes,
     after: str,
     *,
@@ -130,7 +138,7 @@ def _show_json(
         "num_files": len(files),
         "changed": [str(path) for path in changed],
         "written": written,
-        "findings": [{**asdict(found), "path": str(found.path)} for found in findings],
+        "findings": [{"path": str(path), **asdict(found)} for path, found in findings],
         "patch": patch.decode(errors="replace"),
         "next": after,
     }
@@ -157,7 +165,7 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
     return parser
 
 
-def _files(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[list[Path], list[Any]]:
+def _files(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[list[Path], list[tuple[Path, Finding]]]:
     """Find files at and below ``paths``; return them and an error for each missing path."""
     files: dict[Path, None] = {}
     errors = []
@@ -167,7 +175,7 @@ def _files(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[list[Path]
         elif path.exists():
             files[path] = None
         else:
-            errors.append(_Finding(path, 0, "error", "there is no such file or folder"))
+            errors.append((path, Finding(0, "error", "there is no such file or folder")))
     return list(files), errors
 
 

@@ -1,82 +1,71 @@
-"""Finds which part of a tensor a rank has saved as a ShardedTensor or a DTensor, from descriptions of these objects."""
+"""Finds which part of a tensor a rank has saved as a ShardedTensor or a DTensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fsdp_flat.errors import LoadError
 from fsdp_flat.tools.stored_checkpoint import Part
-from fsdp_flat.tools.torch_archives import Described, StoredSubclass, StoredTensor
 
 
-def parts_of(value: StoredSubclass, file: Path, rank: int) -> tuple[Part, ...] | None:
-    """Return this rank's parts of a tensor; None for another class of tensors.
+def parts_of(value: Any, file: Path, rank: int) -> tuple[Part, ...] | None:
+    """Return this rank's parts of a tensor; None for anything else.
 
     Args:
-        value: the description of the tensor.
+        value: a DTensor, or the description of one or of a ShardedTensor.
         file: the file that it is in.
         rank: the rank that wrote the file, for DTensors of torch versions that do not store it.
 
     Raises:
         LoadError: the sharding is one that cannot be described by boxes.
     """
-    if value.kind == "ShardedTensor":
-        shards = value.state[0]
-        return tuple(_part_of_shard(_fields(shard), file, rank) for shard in shards)
-    if value.kind == "DTensor":
-        fields = _fields(value)
-        return (_part_of_dtensor(value.shape, fields["_local_tensor"], _fields(fields["_spec"]), file, rank),)
+    kind = type(value).__name__
+    if kind == "ShardedTensor":
+        return tuple(_part_of_shard(shard, file, rank) for shard in value.state[0])
+    if kind == "DTensor":
+        return (_part_of_dtensor(value, file, rank),)
     return None
 
 
-def _fields(described: Any) -> dict[str, Any]:
-    """Return the attributes of a described object, whether it has slots or not."""
-    states = described.state if isinstance(described.state, tuple) else (described.state,)
-    return {name: value for state in states if isinstance(state, Mapping) for name, value in state.items()}
+def _part(offsets: list[int], local: torch.Tensor, file: Path, rank: int) -> Part:
+    return Part(tuple(offsets), tuple(local.shape), local.detach, file, rank)
 
 
-def _part(offsets: list[int], local: StoredTensor, file: Path, rank: int) -> Part:
-    return Part(tuple(offsets), local.shape, lambda: local, file, rank)
+def _part_of_shard(shard: Any, file: Path, rank: int) -> Part:
+    writer = getattr(shard.metadata.placement, "_rank", None)
+    return _part(list(shard.metadata.shard_offsets), shard.tensor, file, rank if writer is None else writer)
 
 
-def _part_of_shard(shard: Mapping[str, Any], file: Path, rank: int) -> Part:
-    metadata = _fields(shard["metadata"])
-    placement = metadata.get("placement")
-    writer = _fields(placement).get("_rank") if isinstance(placement, Described) else None
-    return _part(list(metadata["shard_offsets"]), shard["tensor"], file, rank if writer is None else writer)
-
-
-def _part_of_dtensor(
-    shape: tuple[int, ...], local: StoredTensor, spec: Mapping[str, Any], file: Path, rank: int
-) -> Part:
-    mesh = _fields(spec["mesh"])
-    coordinate = mesh.get("_coordinate_on_dim")
+def _part_of_dtensor(value: Any, file: Path, rank: int) -> Part:
+    # Attributes that an object and its description have alike.
+    mesh, local = value._spec.mesh, value._local_tensor
+    coordinate = getattr(mesh, "_coordinate_on_dim", None)
     if not coordinate:
         raise LoadError(f"{file} does not say where in the mesh of its DTensors the rank is that wrote it.")
-    offsets, sizes = [0] * len(shape), list(shape)
-    for placement, num, at in zip(spec["placements"], _mesh_shape(mesh), coordinate, strict=True):
-        name = placement.kind.rpartition(".")[2]
+    offsets, sizes = [0] * len(value.shape), list(value.shape)
+    for placement, num, at in zip(value._spec.placements, _mesh_shape(mesh), coordinate, strict=True):
+        name = type(placement).__name__
         if name == "Shard":
-            dim = _fields(placement)["dim"]
-            most = -(-sizes[dim] // num)
-            start, stop = (min(most * index, sizes[dim]) for index in (at, at + 1))
-            offsets[dim], sizes[dim] = offsets[dim] + start, stop - start
+            most = -(-sizes[placement.dim] // num)
+            start, stop = (min(most * index, sizes[placement.dim]) for index in (at, at + 1))
+            offsets[placement.dim], sizes[placement.dim] = offsets[placement.dim] + start, stop - start
         elif name != "Replicate":
             raise LoadError(f"{file} has a DTensor with the placement {name}, which is no box of the tensor.")
-    if local.shape != tuple(sizes):
-        raise LoadError(f"{file} has a part of shape {local.shape} where its placements give {tuple(sizes)}.")
-    return _part(offsets, local, file, mesh.get("_rank", rank))
+    if tuple(local.shape) != tuple(sizes):
+        raise LoadError(f"{file} has a part of shape {tuple(local.shape)} where its placements give {tuple(sizes)}.")
+    return _part(offsets, local, file, getattr(mesh, "_rank", rank))
 
 
-def _mesh_shape(mesh: Mapping[str, Any]) -> list[int]:
+def _mesh_shape(mesh: Any) -> list[int]:
     """Return the shape of a mesh, of which torch has stored the ranks, and then a layout in two forms."""
-    if "_layout" not in mesh:
-        return list(mesh["mesh"].shape)
-    layout = _fields(mesh["_layout"])
-    each = [_fields(axis)["shape"] for axis in layout["axes"]] if "axes" in layout else layout["shape"]
+    layout = getattr(mesh, "_layout", None)
+    if layout is None:
+        return list(mesh.mesh.shape)
+    each = [axis.shape for axis in layout.axes] if hasattr(layout, "axes") else layout.shape
     return [
         size if isinstance(size, int) else prod(size) for size in (each if isinstance(each, (list, tuple)) else [each])
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.tools.torch_archives import StoredSubclass, StoredTensor
+from fsdp_flat.tools.torch_archives import DescribedTensor
 
 # The names under which programs save a model or an optimizer beside other things.
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module")
@@ -39,14 +39,14 @@ class Part:
     Attributes:
         offsets: the index of its first element in the tensor.
         sizes: its size along each dim.
-        find: returns where its elements are.
+        read: returns its elements, which map the file or are read now.
         file: the file.
         rank: the rank that wrote it, if known.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    find: Callable[[], StoredTensor]
+    read: Callable[[], torch.Tensor]
     file: Path
     rank: int | None = None
 
@@ -55,11 +55,11 @@ class Part:
         """Number of its elements."""
         return prod(self.sizes)
 
-    def stored(self) -> StoredTensor:
-        """Return where its elements are; raise a LoadError if the file holds another shape there."""
-        found = self.find()
+    def elements(self) -> torch.Tensor:
+        """Return its elements; raise a LoadError if the file holds another shape there."""
+        found = self.read()
         if found.shape != self.sizes:
-            raise LoadError(f"{self.file} has a part of shape {found.shape} where one of {self.sizes} is due.")
+            raise LoadError(f"{self.file} has a part of shape {tuple(found.shape)} where one of {self.sizes} is due.")
         return found
 
 
@@ -70,21 +70,24 @@ class TensorInFiles:
     Attributes:
         keys: its nested keys.
         parts: boxes that make it up; replicas may repeat some.
-        same_as: equal for tensors that share their elements, which then are one; None if nothing is known.
-        has_flat_parts: the parts are ranges of the elements in row-major order, not boxes.
+        shared: equal for tensors that share their elements, which then are one; None if nothing is known.
     """
 
     keys: Keys
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Part, ...]
-    same_as: Any = None
-    has_flat_parts: bool = False
+    shared: Any = None
 
     @property
     def name(self) -> str:
         """The keys as a dotted name."""
         return dotted_name(self.keys)
+
+    @property
+    def identity(self) -> Any:
+        """Equal for tensors that share their elements, and for no others."""
+        return self.keys if self.shared is None else self.shared
 
     @property
     def numel(self) -> int:
@@ -109,14 +112,11 @@ class TensorInFiles:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read some rows: a tensor of shape ``(stop - start, *shape[1:])``; of a tensor without dims its one element.
 
-        Memory for the rows is needed, and for a buffer of some MB if ranks have sharded a dim other than the first.
+        Memory for the rows is needed, unless one part has them all and maps its file, and for one part.
 
         Raises:
             LoadError: the files do not hold all of them, or are cut off.
         """
-        if self.has_flat_parts:
-            row = prod(self.shape[1:])
-            return self._flat.rows(start * row, stop * row).reshape(stop - start, *self.shape[1:])
         full = _empty((stop - start, *self.shape[1:]), self.dtype)
         num_read = 0
         for part in self.distinct_parts:
@@ -124,46 +124,22 @@ class TensorInFiles:
             first, last = max(start, offset), min(stop, offset + size)
             if first >= last:
                 continue
-            at = first - start
-            box = (slice(at, at + last - first), *map(_slice, part.offsets[1:], part.sizes[1:]))
-            into = full[box]
-            part.stored().read_rows(first - offset, into)
-            num_read += into.numel()
+            elements = part.elements()
+            rows = elements[first - offset : last - offset] if part.sizes else elements.reshape(1)
+            if rows.shape == full.shape and rows.dtype == full.dtype:
+                return rows
+            box = (slice(first - start, last - start), *map(_slice, part.offsets[1:], part.sizes[1:]))
+            full[box] = rows
+            num_read += rows.numel()
         if num_read != full.numel():
             raise LoadError(
                 f"{self.name!r}, rows {start} to {stop}: the files hold {num_read:,} of {full.numel():,} elements."
             )
         return full
 
-    @property
-    def _flat(self) -> TensorInFiles:
-        return replace(self, shape=(self.numel,), has_flat_parts=False)
-
     def full(self) -> torch.Tensor:
         """Read the tensor; see :meth:`rows`."""
         return self.rows(0, self.num_rows).reshape(self.shape)
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with the boxes, without reading the files."""
-        if self.has_flat_parts:
-            return self._flat.problems()
-        parts = sorted(self.distinct_parts, key=lambda part: part.offsets)
-        found = []
-        for index, part in enumerate(parts):
-            stops = [at + size for at, size in zip(part.offsets, part.sizes, strict=True)]
-            if len(stops) != len(self.shape) or any(stop > size for stop, size in zip(stops, self.shape, strict=True)):
-                found.append(f"{self.name}: a part at {part.offsets} of {part.sizes} is outside of {self.shape}")
-            for other in parts[index + 1 :]:
-                if other.offsets[:1] >= tuple(stops[:1]):
-                    break
-                if all(at < stop for at, stop in zip(other.offsets, stops, strict=True)) and all(
-                    at < offset + size
-                    for at, offset, size in zip(part.offsets, other.offsets, other.sizes, strict=True)
-                ):
-                    found.append(f"{self.name}: parts at {part.offsets} and {other.offsets} overlap")
-        if not found and (num := sum(part.numel for part in parts)) != self.numel:
-            found.append(f"{self.name}: the files hold {num:,} of {self.numel:,} elements")
-        return found
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -208,8 +184,7 @@ class StoredCheckpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors; those that share their elements count once."""
-        once = {tensor.keys if tensor.same_as is None else tensor.same_as: tensor for tensor in self.tensors.values()}
-        return sum(tensor.nbytes for tensor in once.values())
+        return sum({tensor.identity: tensor.nbytes for tensor in self.tensors.values()}.values())
 
     def summary(self) -> dict[str, Any]:
         """Return what commands say of the whole checkpoint, as plain values."""
@@ -276,7 +251,7 @@ def flattened(obj: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 def _holds_entries(obj: list[Any] | tuple[Any, ...]) -> bool:
     """Return whether torch.distributed.checkpoint would save the entries of a list apart; of tuples too."""
     return any(
-        isinstance(entry, (Mapping, StoredTensor, StoredSubclass))
+        isinstance(entry, (Mapping, torch.Tensor, DescribedTensor))
         or (isinstance(entry, (list, tuple)) and _holds_entries(entry))
         for entry in obj
     )

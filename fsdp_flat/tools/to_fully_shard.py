@@ -16,9 +16,10 @@ from typing import Any
 import libcst as cst
 
 from fsdp_flat.tools.client_settings import is_trainer_arguments, rewrite_yaml, trainer_arguments
-from fsdp_flat.tools.migrate_imports import Finding
 from fsdp_flat.tools.migrate_layout import split_import_from
-from fsdp_flat.tools.migrate_source import Migrated, migrate_source, parsed
+from fsdp_flat.tools.migrate_source import migrate_source, parsed
+from fsdp_flat.tools.rewriting import Finding, Migrated
+from fsdp_flat.tools.text import shortened
 from fsdp_flat.tools.wrapped_models import WRAPPER, Source, Wraps, nodes_below
 from fsdp_flat.tools.wrapper_arguments import OUTERMOST, Left, Sharding, sharding_of
 from fsdp_flat.tools.wrapper_uses import (
@@ -172,9 +173,6 @@ class _Uses:
                     self._try(node, of or self.every, self._class_method)
                 elif isinstance(node.func, cst.Attribute) and node.func.attr.value in _PLAIN_METHODS:
                     self._method(node, node.func, has_models)
-                elif name.endswith(("FullyShardedDataParallelPlugin", "FSDPStrategy")):
-                    text = f"{_short(self.source.code(node))}: change it by hand, or its settings in a file"
-                    self.file.findings.append(Finding(self.source.line(node), "left", text))
             elif isinstance(node, (cst.Name, cst.Attribute)) and self.source.name_of(node) == WRAPPER:
                 self._class_itself(node)
             elif isinstance(node, cst.Attribute) and self._is_taken(node):
@@ -463,8 +461,7 @@ def large_modules(model, min_num_params=int(1e8)):
 
 
 def _short(code: str) -> str:
-    text = " ".join(code.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(" ".join(code.split()), 60)
 
 
 # -- the new text -----------------------------------------------------------------------------------------------------

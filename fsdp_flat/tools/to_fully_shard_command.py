@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fsdp_flat.tools.rewriting import Tool, run_tool
-
-if TYPE_CHECKING:
-    from fsdp_flat.tools.migrate_source import Migrated
+from fsdp_flat.tools.rewriting import Rewrite, Tool, run_tool
 
 NAME = "fsdp-flat to-fully-shard"
 
@@ -21,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_tool(Tool(NAME, description, f"{NAME} src/", suffixes, _load, _loss_check), arguments)
 
 
-def _load() -> Callable[[Mapping[Path, bytes]], Mapping[Path, Migrated]]:
+def _load() -> Rewrite:
     from fsdp_flat.tools.to_fully_shard import rewrite_files
 
     return rewrite_files

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # backend, "fake"; and the class of modes that see each operation inside their block. torch's documentation describes
 # the first and the last.
 __all__ = [
+    "DEVICE_MESH_LOGGER",
     "FAKE_TENSOR_LOGGER",
     "HAS_FUSED_RMS_NORM",
     "DataDependentOutputException",
@@ -31,13 +35,27 @@ __all__ = [
     "TorchDispatchMode",
     "known_groups",
     "run_backward",
+    "silent",
     "storage_info",
 ]
 
 # The logger that prints the traceback of an error which operators without memory raise, and which their caller gets.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+# The logger that warns of a DTensor which is read without process groups.
+DEVICE_MESH_LOGGER = "torch.distributed.device_mesh"
 # Whether torch has one kernel for RMSNorm on accelerators, which keeps no copies of the input in fp32.
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+
+
+@contextmanager
+def silent(name: str) -> Iterator[None]:
+    """Drop what a logger says inside the block, when an error says it too, or it is expected."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def run_backward(loss: torch.Tensor) -> None:

@@ -16,10 +16,7 @@ from libcst import metadata as meta
 WRAPPER = "FullyShardedDataParallel"
 _FSDP_MODULES = ("torch.distributed.fsdp", "fsdp_flat")
 _PARTS_LEFT_OUT = ("fully_sharded_data_parallel", "api")
-_PROVIDERS = (
-    *(meta.QualifiedNameProvider, meta.ScopeProvider, meta.ParentNodeProvider, meta.PositionProvider),
-    meta.ExpressionContextProvider,
-)
+_PROVIDERS = (meta.QualifiedNameProvider, meta.ScopeProvider, meta.ParentNodeProvider, meta.PositionProvider)
 
 # The wrapper calls that an expression may come from.
 Wraps = frozenset[cst.Call]
@@ -31,7 +28,7 @@ class Source:
     def __init__(self, module: cst.Module) -> None:
         self.module = module
         found: Any = meta.MetadataWrapper(module, unsafe_skip_copy=True).resolve_many(_PROVIDERS)
-        self._names, self._scopes, self._parents, self._positions, self._contexts = (found[each] for each in _PROVIDERS)
+        self._names, self._scopes, self._parents, self._positions = (found[each] for each in _PROVIDERS)
         self.nodes = list(nodes_below(module))
         self.wraps = [node for node in self.nodes if isinstance(node, cst.Call) and self.name_of(node.func) == WRAPPER]
         self._in_progress: set[cst.CSTNode] = set()
@@ -99,33 +96,14 @@ class Source:
     def has_other(self, full: str) -> bool:
         """Return whether the last part of a dotted name is bound to something else than an import of the whole."""
         name = full.rpartition(".")[2]
-        for node in self.nodes:
-            if isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
-                module = cst.helpers.get_full_name_for_node(node.module) if node.module is not None else ""
-                for alias in node.names:
-                    bound = alias.evaluated_alias or alias.evaluated_name
-                    if bound == name and f"{module}.{alias.evaluated_name}" != full:
-                        return True
-            elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)) and node.name.value == name:
-                return True
-            elif isinstance(node, cst.Name) and node.value == name:
-                parent = self.parent(node)
-                if isinstance(parent, (cst.AssignTarget, cst.For, cst.Element)) and not self.is_read(node):
-                    return True
-        return False
+        return any(each.name != full for scope in self._all_scopes() for each in scope.get_qualified_names_for(name))
+
+    def _all_scopes(self) -> set[meta.Scope]:
+        return {scope for scope in self._scopes.values() if scope is not None}
 
     def bound(self, name: str) -> bool:
         """Return whether the module gives a name a meaning anywhere."""
         return any(isinstance(node, cst.Name) and node.value == name for node in self.nodes)
-
-    def is_read(self, name: cst.Name) -> bool:
-        """Return whether a name is read, rather than bound."""
-        parent = self.parent(name)
-        is_part = (isinstance(parent, cst.Attribute) and parent.attr is name) or (
-            isinstance(parent, cst.Arg) and parent.keyword is name
-        )
-        is_import = any(isinstance(above, (cst.Import, cst.ImportFrom)) for above in self.around(name))
-        return self._contexts.get(name) is meta.ExpressionContext.LOAD and not is_part and not is_import
 
     def references(self, node: cst.FunctionDef | cst.Name) -> list[cst.CSTNode]:
         """Return the places that read what a function definition or an assignment to a name binds."""
@@ -140,8 +118,7 @@ class Source:
 
     def is_bound_once(self, name: str) -> bool:
         """Return whether a name has the same meaning in all of the file: at most one place binds it."""
-        scopes = {scope for scope in self._scopes.values() if scope is not None}
-        bound = {id(each) for scope in scopes for each in scope[name] if hasattr(each, "node")}
+        bound = {id(each) for scope in self._all_scopes() for each in scope[name] if hasattr(each, "node")}
         return len(bound) < 2
 
     def definition(self, name: cst.Name) -> cst.CSTNode | None:

@@ -103,16 +103,22 @@ def no_sync(source: Source, call: cst.Call, edits: Edits) -> None:
 
 def _through_a_name(source: Source, assign: cst.Assign, condition: str | None, model: str, edits: Edits) -> None:
     """Rewrite ``context = model.no_sync() if ... else nullcontext()`` with ``with context:`` right after it."""
+    item = source.parent(_only_reader(source, assign))
+    block = source.parent(item) if isinstance(item, cst.WithItem) else None
+    if not isinstance(block, cst.With):
+        raise Left("no_sync is assigned to a name; write it into the `with` statement")
+    edits.statement(alone(source, assign), None)
+    _without_sync(block, condition, model, edits)
+
+
+def _only_reader(source: Source, assign: cst.Assign) -> cst.CSTNode:
+    """Return the only place that reads what an assignment binds; it must be in the next statement."""
     target, line = assign.targets[0].target, source.statement(assign)
     places = source.references(target) if isinstance(target, cst.Name) else []
-    item = source.parent(places[0]) if len(places) == 1 else None
-    block = source.parent(item) if isinstance(item, cst.WithItem) else None
     body = list(getattr(source.parent(line), "body", ()))
-    if not isinstance(block, cst.With) or body[body.index(line) + 1 : body.index(line) + 2] != [block]:
-        raise Left("no_sync is assigned to a name; write it into the `with` statement")
-    alone(source, assign)
-    edits.statement(line, None)
-    _without_sync(block, condition, model, edits)
+    if len(places) != 1 or body[body.index(line) + 1 : body.index(line) + 2] != [source.statement(places[0])]:
+        raise Left(f"`{source.code(target)}` is read elsewhere than once, by the next statement")
+    return places[0]
 
 
 def _without_sync(block: cst.With, condition: str | None, model: str, edits: Edits) -> None:
@@ -279,15 +285,9 @@ def load_optim(source: Source, call: cst.Call, kind: StateType, edits: Edits) ->
     holder = source.parent(call)
     load = source.parent(holder) if isinstance(holder, cst.Arg) else None
     if isinstance(holder, cst.Assign):
-        target, line = holder.targets[0].target, alone(source, holder)
-        places = source.references(target) if isinstance(target, cst.Name) else []
-        arg = source.parent(places[0]) if len(places) == 1 else None
+        arg = source.parent(_only_reader(source, holder))
         load = source.parent(arg) if isinstance(arg, cst.Arg) else None
-        body = list(getattr(source.parent(line), "body", ()))
-        is_next = load is not None and body[body.index(line) + 1 : body.index(line) + 2] == [source.statement(load)]
-        if not is_next:
-            raise Left("what optim_state_dict_to_load returns is not loaded by the next statement")
-        edits.statement(line, None)
+        edits.statement(alone(source, holder), None)
     wanted = f"{source.code(optimizer)}.load_state_dict"
     if not isinstance(load, cst.Call) or source.code(load.func) != wanted or len(load.args) != 1:
         raise Left(f"what optim_state_dict_to_load returns is not passed to {wanted}")

@@ -47,22 +47,21 @@ def entry(start: int, stop: int, dtype: str = "F32", shape: list[Any] | None = N
 @pytest.mark.parametrize(
     "header, text",
     [
-        ({"a": entry(0, 8), "b": entry(4, 16)}, "'b' begins at 4, and the entry before it ends at 8"),
-        ({"a": entry(0, 4), "b": entry(8, 16)}, "'b' begins at 8, and the entry before it ends at 4"),
-        ({"a": entry(0, 12)}, "its entries are of 12 bytes, and 16 follow the header"),
-        ({"a": entry(0, 20)}, "does not fit data_offsets [0, 20]"),
-        ({"a": entry(0, 16, shape=[2**40])}, "'a' of F32 and shape [1099511627776] does not fit"),
-        ({"a": entry(0, 16, dtype="F64")}, "'a' of F64 and shape [4] does not fit"),
-        ({"a": entry(0, 16, dtype="F33")}, "'a' is of 'F33', which torch"),
+        ({"a": entry(0, 8), "b": entry(4, 16)}, "invalid offset for tensor `b`"),
+        ({"a": entry(0, 4), "b": entry(8, 16)}, "invalid offset for tensor `b`"),
+        ({"a": entry(0, 12)}, "file not fully covered"),
+        ({"a": entry(0, 20)}, "file not fully covered"),
+        ({"a": entry(0, 16, shape=[2**40])}, "invalid shape, data type, or offset for tensor"),
+        ({"a": entry(0, 16, dtype="F64")}, "invalid shape, data type, or offset for tensor"),
+        ({"a": entry(0, 16, dtype="F33")}, "unknown variant `F33`"),
         ({"a": entry(0, 16, dtype="F4", shape=[2, 16, 1])}, "is no safetensors file"),
-        ({"a": entry(0, 16, shape=[True, 4])}, "'a' has shape [True, 4]"),
+        ({"a": entry(0, 16, shape=[True, 4])}, "invalid type: boolean `true`"),
         ({"a": entry(0, 16, shape=4)}, "is no safetensors file"),
-        ({"a": {"dtype": "F32", "shape": [4]}}, "KeyError('data_offsets')"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "missing field `data_offsets`"),
         ({"a": [1]}, "is no safetensors file"),
-        ({"a": entry(0, 16), "__metadata__": {"a": 3}}, "its __metadata__ are not all strings"),
+        ({"a": entry(0, 16), "__metadata__": {"a": 3}}, "invalid type: integer `3`, expected a string"),
         ({"a": entry(0, 16), "__metadata__": [3]}, "is no safetensors file"),
-        ('{"a": %s, "a": %s}' % ((json.dumps(entry(0, 16)),) * 2), "'a' is there twice"),
-        ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [4], "data_offsets": [0, 16]}}', "'dtype' is there twice"),
+        ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [4], "data_offsets": [0, 16]}}', "duplicate field `dtype`"),
         ("[" * 100_000, "is no safetensors file"),
         ('["a"]', "is no safetensors file"),
         ('{"a"', "is no safetensors file"),
@@ -81,7 +80,7 @@ def test_a_header_of_other_entries_than_the_file_has_is_named(
 def test_a_header_longer_than_its_file_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "made.safetensors"
     path.write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(LoadError, match="its header would be of 4611686018427387904 bytes, the file is of 10"):
+    with pytest.raises(LoadError, match="header too large"):
         read_safetensors(path)
 
 

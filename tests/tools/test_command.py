@@ -82,22 +82,21 @@ def test_verify_finds_nothing_in_a_good_checkpoint(peer_files: Path, name: str, 
     assert found["num_tensors"] in (9, 27)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003"])
+@pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003", "fsdp1_sharded_files"])
 def test_verify_finds_a_changed_byte_in_the_middle_of_a_file(
     peer_files: Path, tmp_path: Path, name: str, run: Run
 ) -> None:
     copy = shutil.copytree(peer_files / name, tmp_path / Path(name).name)
     checkpoint = open_checkpoint(copy)
     tensor = next(t for t in checkpoint.tensors.values() if t.name == "model.0.weight")
-    stored = tensor.parts[0].stored()
-    with open(stored.file, "r+b") as file:
-        file.seek(stored.start + 3)
-        byte = file.read(1)[0]
-        file.seek(stored.start + 3)
-        file.write(bytes([byte ^ 1]))
+    part = tensor.parts[0]
+    before = part.elements().numpy().tobytes()
+    data = part.file.read_bytes()
+    assert data.count(before) == 1
+    part.file.write_bytes(data.replace(before, before[:3] + bytes([before[3] ^ 1]) + before[4:]))
     status, text, _ = run("verify", copy)
     assert status == 1
-    assert stored.file.name in text
+    assert part.file.name in text
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "run/step-00000003", "hub_of_two"])
@@ -203,8 +202,28 @@ def test_a_file_cannot_reach_code_by_attributes_of_what_it_may_make(tmp_path: Pa
     program = b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nV__init__\ntR."
     with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
         archive.writestr("archive/data.pkl", program)
+        archive.writestr("archive/version", "3\n")
     with pytest.raises(LoadError, match="asks for the attribute '__init__'"):
         read_archive(tmp_path / "bad.pt")
+
+
+def test_a_file_cannot_change_functions_of_torch(tmp_path: Path) -> None:
+    before = torch._utils._rebuild_tensor_v2.__defaults__
+    program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(dV__defaults__\nNstb."
+    with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+        archive.writestr("archive/version", "3\n")
+    assert read_archive(tmp_path / "bad.pt").__defaults__ is None
+    assert torch._utils._rebuild_tensor_v2.__defaults__ == before == (None,)
+
+
+def test_without_the_safetensors_package_a_command_says_what_to_install(
+    peer_files: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, text, errors = run("show", peer_files / "hub")
+    assert (status, text, errors.count("\n")) == (2, "", 1)
+    assert errors.endswith("model.safetensors is read by safetensors: pip install safetensors.\n")
 
 
 def test_metadata_of_a_checkpoint_that_names_other_classes_is_refused_with_the_option_to_allow_it(
