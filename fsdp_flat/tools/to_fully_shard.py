@@ -173,6 +173,9 @@ class _Uses:
                     self._try(node, of or self.every, self._class_method)
                 elif isinstance(node.func, cst.Attribute) and node.func.attr.value in _PLAIN_METHODS:
                     self._method(node, node.func, has_models)
+                elif name.endswith(("FullyShardedDataParallelPlugin", "FSDPStrategy")):
+                    text = f"{_short(self.source.code(node))}: change it by hand, or its settings in a file"
+                    self.file.findings.append(Finding(self.source.line(node), "left", text))
             elif isinstance(node, (cst.Name, cst.Attribute)) and self.source.name_of(node) == WRAPPER:
                 self._class_itself(node)
             elif isinstance(node, cst.Attribute) and self._is_taken(node):

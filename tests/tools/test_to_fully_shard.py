@@ -394,6 +394,14 @@ WRAP = "from fsdp_flat import FullyShardedDataParallel as FSDP\n"
         ),
         ("wrap_all(n, FSDP)\n", "2 left FSDP: the wrapper class is used as a value"),
         (
+            "from accelerate import FullyShardedDataParallelPlugin as Plugin\na = Plugin()\n",
+            "3 left Plugin(): change it by hand, or its settings in a file",
+        ),
+        (
+            "from lightning.pytorch.strategies import FSDPStrategy\na = FSDPStrategy()\n",
+            "3 left FSDPStrategy(): change it by hand, or its settings in a file",
+        ),
+        (
             "from fsdp_flat import MixedPrecision\ndtype = torch.bfloat16\np = MixedPrecision(param_dtype=dtype)\n"
             "def build(dtype):\n    return FSDP(n, mixed_precision=p)\n",
             "`dtype` is bound in several places",
