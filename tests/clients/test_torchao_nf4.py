@@ -12,13 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchao.quantization import NF4Tensor
 
-from fsdp_flat import fully_shard, load_full, save_full
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_flat.errors import UnsupportedError
-from tests.support import assert_equal, on_ranks
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.extended_tensors import assert_alike
 from tests.support.peer import peer_fully_shard
 
@@ -30,13 +34,17 @@ BLOCKS = {"block_size": 32, "scaler_block_size": 4}
 BASE = ("quantized_scalers", "quantization_factor", "quantized_data")
 
 
+class Base(nn.Linear):
+    """A linear whose weight is in 4 bits: a unit of its own on the wrapper."""
+
+
 class Adapted(nn.Module):
     """A frozen linear in 4 bits, and an adapter that is trained."""
 
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
         weight = nn.Linear(WIDTH, WIDTH, bias=False).weight.detach()
-        self.base = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.base = Base(WIDTH, WIDTH, bias=False)
         self.base.weight = nn.Parameter(NF4Tensor.from_tensor(weight, **BLOCKS), requires_grad=False)
         self.down = nn.Linear(WIDTH, rank, bias=False)
         self.up = nn.Linear(rank, WIDTH, bias=False)
@@ -59,6 +67,24 @@ def sharded(model: nn.Module, shard: Callable[..., Any] = fully_shard, **kwargs:
     return model
 
 
+def wrapped(model: nn.Module, mesh: DeviceMesh | None = None, **kwargs: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({Base, Adapted})
+    return FSDP(model, auto_wrap_policy=policy, device_mesh=mesh, **{"use_orig_params": True, **kwargs})
+
+
+def in_place(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    return sharded(model, mesh=mesh)
+
+
+FRONTS = pytest.mark.parametrize("front", [in_place, wrapped])
+CHANGES = pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1)])
+
+
+def mesh_of(num_ranks: int) -> DeviceMesh:
+    """Return a mesh of this rank and others, as many as given, of the four ranks."""
+    return init_device_mesh("cpu", (4 // num_ranks, num_ranks), mesh_dim_names=("others", "own"))["own"]
+
+
 def inner_of(value: torch.Tensor) -> list[torch.Tensor]:
     local = value._local_tensor if isinstance(value, DTensor) else value
     inner = [getattr(local, name) for name in BASE] if isinstance(local, NF4Tensor) else [local.detach()]
@@ -67,15 +93,46 @@ def inner_of(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def values_of(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    return {name: inner_of(param) for name, param in model.named_parameters()}
+    return {clean_fqn(name): inner_of(param) for name, param in model.named_parameters()}
 
 
-def trained(model: nn.Module, num_steps: int = 4, *, averages: bool = False, first: int = 0) -> list[float]:
+def whole_bases(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each whole NF4 weight; those of parts lie one after another in the whole's."""
+    found = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and isinstance(param._local_tensor, NF4Tensor):
+            inner, group = inner_of(param.detach()), param.device_mesh.get_group()
+            every = [[torch.empty_like(each) for _ in range(dist.get_world_size(group))] for each in inner]
+            for own, into in zip(inner, every, strict=True):
+                dist.all_gather(into, own, group=group)
+            found[clean_fqn(name)] = [*map(torch.cat, every), param._local_tensor.scaler_mean, param._local_tensor.nf4]
+    return found
+
+
+def plain_bases(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    params = {name: param for name, param in model.named_parameters() if "base" in name}
+    return {name: [*inner_of(each), each.scaler_mean, each.nf4] for name, each in params.items()}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def trained(
+    model: nn.Module,
+    num_steps: int = 4,
+    *,
+    averages: bool = False,
+    first: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    same: bool = False,
+) -> list[float]:
+    """Train on this rank's batches, or with ``same`` on those of rank 0, and return the losses."""
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer = optimizer or optimizer_of(model)
     losses = []
     for step in range(first, first + num_steps):
-        torch.manual_seed(100 * step + dist.get_rank())
+        torch.manual_seed(100 * step + (0 if same else dist.get_rank()))
         loss = model(torch.randn(4, WIDTH)).float().pow(2).mean()
         loss.backward()
         for param in params if averages else ():
@@ -148,5 +205,39 @@ def test_adapters_alone_are_saved_beside_nf4_weights(tmp_path: Path) -> None:
     save_full(model, tmp_path / "adapters", trainable_only=True)
     load_full(again, tmp_path / "adapters", strict=False)
     assert trained(again, 1, first=9) == trained(model, 1, first=9)
-    with pytest.raises(UnsupportedError, match=r"'0.base.weight'.*NF4Tensor"):
-        save_full(model, tmp_path / "all")
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2, 4)
+def test_the_wrapper_trains_adapters_beside_nf4_weights_as_without_sharding(use_orig_params: bool) -> None:
+    model = wrapped(model_of(), use_orig_params=use_orig_params)
+    losses, plain = trained(model), trained(model_of(), averages=True)
+    assert losses[0] == plain[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), atol=1e-6, rtol=1e-5)
+    assert_equal(whole_bases(model), plain_bases(model_of()))
+
+
+@on_ranks(2)
+def test_the_wrapper_refuses_nf4_weights_beside_plain_ones_in_a_unit() -> None:
+    with pytest.raises(UnsupportedError, match=r"'base.weight' is a NF4Tensor.*unit of its own"):
+        FSDP(model_of(), auto_wrap_policy=ModuleWrapPolicy({Adapted}), use_orig_params=True)
+
+
+@FRONTS
+@CHANGES
+@on_ranks(4)
+def test_training_goes_on_from_a_checkpoint_at_another_number_of_ranks(
+    front: Callable[..., nn.Module], before: int, after: int, tmp_path: Path
+) -> None:
+    model = front(model_of(), mesh_of(before))
+    optimizer = optimizer_of(model)
+    trained(model, 2, optimizer=optimizer, same=True)
+    save_checkpoint(tmp_path / f"saved{dist.get_rank() // before}", model, optimizer)
+    going_on = trained(model, 2, first=2, optimizer=optimizer, same=True)
+    dist.barrier()
+    # The base of the other model is another one, so it is the checkpoint's afterwards.
+    again = front(model_of(seed=1), mesh_of(after))
+    loaded = optimizer_of(again)
+    load_checkpoint(tmp_path / "saved0", again, loaded)
+    assert_equal(whole_bases(again), plain_bases(model_of()))
+    assert_close(trained(again, 2, first=2, optimizer=loaded, same=True), going_on, rtol=1e-5, atol=1e-6)
