@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core import copy_of, dtensor_of, inner_tensors, local_of
+from fsdp_flat.core import copy_of, dtensor_of, inner_tensors, is_plain, local_of
 from fsdp_flat.errors import UnsupportedError, some_of
 from fsdp_flat.layout import Box, Interval
 from fsdp_flat.state.codecs import BoxedTensor
@@ -105,6 +105,23 @@ def values_of(value: Any) -> Any:
             if not torch.equal(torch.empty_like(same[0]).copy_(local), same[0]):
                 return value
     return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
+
+
+def full_precision(value: torch.Tensor) -> torch.Tensor | None:
+    """Return the values that a tensor made of others stands for, as a plain tensor of its shape and dtype.
+
+    Its class makes them: ``to(dtype)`` of torchao's NF4, ``dequantize()`` of its other classes. Of a DTensor those of
+    its local tensor, as a DTensor. None if the class makes no plain tensor.
+    """
+    local = local_of(value).detach()
+    for make in (lambda: local.to(local.dtype), local.dequantize):
+        try:
+            made = make()
+        except Exception:
+            continue
+        if is_plain(made) and made.shape == local.shape:
+            return dtensor_of(made, value._spec) if isinstance(value, DTensor) else made
+    return None
 
 
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
