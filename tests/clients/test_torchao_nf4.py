@@ -128,7 +128,7 @@ def whole_bases(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     found = {}
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) and isinstance(param._local_tensor, NF4Tensor):
-            inner, group = inner_of(param.detach()), param.device_mesh.get_group()
+            inner, group = inner_of(param.detach()), param.device_mesh.get_group(param.device_mesh.ndim - 1)
             every = [[torch.empty_like(each) for _ in range(dist.get_world_size(group))] for each in inner]
             for own, into in zip(inner, every, strict=True):
                 dist.all_gather(into, own, group=group)
@@ -404,3 +404,24 @@ def test_a_load_that_fails_leaves_nf4_weights_as_they_were(front: Callable[..., 
     with pytest.raises(Exception, match="a hook's error"):
         load_full(again, tmp_path / "full")
     assert_equal(values_of(again), before)
+
+
+@on_ranks(2, 4)
+def test_a_model_on_the_meta_device_is_assigned_full_weights_which_are_quantized() -> None:
+    with torch.device("meta"):
+        model = in_place(model_of())
+    plain, state = model_of(), full_precision(model_of(seed=1))
+    plain.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    assert_equal(whole_bases(model), plain_bases(plain))
+    assert trained(model, 1)[0] == trained(plain, 1)[0]
+
+
+@pytest.mark.parametrize("background", [True, False])
+@on_ranks(4)
+def test_replicas_of_nf4_weights_are_saved_for_all_ranks(background: bool, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    save_checkpoint(tmp_path, in_place(model_of(seed=1), mesh), background=background).wait()
+    for again in (in_place(model_of(), mesh), in_place(model_of())):
+        load_checkpoint(tmp_path, again)
+        assert_equal(whole_bases(again), plain_bases(model_of(seed=1)))
