@@ -310,8 +310,8 @@ def _check_settings(settings: Settings, constants: Mapping[str, Any], together: 
             raise RankMismatchError(
                 f"Tensor {name!r} of shape {tuple(shape)}, of which every rank has its own, differs between rank "
                 f"{together.ranks[0]} and rank {rank}, so nothing was saved: parameter {param} is quantized otherwise "
-                "there. Expected the same on all ranks. Quantize the whole parameter before it is sharded, or load it "
-                "by load_state_dict or load_full, instead of each rank's part."
+                "there. Expected the same on all ranks. Quantize the same whole parameter on every rank before it is "
+                "sharded, or load a full one by load_state_dict or load_full."
             )
     told = differing_settings(list(each_settings), together.ranks)
     if told:
