@@ -22,7 +22,7 @@ class InnerPart:
     """Holds this rank's part of one of the tensors that a parameter is made of.
 
     Attributes:
-        tensor: the part, of any dtype and at least its dims.
+        tensor: the part, of any shape and dtype.
         shape: the shape of the whole.
         offsets: where the part begins in the whole; None if every rank has the whole.
     """
@@ -55,13 +55,15 @@ class ExtendedShown(DTensorShown):
                 padded.narrow(dim, 0, self.layout.local_shape(index, world_size - 1)[dim])
                 if math.prod(shape):
                     part.copy_(torch.chunk(full.detach(), world_size, dim)[rank])
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             inner = {name: tuple(each.shape) for name, each in inner_tensors(full.detach()).items()}
             raise UnsupportedError(
                 f"Parameter {self.describe(index)}, a {type(full.data).__name__} of shape {tuple(full.shape)}, cannot "
                 f"be sharded on dim {dim} over {world_size} ranks; this is rank {rank}: {error!r}. It is made of "
-                f"tensors of shapes {inner}; expected such as divide into {world_size} equal parts, of {chunk_shape} "
-                "elements each. Quantize it in smaller blocks, shard it over fewer ranks, or leave it out with "
+                f"tensors of shapes {inner}; expected such as divide into {world_size} equal parts, for parts of "
+                f"shape {chunk_shape}. Quantize it in smaller blocks, shard it over fewer ranks, or leave it out with "
                 "ignored_params (ignored_states of the wrapper)."
             ) from error
         return part

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.core import ExtendedShown, inner_tensors, local_of, made_like
+from fsdp_flat.core import ExtendedShown, InnerPart, inner_tensors, local_of, made_like
 from fsdp_flat.layout import Box, Interval, clean_fqn
 from fsdp_flat.state.codecs import BoxedTensor
 from fsdp_flat.state.plain_states import is_wrapper
@@ -38,41 +38,45 @@ class TakenApart:
 
         With ``copy`` the parts are copies on the CPU, else views of the live ones.
         """
-        if not any(map(is_wrapper, state.values())):
-            return state
         by_name, found = ParamIndex(self._model).dtensors_by_name, dict[str, Any]()
-        for name, value in state.items():
-            param = by_name.get(clean_fqn(name)) if is_wrapper(value) else None
-            shown = None if param is None else param.param_group.shown
-            parts = shown.inner_parts(param.index, local_of(value)) if isinstance(shown, ExtendedShown) else None  # type: ignore[union-attr]
+        for key, value in state.items():
+            name, parts = clean_fqn(key), None
+            param = by_name.get(name) if is_wrapper(value) else None
+            if param is not None and isinstance(param.param_group.shown, ExtendedShown):
+                parts = param.param_group.shown.inner_parts(param.index, local_of(value))
             if param is None or parts is None:
-                found[name] = value
+                found[key] = value
                 continue
-            self._params[name] = param
+            self._params[key] = param
             for inner, part in parts.items():
                 tensor = part.tensor.detach().to("cpu", copy=True) if copy else part.tensor.detach()
-                self.names[clean_fqn(f"{name}.{inner}")] = param
+                self.names[f"{name}.{inner}"] = param
                 if part.offsets is None:
-                    self.constants[clean_fqn(f"{name}.{inner}")] = found[f"{name}.{inner}"] = tensor
-                    continue
-                box = Box(part.offsets, tuple(tensor.shape), Interval(0, tensor.numel()))
-                held = [(box, tensor)] if tensor.numel() else []
-                made = BoxedTensor(part.shape, [b for b, _ in held], [t for _, t in held], tensor.dtype, tensor.device)
-                made.param = param
-                found[f"{name}.{inner}"] = made
+                    self.constants[f"{name}.{inner}"] = found[f"{key}.{inner}"] = tensor
+                else:
+                    found[f"{key}.{inner}"] = _boxed(param, part, tensor)
         return found
 
     def join(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict of the names and parts of :meth:`take` with the parameters joined, as DTensors."""
         found = dict(state)
-        for name, param in self._params.items():
+        for key, param in self._params.items():
             local, inner = local_of(param.shown).detach(), dict[str, torch.Tensor]()
             for each, own in inner_tensors(local).items():
-                value = found.pop(f"{name}.{each}")
+                value = found.pop(f"{key}.{each}")
                 if isinstance(value, BoxedTensor):
                     value = value.parts[0] if value.parts else torch.empty_like(own)
                 inner[each] = value.to(own.device)
             shown = param.param_group.shown
             assert isinstance(shown, ExtendedShown)
-            found[name] = shown.with_local(param.index, made_like(local, inner))
+            found[key] = shown.with_local(param.index, made_like(local, inner))
         return found
+
+
+def _boxed(param: IndexedParam, part: InnerPart, tensor: torch.Tensor) -> BoxedTensor:
+    assert part.offsets is not None
+    box = Box(part.offsets, tuple(tensor.shape), Interval(0, tensor.numel()))
+    held = [(box, tensor)] if tensor.numel() else []
+    made = BoxedTensor(part.shape, [box for box, _ in held], [each for _, each in held], tensor.dtype, tensor.device)
+    made.param = param
+    return made

@@ -303,8 +303,8 @@ def end_load(module: nn.Module, keys: Any) -> None:
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare the values that this rank has of two tensors."""
-    pairs = zip(plain_tensors_in(local_of(one)), plain_tensors_in(local_of(other)), strict=True)
-    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    own, others = [list(plain_tensors_in(local_of(each))) for each in (one, other)]
+    return len(own) == len(others) and all(map(torch.equal, own, others))
 
 
 def with_wrapper_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

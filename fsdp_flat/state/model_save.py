@@ -31,7 +31,7 @@ from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import full_params
 from fsdp_flat.state.apart import TakenApart
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
-from fsdp_flat.state.plain_states import values_of
+from fsdp_flat.state.plain_states import is_wrapper, values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
@@ -148,10 +148,10 @@ def boxed_state_dict(model: nn.Module, apart: TakenApart | None = None, *, copy:
     Parameters that are made of several tensors are taken ``apart``, if the caller can join them.
     """
     with state_dict_settings(model, _COPIED if copy else _LIVE):
-        found: dict[str, Any] = model.state_dict()
-    if apart is not None:
-        found = apart.take(found, copy=copy)
-    found = {name: values_of(value) for name, value in found.items()}
+        found: dict[str, Any] = dict(model.state_dict())
+    if any(map(is_wrapper, found.values())):
+        found = found if apart is None else apart.take(found, copy=copy)
+        found = {name: values_of(value) for name, value in found.items()}
     for name, value in found.items() if copy else ():
         # Boxes are copies already; buffers are the live ones.
         if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):
