@@ -140,8 +140,9 @@ def save_checkpoint(
 ) -> CheckpointSave:
     """Save model, optimizer and extra values as the newest checkpoint in ``directory``.
 
-    Each rank writes its own shards; nothing is all-gathered. The files have the format of
-    ``torch.distributed.checkpoint``, so ``dcp.load`` reads them too, into any sharding, under ``"model"`` and
+    Each rank writes its own shards; nothing is all-gathered. A parameter of several tensors, a quantized one, is saved
+    as these, each under its name below the parameter's (``fc.weight.codes``), without rounding. The files have the
+    format of ``torch.distributed.checkpoint``, so ``dcp.load`` reads them too, into any sharding, under ``"model"`` and
     ``"optim"``. A checkpoint is valid only once all of it is on disk with sizes and checksums; a crash at any moment
     leaves the earlier ones intact.
 
@@ -176,8 +177,10 @@ def save_checkpoint(
         OptionError: bad arguments, an optimizer of another model, a directory that is not shared by all ranks, or
             values that cannot be read back safely: in ``extra``, of the optimizer, or from a module's
             ``get_extra_state``.
-        RankMismatchError: (an OptionError) the optimizer's settings, its learning rate for instance, differ between
-            ranks.
+        RankMismatchError: (an OptionError) the optimizer's settings, its learning rate for instance, or constants of a
+            quantized parameter differ between ranks.
+        UnsupportedError: the model has a tensor made of others that no unit shards or whose parts are not those of a
+            whole, or the optimizer has a state of a parameter's class that is made of several tensors.
         OptionTypeError: an argument of the wrong type.
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
