@@ -36,7 +36,7 @@ from fsdp_flat.checkpoint.format import (
     writing_path,
 )
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
-from fsdp_flat.comm import digest_of, outliving_group, while_ranks_live
+from fsdp_flat.comm import digest_of, fingerprints, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -48,6 +48,7 @@ from fsdp_flat.state import (
     IndexedParam,
     OptimStates,
     ParamIndex,
+    TakenApart,
     are_equal,
     boxed_state_dict,
     contents_of,
@@ -139,8 +140,9 @@ def save_checkpoint(
 ) -> CheckpointSave:
     """Save model, optimizer and extra values as the newest checkpoint in ``directory``.
 
-    Each rank writes its own shards; nothing is all-gathered. The files have the format of
-    ``torch.distributed.checkpoint``, so ``dcp.load`` reads them too, into any sharding, under ``"model"`` and
+    Each rank writes its own shards; nothing is all-gathered. A parameter of several tensors, a quantized one, is saved
+    as these, each under its name below the parameter's (``fc.weight.codes``), without rounding. The files have the
+    format of ``torch.distributed.checkpoint``, so ``dcp.load`` reads them too, into any sharding, under ``"model"`` and
     ``"optim"``. A checkpoint is valid only once all of it is on disk with sizes and checksums; a crash at any moment
     leaves the earlier ones intact.
 
@@ -175,8 +177,10 @@ def save_checkpoint(
         OptionError: bad arguments, an optimizer of another model, a directory that is not shared by all ranks, or
             values that cannot be read back safely: in ``extra``, of the optimizer, or from a module's
             ``get_extra_state``.
-        RankMismatchError: (an OptionError) the optimizer's settings, its learning rate for instance, differ between
-            ranks.
+        RankMismatchError: (an OptionError) the optimizer's settings, its learning rate for instance, or constants of a
+            quantized parameter differ between ranks.
+        UnsupportedError: the model has a tensor made of others that no unit shards or whose parts are not those of a
+            whole, or the optimizer has a state of a parameter's class that is made of several tensors.
         OptionTypeError: an argument of the wrong type.
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
@@ -185,6 +189,7 @@ def save_checkpoint(
 
     together, index, replicated = Consensus.of(model, SAVING), ParamIndex(model), ReplicatedTensors(model)
     tensors, plain, settings = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    constants = dict[str, Any]()
     states: OptimStates | None = None
     # In the background, an error of the file system is one of wait(): it may come while files are written too.
     refused = unprepared = failed = None
@@ -195,7 +200,7 @@ def save_checkpoint(
         check_step(step)
         number = number if step is None else step
         check_number(keep_last, "keep_last", 1)
-        tensors["model"], plain["model"] = _model_values(model)
+        tensors["model"], plain["model"], constants = _model_values(model)
         tensors["extra"] = {str(together.rank): packed(extra, "extra", "extra")}
         if optim is not None:
             settings, contents = group_settings(model, optim), contents_of(optim, index)
@@ -219,13 +224,13 @@ def save_checkpoint(
     same += [f"a handler of {name!r}" for name in handled]
     # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
     unmanaged = [name for name in tensors.get("model", ()) if name not in index.by_name]
-    told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, settings)]
+    told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, [settings, constants])]
     of_states = [0] * (1 + len(index.params)) if states is None else states.digests()
     own = [number, int(unprepared is None), int(quantized), *map(digest_of, told), *of_states]
     everyone = together.meet("save_checkpoint", own, refused, same)
     numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*everyone, strict=True)
     if len({*each_settings}) > 1:
-        _check_settings(settings, together)
+        _check_settings(settings, constants, together)
     # With handlers and owned parameters every rank has to know all states.
     shares = states is not None and bool(handled or contents.owners)
     if states is not None and (shares or not are_equal(each_states)):
@@ -297,9 +302,21 @@ def _wait_for_background(model: nn.Module, directory: Path) -> None:
         _background[:] = [save for save in _background if save._unit() is not None or not save.done]
 
 
-def _check_settings(settings: Settings, together: Consensus) -> None:
-    """Raise if settings of the same parameter differ between ranks. Every rank must call this."""
-    told = differing_settings(list(map(json.loads, together.texts(json.dumps(settings)))), together.ranks)
+def _check_settings(settings: Settings, constants: Mapping[str, Any], together: Consensus) -> None:
+    """Raise if settings, or ``constants``, of the same parameter differ between ranks. Every rank must call this."""
+    each_settings, each_constants = zip(
+        *map(json.loads, together.texts(json.dumps([settings, constants]))), strict=True
+    )
+    for rank, found in zip(together.ranks, each_constants, strict=True):
+        differing = [(name, said) for name, said in found.items() if each_constants[0].get(name, said) != said]
+        for name, (_, param, shape) in differing[:1]:
+            raise RankMismatchError(
+                f"Tensor {name!r} of shape {tuple(shape)}, of which every rank has its own, differs between rank "
+                f"{together.ranks[0]} and rank {rank}, so nothing was saved: parameter {param} is quantized otherwise "
+                "there. Expected the same on all ranks. Quantize the same whole parameter on every rank before it is "
+                "sharded, or load a full one by load_state_dict or load_full."
+            )
+    told = differing_settings(list(each_settings), together.ranks)
     if told:
         raise RankMismatchError(
             f"Settings of the optimizer's parameter groups differ between ranks, so nothing was saved: {told}. A "
@@ -308,14 +325,18 @@ def _check_settings(settings: Settings, together: Consensus) -> None:
         )
 
 
-def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any]:
-    """Return the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
+def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Return the model's tensors, as boxes, and its other values (results of ``get_extra_state``).
+
+    Also a hash of each tensor that is a part of a parameter and the same on all ranks, with what an error says of it.
+    """
     from fsdp_flat.checkpoint.dcp_files import packed
 
     for unit in units_of(model):
         unit.check_idle("save_checkpoint")
     tensors, plain, quantized = dict[str, Any](), dict[str, Any](), list[str]()
-    for key, value in boxed_state_dict(model).items():
+    apart = TakenApart(model)
+    for key, value in boxed_state_dict(model, apart).items():
         # The state dict of a compiled model has torch.compile's prefix in its names.
         name = clean_fqn(key)
         (tensors if isinstance(value, torch.Tensor) else plain)[name] = value
@@ -330,7 +351,10 @@ def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any]:
             "buffers that are not persistent, and save them apart."
         )
     # A copy: a thread may write them while training changes the live ones.
-    return tensors, unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+    others = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+    prints = zip(apart.constants.items(), fingerprints(list(apart.constants.values())), strict=True)
+    constants = {name: [found, str(apart.names[name]), list(each.shape)] for (name, each), found in prints}
+    return tensors, others, constants
 
 
 class _Share:
@@ -347,7 +371,7 @@ class _Share:
 
     def has(self, name: str, value: Any = None) -> bool:
         """Return whether this rank writes a value, or the optimizer's states, of a name."""
-        param = self._param(name)
+        param = self._param(name) or getattr(value, "param", None)
         if param is None:
             return self._writes_others or isinstance(value, (BoxedTensor, DTensor))
         if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:

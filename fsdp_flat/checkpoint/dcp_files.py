@@ -49,7 +49,15 @@ from fsdp_flat.checkpoint.format import Records, check_file, naming, record_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn, misfits, owners_of_constants
-from fsdp_flat.state import OptimContents, ParamIndex, boxed_state_dict, held_by, load_optim_state, template_states
+from fsdp_flat.state import (
+    OptimContents,
+    ParamIndex,
+    TakenApart,
+    boxed_state_dict,
+    held_by,
+    load_optim_state,
+    template_states,
+)
 from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
 
@@ -356,7 +364,8 @@ def load_files(
         extra = reader.read_value(f"extra.{together.rank if num_ranks == together.size else 0}")
         plain: dict[str, Any] = reader.read_value("plain")
         template: dict[str, Any] = {}
-        template["model"], own_names = _model_template(model, reader)
+        apart = TakenApart(model)
+        template["model"], own_names = _model_template(model, reader, apart)
         if optim is None and "optim" in plain and together.rank == 0:
             _log_left_out(reader, plain["optim"]["state"])
         if optim is not None:
@@ -382,7 +391,7 @@ def load_files(
         with together.propagate_errors():
             optim.load_state_dict(loaded)
     values = {**template["model"], **plain["model"]}
-    model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
+    model.load_state_dict(apart.join({own_names.get(name, name): value for name, value in values.items()}))
     return extra
 
 
@@ -400,12 +409,14 @@ def _log_left_out(reader: SafeReader, rows: Mapping[str, Mapping[str, Any]]) -> 
     )
 
 
-def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _model_template(
+    model: nn.Module, reader: SafeReader, apart: TakenApart
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Create tensors to read the model's files into, and check the files' names and shapes against the model.
 
     Returns the tensors, and the names in the model's own state dict, by the files' names.
     """
-    values = boxed_state_dict(model, copy=True)
+    values = boxed_state_dict(model, apart, copy=True)
     own = {clean_fqn(name): name for name in values}
     template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
     there = reader.tensors_in("model.")
@@ -424,7 +435,7 @@ def _model_template(model: nn.Module, reader: SafeReader) -> tuple[dict[str, tor
     ]
     problems += [
         f"{name!r} has codes in {there[name][1]} there and in {template[name].dtype} in the model"
-        for name in sorted(set(owners.values()) & there.keys())
+        for name in sorted({*owners.values(), *apart.names} & there.keys())
         if there[name][1] != template[name].dtype
     ]
     if problems:

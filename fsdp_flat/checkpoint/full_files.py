@@ -30,7 +30,17 @@ from fsdp_flat.checkpoint.safetensors_files import (
     read_safetensors,
 )
 from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
-from fsdp_flat.core import ExtendedGroup, ParamGroup, local_of, no_units, plain_tensors_in, unit_of, units_of
+from fsdp_flat.core import (
+    DTensorShown,
+    ExtendedGroup,
+    ParamGroup,
+    copy_of,
+    local_of,
+    no_units,
+    plain_tensors_in,
+    unit_of,
+    units_of,
+)
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, counted, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -47,7 +57,7 @@ from fsdp_flat.state import (
     settings_for,
     state_dict_settings,
 )
-from fsdp_flat.state.plain_states import is_wrapper, values_of
+from fsdp_flat.state.plain_states import full_precision, is_wrapper, values_of
 
 CHECKSUMS_NAME = "model.checksums.json"
 ADAPTER_CHECKSUMS_NAME = "adapter_model.checksums.json"
@@ -60,8 +70,9 @@ class _Entry:
 
     Attributes:
         name: its name without ``torch.compile``'s prefix, which ``key``, that in the state dict, may have.
-        value: a plain tensor that every rank has (a buffer, an ignored parameter, a tensor that a hook computes), or
-            the DTensor of a parameter that ``fully_shard`` has sharded; None for any other managed parameter.
+        value: a tensor that every rank has (a buffer, an ignored parameter, a tensor that a hook computes), or the
+            DTensor of a parameter that ``fully_shard`` has sharded; None for any other managed parameter. It, or its
+            local tensor, may be made of others that :func:`full_precision` turns into a plain one.
         template: a tensor on the meta device, of the full shape and the dtype to store.
         same_as: an earlier name of the same tied parameter.
     """
@@ -104,6 +115,7 @@ def _entries_of(
     owners = owners_of_constants([clean_fqn(key) for key in state]) if dtype is not None else {}
     quantized = {*owners, *owners.values()}
     found: list[_Entry] = []
+    plain_kinds: dict[type, bool] = {}
     first: dict[tuple[ParamGroup, int], str] = {}
     for key, value in state.items():
         name = clean_fqn(key)
@@ -114,13 +126,15 @@ def _entries_of(
             continue
         if keep is not None and not keep(name):
             continue
-        if loads and is_wrapper(value):
-            continue  # no file has it: quantized weights that are frozen beside adapters, for instance
-        if not isinstance(value, torch.Tensor) or is_wrapper(value):
-            kind = type(local_of(value)).__name__
+        if is_wrapper(value) and not loads:
+            # Tried on the first of a class: the values of all at once would need much memory.
+            kind = type(local_of(value))
+            plain_kinds[kind] = plain_kinds[kind] if kind in plain_kinds else full_precision(value) is not None
+        if not isinstance(value, torch.Tensor) or not plain_kinds.get(type(local_of(value)), True):
             raise UnsupportedError(
-                f"{name!r} of the state dict is a {kind}; only plain tensors can be streamed. Leave it out with "
-                "keep=..., or trainable_only=True, and save it beside the tensors."
+                f"{name!r} of the state dict is a {type(local_of(value)).__name__}; only plain tensors can be streamed,"
+                " and tensors that to(dtype) or dequantize() turns into such. Leave it out with keep=..., or "
+                "trainable_only=True, and save it beside the tensors."
             )
         stored = value.dtype if param is None else param.param_group.orig_dtype
         if dtype is not None and stored.is_floating_point and name not in quantized:
@@ -174,6 +188,9 @@ def _full_tensor_on(entry: _Entry, dst: int | None) -> torch.Tensor | None:
     dst = dst if rank_group.size > 1 else None
     is_here = dst in (None, rank_group.rank)
     if value is not None:
+        if is_wrapper(value):
+            value = full_precision(value)
+            assert value is not None
         full = full_tensor(value) if isinstance(value, DTensor) else value.clone()
         return full if is_here else None
     assert param is not None
@@ -206,14 +223,15 @@ def iter_full_state_dict(
         trainable_only: yield only parameters with ``requires_grad``.
 
     Yields:
-        Names in the order of ``state_dict()``; a new tensor on the parameters' device, or None for a managed
-        parameter on ranks other than ``dst``. A tied parameter is yielded once for each of its names.
+        Names in the order of ``state_dict()``; a new plain tensor on the parameters' device, with the values of a
+        quantized one, or None for a managed parameter on ranks other than ``dst``. A tied parameter is yielded once for
+        each of its names.
 
     Raises:
         OptionError: ``dst`` is not a rank of the shard group, ``dtype`` is not a floating-point one, or ``model`` holds
             no wrapper.
         OptionTypeError: an argument of the wrong type.
-        UnsupportedError: units sharded over different groups, or an entry that is not a tensor.
+        UnsupportedError: units sharded over different groups, or an entry that is no tensor and has no plain values.
         PhaseError: called in the middle of a step.
     """
     entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
@@ -249,8 +267,9 @@ def save_full(
     ``model.safetensors.index.json``; their checksums in ``model.checksums.json``; and ``config.json`` if the model has
     a ``config`` with ``to_json_string()``, as those of transformers, whose ``from_pretrained`` reads the directory. A
     tied parameter is written under its first name; its other names are in the header's metadata, as in the safetensors
-    package. Files of an earlier save in the directory are replaced once all new ones are complete. Every rank must call
-    this.
+    package. Of a quantized parameter, a tensor made of others that ``to(dtype)`` or ``dequantize()`` turns into a plain
+    one, the values are written in its dtype. Files of an earlier save in the directory are replaced once all new ones
+    are complete. Every rank must call this.
 
     A model of the peft package, with ``trainable_only``, is written as ``PeftModel.from_pretrained`` reads it:
     ``adapter_model.safetensors`` with peft's names and ``adapter_config.json``, for each adapter that is trained; those
@@ -274,8 +293,8 @@ def save_full(
         OptionError: nothing to write, ``max_file_bytes`` is not positive, ``dtype`` is not a floating-point one, or
             with ``spread`` the directory is not shared by all ranks.
         OptionTypeError: an argument of the wrong type.
-        UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype that safetensors
-            does not have.
+        UnsupportedError: units sharded over different groups, an entry that is no tensor and has no plain values, or a
+            dtype that safetensors does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
     together, error = Consensus.of(model, SAVING), None
@@ -485,6 +504,9 @@ def load_full(
 ) -> tuple[list[str], list[str]]:
     """Load a full model from files; each rank reads only its own slices of each parameter.
 
+    A parameter of several tensors, a quantized one, takes the values of full precision: each rank reads all of these,
+    and quantizes them as without sharding. A file that lacks such a parameter leaves it as it is, as an adapter's does.
+
     If :func:`save_full` has written ``model.checksums.json`` beside the files, checksums are compared first, each rank
     those of some files.
 
@@ -529,6 +551,8 @@ def load_full(
             own = [entry.name for entry in entries if adapters.owner(entry.name) == adapter]
             fqns = {adapters.stored_name(name, adapter): name for name in own}
             names = {fqns.get(name, name): stored for name, stored in names.items()}
+        # An adapter's file has no quantized base.
+        entries = [entry for entry in entries if entry.name in names or not is_wrapper(entry.value)]
         # A tied parameter may be in the file under any of its names.
         found = {entry.same_as or entry.name: names[entry.name] for entry in entries if entry.name in names}
         missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]
@@ -637,7 +661,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     extended = [entry.param for handle in handles if isinstance(handle, ExtendedGroup) for entry in handle.params]
     others += [inner for param in extended for inner in plain_tensors_in(local_of(param))]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
-    copies = [tensor.clone() for tensor in tensors]
+    copies = list(map(copy_of, tensors))
 
     def restore() -> None:
         with torch.no_grad():
@@ -653,7 +677,10 @@ def _loadable(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
     """Return the value of an entry for ``load_state_dict``: a DTensor of this rank's part, or the full tensor."""
     if entry.param is None or not isinstance(entry.value, DTensor):
         return full
-    return dtensor_from(entry.param, full, repr(entry.name))
+    shown, index = entry.param.param_group.shown, entry.param.index
+    assert isinstance(shown, DTensorShown)
+    made = shown.in_class(index, full)
+    return dtensor_from(entry.param, full, repr(entry.name)) if made is full else shown.distribute(index, made)
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -153,4 +153,4 @@ def _prepare_load(
     for name, index in indices.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and views.can_distribute(index, value):
-            state_dict[prefix + name] = views.distribute(index, value)
+            state_dict[prefix + name] = views.distribute(index, views.in_class(index, value))

@@ -12,6 +12,7 @@ from fsdp_flat.core.gradients import FlatGradBuffer, without
 from fsdp_flat.core.group_collectives import SmallerGroup
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.guard import Guard, guards_in_use, use_guards
+from fsdp_flat.core.inner_tensors import copy_of, inner_tensors, made_like, plain_tensors_in
 from fsdp_flat.core.layout import FlatLayout, Layout, LocalShard, ParamInfo, PerParamLayout, alignment_numel
 from fsdp_flat.core.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.core.optimizer_grads import (
@@ -47,6 +48,7 @@ from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import SHARDED_HINTS, ShardedPlaceholder
 from fsdp_flat.core.reduction import predivide_factor
 from fsdp_flat.core.shown_dtensors import DTensorShown
+from fsdp_flat.core.shown_extended import ExtendedShown, InnerPart
 from fsdp_flat.core.step import Step, outermost_of, reset_step, step_of
 from fsdp_flat.core.torch_core import (
     LOW_PRECISION_HOOKS,
@@ -67,7 +69,6 @@ from fsdp_flat.core.torch_core import (
     node_will_run,
     outside_fake_mode,
     place_of,
-    plain_tensors_in,
     pytree_children,
     unguarded,
     without_data,

@@ -9,11 +9,12 @@ import torch
 
 from fsdp_flat.core.buffers import AllGatherOutput
 from fsdp_flat.core.flat_parameter import replace_shard
+from fsdp_flat.core.inner_tensors import plain_tensors_in
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.shown import Shown
 from fsdp_flat.core.shown_extended import ExtendedShown
-from fsdp_flat.core.torch_core import local_of, plain_tensors_in
+from fsdp_flat.core.torch_core import local_of
 from fsdp_flat.errors import UnsupportedError
 
 

@@ -120,6 +120,14 @@ class DTensorShown(Shown):
         device_type = "cpu" if self.per_param_sharding.offloads else self.per_param_sharding.mesh.device_type
         return self.with_local(index, local if local.is_meta else local.to(device_type))
 
+    def in_class(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """Return a full value of parameter ``index`` for :meth:`distribute`, in the class of the parameter.
+
+        A plain tensor is turned into one of a class that is made of several tensors, quantized as a whole and so as on
+        one rank.
+        """
+        return full
+
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor of ``local`` with the mesh and placements of parameter ``index``."""
         return self.per_param_sharding.template(self.params[index], self.layout.dims[index], local)

@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core.params import ManagedParam
+from fsdp_flat.core.inner_tensors import inner_tensors, made_like
+from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.shown_dtensors import DTensorShown
-from fsdp_flat.core.torch_core import local_of
+from fsdp_flat.core.torch_core import is_plain, local_of
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.layout import chunk_rows
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPart:
+    """Holds this rank's part of one of the tensors that a parameter is made of.
+
+    Attributes:
+        tensor: the part, of any shape and dtype.
+        shape: the shape of the whole.
+        offsets: where the part begins in the whole; None if every rank has the whole.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
 
 
 class ExtendedShown(DTensorShown):
     """Shows DTensors whose local tensors are of classes of their own, each with memory of its own."""
 
     def _locals_of(self, params: Sequence[ManagedParam]) -> list[torch.Tensor]:
-        return [self._on_shard_device(self._part_of(index, entry.param)) for index, entry in enumerate(params)]
+        locals_ = [self._on_shard_device(self._part_of(index, entry.param)) for index, entry in enumerate(params)]
+        self._wholes = [_without_memory(entry.param.detach()) for entry in params]
+        return locals_
 
     def _part_of(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor of any class, in memory of its own.
@@ -26,11 +46,26 @@ class ExtendedShown(DTensorShown):
         The operations are those of torch's ``fully_shard``: a class implements these, and perhaps no others.
         """
         dim, (_, shape) = self.layout.dims[index], self._local_parts[index]
-        with torch.no_grad():
-            padded = full.detach().new_zeros(self.layout.chunk_shapes[index])
-            part = padded.narrow(dim, 0, shape[dim])
-            if math.prod(shape):
-                part.copy_(torch.chunk(full.detach(), self.layout.world_size, dim)[self.spec.rank])
+        world_size, rank, chunk_shape = self.layout.world_size, self.spec.rank, self.layout.chunk_shapes[index]
+        try:
+            with torch.no_grad():
+                padded = full.detach().new_zeros(chunk_shape)
+                part = padded.narrow(dim, 0, shape[dim])
+                # A class that refuses the last rank's part, the smallest, fails on every rank.
+                padded.narrow(dim, 0, self.layout.local_shape(index, world_size - 1)[dim])
+                if math.prod(shape):
+                    part.copy_(torch.chunk(full.detach(), world_size, dim)[rank])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            inner = {name: tuple(each.shape) for name, each in inner_tensors(full.detach()).items()}
+            raise UnsupportedError(
+                f"Parameter {self.describe(index)}, a {type(full.data).__name__} of shape {tuple(full.shape)}, cannot "
+                f"be sharded on dim {dim} over {world_size} ranks; this is rank {rank}: {error!r}. It is made of "
+                f"tensors of shapes {inner}; expected such as divide into {world_size} equal parts, for parts of "
+                f"shape {chunk_shape}. Quantize it in smaller blocks, shard it over fewer ranks, or leave it out with "
+                "ignored_params (ignored_states of the wrapper)."
+            ) from error
         return part
 
     def _on_shard_device(self, local: torch.Tensor) -> torch.Tensor:
@@ -52,8 +87,66 @@ class ExtendedShown(DTensorShown):
 
     def can_distribute(self, index: int, value: torch.Tensor) -> bool:
         param = self.params[index].param
+        if isinstance(value, DTensor):
+            # torch's functions for full state dicts have made one of a plain tensor.
+            return self._has_several(index) and is_plain(local_of(value).data) and value.shape == param.shape
         return type(value.data) in (torch.Tensor, type(local_of(param))) and value.shape == param.shape
+
+    def _has_several(self, index: int) -> bool:
+        """Return whether parameter ``index`` is made of several tensors, so that no part knows what the whole is."""
+        whole = self._wholes[index]
+        return whole is not None and len(inner_tensors(whole)) > 1
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         local = self._part_of(index, self.params[index].adapter.local_slice(full.detach()))
         return self.with_local(index, self._on_shard_device(local))
+
+    def in_class(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        whole, local = self._wholes[index], local_of(self.params[index].param)
+        if isinstance(full, DTensor):
+            full = full.full_tensor()  # every rank loads
+        # A class that keeps its values in one tensor takes those of each part.
+        if whole is None or not self._has_several(index) or not is_plain(full.data) or full.is_meta:
+            return full
+        device = full.device if local.is_meta else local.device
+        with torch.no_grad():
+            like = whole if whole.device == device else torch.empty_like(whole, device=device)
+            inner = {name: torch.empty_like(each, device=device) for name, each in inner_tensors(whole).items()}
+            made = made_like(like, inner)
+            made.copy_(full.detach().to(device))
+        return made
+
+    def inner_parts(self, index: int, local: torch.Tensor) -> dict[str, InnerPart] | None:
+        """Return this rank's part of each of the plain tensors that parameter ``index`` is made of, by name.
+
+        ``local`` is the local tensor or one like it. None if there is one such tensor when it is sharded, or if these
+        cannot be known as parts of a whole.
+        """
+        whole, own = self._wholes[index], inner_tensors(local)
+        wholes = {} if whole is None else inner_tensors(whole)
+        if len(own) < 2 or own.keys() != wholes.keys() or self.params[index].adapter is not PLAIN:
+            return None
+        found: dict[str, InnerPart] = {}
+        for name, part in own.items():
+            shape = tuple(wholes[name].shape)
+            dims = [dim for dim in range(len(shape)) if part.dim() == len(shape) and part.size(dim) != shape[dim]]
+            offsets: tuple[int, ...] | None = None
+            if not is_plain(part) or part.dim() != len(shape) or len(dims) > 1:
+                return None
+            for dim in dims:
+                rows = chunk_rows(shape[dim], self.layout.world_size, self.spec.rank)
+                if rows.numel != part.size(dim):
+                    return None
+                offsets = tuple(rows.start if each == dim else 0 for each in range(len(shape)))
+            found[name] = InnerPart(part, shape, offsets)
+        return found
+
+
+def _without_memory(whole: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor of the class and settings of another one, made of tensors on the meta device."""
+    inner = inner_tensors(whole)
+    return (
+        made_like(whole, {name: torch.empty_like(each, device="meta") for name, each in inner.items()})
+        if inner
+        else None
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -98,15 +98,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 # Returns whether a tensor is of a class that keeps its values in other tensors, as quantized ones do. torch's own
 # packages use it; it is not documented.
 has_inner_tensors: Callable[[torch.Tensor], bool] = _python_dispatch.is_traceable_wrapper_subclass
-
-
-def plain_tensors_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Iterate over the plain tensors in which a tensor of any class keeps its values; a plain one is its own."""
-    if has_inner_tensors(tensor) and not isinstance(tensor, DTensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from plain_tensors_in(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def place_function(tensor: torch.Tensor) -> Callable[[torch.Tensor], Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
-from fsdp_flat.core import Site, Unit, modules_of, own_unit, unit_of, units_of
+from fsdp_flat.core import Site, Unit, copy_of, local_of, modules_of, own_unit, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, counted
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
@@ -91,7 +91,7 @@ class ModelLoad:
                     is_kept = tensor in managed or name in module._non_persistent_buffers_set
                     if tensor is not None and not is_kept and not is_lazy(tensor):
                         # A DTensor of fully_shard that takes the place of another one takes its memory too.
-                        copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
+                        copied = None if assign and not isinstance(tensor, DTensor) else copy_of(tensor)
                         self._held.append((tensors, name, tensor, copied))
         groups = [param_group for unit in units_of(wrapper) for param_group in unit.param_groups]
         for constant in [
@@ -303,9 +303,8 @@ def end_load(module: nn.Module, keys: Any) -> None:
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare the values that this rank has of two tensors."""
-    if isinstance(one, DTensor) and isinstance(other, DTensor):
-        one, other = one.to_local(), other.to_local()
-    return torch.equal(one, other)
+    own, others = [list(plain_tensors_in(local_of(each))) for each in (one, other)]
+    return len(own) == len(others) and all(map(torch.equal, own, others))
 
 
 def with_wrapper_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -29,8 +29,9 @@ from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import full_params
+from fsdp_flat.state.apart import TakenApart
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
-from fsdp_flat.state.plain_states import values_of
+from fsdp_flat.state.plain_states import is_wrapper, values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
@@ -141,10 +142,16 @@ _LIVE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(bo
 _COPIED = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(True, boxes=True), None)
 
 
-def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
-    """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
+def boxed_state_dict(model: nn.Module, apart: TakenApart | None = None, *, copy: bool = False) -> dict[str, Any]:
+    """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU.
+
+    Parameters that are made of several tensors are taken ``apart``, if the caller can join them.
+    """
     with state_dict_settings(model, _COPIED if copy else _LIVE):
-        found = {name: values_of(value) for name, value in model.state_dict().items()}
+        found: dict[str, Any] = dict(model.state_dict())
+    if any(map(is_wrapper, found.values())):
+        found = found if apart is None else apart.take(found, copy=copy)
+        found = {name: values_of(value) for name, value in found.items()}
     for name, value in found.items() if copy else ():
         # Boxes are copies already; buffers are the live ones.
         if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):

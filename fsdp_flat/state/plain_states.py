@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core import dtensor_of, local_of
-from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.core import copy_of, dtensor_of, inner_tensors, is_plain, local_of
+from fsdp_flat.errors import UnsupportedError, some_of
 from fsdp_flat.layout import Box, Interval
 from fsdp_flat.state.codecs import BoxedTensor
 from fsdp_flat.state.shards import ParamIndex
@@ -107,6 +107,23 @@ def values_of(value: Any) -> Any:
     return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
 
 
+def full_precision(value: torch.Tensor) -> torch.Tensor | None:
+    """Return the values that a tensor made of others stands for, as a plain tensor of its shape and dtype.
+
+    Its class makes them: ``to(dtype)`` of torchao's NF4, ``dequantize()`` of its other classes. Of a DTensor those of
+    its local tensor, as a DTensor. None if the class makes no plain tensor.
+    """
+    local = local_of(value).detach()
+    for make in (lambda: local.to(local.dtype), local.dequantize):
+        try:
+            made = make()
+        except Exception:
+            continue
+        if is_plain(made) and made.shape == local.shape:
+            return dtensor_of(made, value._spec) if isinstance(value, DTensor) else made
+    return None
+
+
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
     """Return an optimizer's states without tensors made of others, and with counts on the CPU.
 
@@ -127,7 +144,7 @@ def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
         for (copied, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
             copied[name] = value
     for param, row in found.items() if wrapped else ():
-        for name in wrapped & row.keys():
+        for name in filter(wrapped.__contains__, list(row)):
             if is_wrapper(row[name]):
                 row[name] = _plain(row[name], name, param, index, in_boxes=in_boxes)
             elif isinstance(row[name], torch.Tensor) and row[name].dtype in (torch.bfloat16, torch.float16):
@@ -149,13 +166,20 @@ def _on_cpu(values: list[torch.Tensor]) -> list[torch.Tensor]:
 def _plain(value: torch.Tensor, name: str, param: nn.Parameter, index: ParamIndex, *, in_boxes: bool) -> torch.Tensor:
     """Return the values of a tensor made of others, in full precision."""
     local = local_of(value)
+    fqn = repr(index.fqns_of(param)[0]) if index.has(param) else f"a parameter of shape {tuple(param.shape)}"
+    # What ``copy_`` makes of the several tensors of a parameter's class may be one of them.
+    if type(local) is type(local_of(param.data)) and is_wrapper(values_of(value)):
+        raise UnsupportedError(
+            f"State {name!r} of {fqn} is a {type(local).__name__}, as the parameter is, of the tensors "
+            f"{some_of(list(inner_tensors(local)), 6)}, none of which has its values. Nothing was saved. Save the "
+            "model alone, or use an optimizer that keeps plain tensors."
+        )
     dtype = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else local.dtype
     try:
         plain = torch.empty(local.shape, dtype=dtype, device="cpu" if in_boxes else local.device)
         with torch.no_grad():
             plain.copy_(local)
     except Exception as error:
-        fqn = repr(index.fqns_of(param)[0]) if index.has(param) else f"a parameter of shape {tuple(param.shape)}"
         raise UnsupportedError(
             f"State {name!r} of {fqn} is a {type(local).__name__}, a tensor made of other tensors, whose values cannot "
             f"be copied into a plain tensor: {error!r}. Nothing was saved. Use an optimizer that keeps plain tensors, "
@@ -187,10 +211,8 @@ def like_present(value: torch.Tensor, present: Any) -> torch.Tensor:
     """
     if not is_wrapper(present) or value.shape != present.shape or is_wrapper(value):
         return value
-    local: Any = local_of(present)
-    names, context = local.__tensor_flatten__()
-    inner = {name: getattr(local, name).clone() for name in names}
-    made: torch.Tensor = type(local).__tensor_unflatten__(inner, context, local.shape, local.stride())
+    local = local_of(present)
+    made = copy_of(local)
     with torch.no_grad():
         made.copy_(local_of(value))
     return dtensor_of(made, present._spec) if isinstance(present, DTensor) else made

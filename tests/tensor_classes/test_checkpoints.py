@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
@@ -78,27 +79,53 @@ def test_full_values_are_loaded_into_tensors_of_the_class_and_into_plain_ones(
     torch.testing.assert_close(plain(x), model(x), atol=1e-2, rtol=1e-2)  # the others compute with rounded values
 
 
+@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("kind", [NewPair, Scaled])
+@on_ranks(4)
+def test_a_parameter_of_several_tensors_is_saved_exactly_for_another_number_of_ranks(
+    kind: type[Holder], before: int, after: int, rows: int, tmp_path: Path
+) -> None:
+    """The numbers of ``Scaled`` have the shape and dtype of its values, and are not its values."""
+    first = torch.arange(8.0 * rows).view(rows, 8)
+    wholes = [first, (first + 0.1).double() if kind is Scaled else first + 1000]
+
+    def sharded(num_ranks: int, *inner: torch.Tensor) -> nn.Module:
+        mesh = init_device_mesh("cpu", (4 // num_ranks, num_ranks), mesh_dim_names=("others", "own"))["own"]
+        layer = nn.Linear(8, rows, bias=False)
+        layer.weight = nn.Parameter(kind(*inner))
+        return fully_shard(layer, mesh=mesh)
+
+    save_checkpoint(tmp_path / f"saved{dist.get_rank() // before}", sharded(before, *wholes))
+    dist.barrier()
+    again = sharded(after, *map(torch.zeros_like, wholes))
+    load_checkpoint(tmp_path / "saved0", again)
+    parts = again.weight._local_tensor.detach().inner()  # type: ignore[union-attr, operator]
+    for part, whole in zip(parts, wholes, strict=True):
+        chunks = torch.chunk(whole, after)
+        rank = dist.get_rank() % after
+        assert torch.equal(part, chunks[rank] if rank < len(chunks) else whole[:0])
+
+
 @FRONTS
 @on_ranks(2)
-def test_a_tensor_whose_values_are_in_several_is_refused_by_name(
+def test_full_files_of_a_tensor_without_plain_values_are_refused_by_name(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"'0.weight' of the state dict is a NewPair.*keep"):
+        save_full(sharded(NewPair), tmp_path / "full")
+
+
+@FRONTS
+@on_ranks(2)
+def test_states_of_an_optimizer_that_are_of_the_parameters_class_are_refused_by_name(
     sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
 ) -> None:
     model = sharded(NewPair)
-    with pytest.raises(UnsupportedError, match=r"'0.weight'.*NewPair"):
-        save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
-    with pytest.raises(UnsupportedError, match=r"'0.weight' of the state dict is a NewPair.*keep"):
-        save_full(model, tmp_path / "full")
-
-
-@FRONTS
-@on_ranks(2)
-def test_a_tensor_with_a_scale_beside_its_numbers_is_refused_by_name(
-    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
-) -> None:
-    """Its numbers have the shape and dtype of its values, and are not its values."""
-    model = sharded(Scaled)
-    with pytest.raises(UnsupportedError, match=r"'0.weight'.*Scaled"):
-        save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, optimizer, 0)
+    with pytest.raises(UnsupportedError, match=r"'exp_avg' of '0.weight' is a NewPair.*first, second"):
+        save_checkpoint(tmp_path, model, optimizer)
 
 
 @on_ranks(2)

@@ -1,0 +1,46 @@
+"""Takes apart tensors that are made of other tensors, as quantized ones are, and puts others together like them.
+
+Their classes have torch's two methods for this, ``__tensor_flatten__`` and ``__tensor_unflatten__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.core.torch_core import dtensor_of, has_inner_tensors, local_of
+
+
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that a tensor is made of, by name; none of a plain one and of a DTensor."""
+    if isinstance(tensor, DTensor) or not has_inner_tensors(tensor):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+
+
+def plain_tensors_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over the plain tensors in which a tensor of any class keeps its values; a plain one is its own."""
+    if inner := inner_tensors(tensor):
+        for each in inner.values():
+            yield from plain_tensors_in(each)
+    else:
+        yield tensor
+
+
+def made_like(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the class, shape and settings of another one, made of other ``inner`` tensors."""
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+        dict(inner), context, tensor.size(), tensor.stride()
+    )
+    return made
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an exact copy of a tensor of any class: ``clone`` of a quantized one may quantize it once more."""
+    if isinstance(tensor, DTensor):
+        return dtensor_of(copy_of(local_of(tensor)), tensor._spec)
+    inner = inner_tensors(tensor.detach())
+    return made_like(tensor.detach(), {k: copy_of(v) for k, v in inner.items()}) if inner else tensor.detach().clone()
