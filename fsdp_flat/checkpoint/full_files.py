@@ -31,7 +31,6 @@ from fsdp_flat.checkpoint.safetensors_files import (
 )
 from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
 from fsdp_flat.core import (
-    DTensorShown,
     ExtendedGroup,
     ParamGroup,
     copy_of,
@@ -52,7 +51,7 @@ from fsdp_flat.state import (
     ParamIndex,
     StateShard,
     boxed_state_dict,
-    dtensor_from,
+    distributed_param,
     full_tensor,
     settings_for,
     state_dict_settings,
@@ -677,10 +676,7 @@ def _loadable(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
     """Return the value of an entry for ``load_state_dict``: a DTensor of this rank's part, or the full tensor."""
     if entry.param is None or not isinstance(entry.value, DTensor):
         return full
-    shown, index = entry.param.param_group.shown, entry.param.index
-    assert isinstance(shown, DTensorShown)
-    made = shown.in_class(index, full)
-    return dtensor_from(entry.param, full, repr(entry.name)) if made is full else shown.distribute(index, made)
+    return distributed_param(entry.param, full, repr(entry.name))
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -187,6 +187,13 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
     return _views(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
 
 
+def distributed_param(param: IndexedParam, full: torch.Tensor, label: str) -> DTensor:
+    """Return a copy of the full value of a parameter, in the parameter's class, with its mesh and placements."""
+    views = _views(param)
+    made = views.in_class(param.index, full)
+    return dtensor_from(param, full, label) if made is full else views.distribute(param.index, made)
+
+
 def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a full tensor of another shape than the parameter's as an optimizer keeps it; nothing is communicated.
 
