@@ -9,4 +9,5 @@ from fsdp_flat.checkpoint.checkpoints import (
     save_checkpoint,
     verify_checkpoint,
 )
-from fsdp_flat.checkpoint.full_files import iter_full_state_dict, load_full, save_full
+from fsdp_flat.checkpoint.full_load import load_full
+from fsdp_flat.checkpoint.full_save import iter_full_state_dict, save_full

@@ -52,4 +52,4 @@ from fsdp_flat.state.shards import (
     rank_groups_of,
     redistribute,
 )
-from fsdp_flat.state.torch_state import distributed_param, dtensor_from, full_tensor
+from fsdp_flat.state.torch_state import distributed_param, full_tensor

@@ -1,0 +1,315 @@
+"""Loads full models from files, of which each rank reads its own slices."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.api import StateDictType
+from fsdp_flat.checkpoint.adapter_files import ADAPTER_NAME, adapters_of
+from fsdp_flat.checkpoint.consensus import LOADING, Consensus
+from fsdp_flat.checkpoint.format import COMMIT_NAME, check_file, check_sums, orders_in, path_of_user
+from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of
+from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
+from fsdp_flat.checkpoint.safetensors_files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    files_in_index,
+    read_safetensors,
+)
+from fsdp_flat.core import (
+    ExtendedGroup,
+    copy_of,
+    local_of,
+    plain_tensors_in,
+    unit_of,
+    units_of,
+)
+from fsdp_flat.core.quantized import constants_of
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, counted, some_of
+from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, owners_of_constants
+from fsdp_flat.state import (
+    distributed_param,
+    settings_for,
+    state_dict_settings,
+)
+from fsdp_flat.state.plain_states import is_wrapper
+
+
+def load_full(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    keep: Callable[[str], bool] | None = None,
+    prefix: str = "",
+    rename: Callable[[str], str | None] | None = None,
+    progress: bool | None = None,
+) -> tuple[list[str], list[str]]:
+    """Load a full model from files; each rank reads only its own slices of each parameter.
+
+    A parameter of several tensors, a quantized one, takes the values of full precision: each rank reads all of these,
+    and quantizes them as without sharding. A file that lacks such a parameter leaves it as it is, as an adapter's does.
+
+    If :func:`save_full` has written ``model.checksums.json`` beside the files, checksums are compared first, each rank
+    those of some files.
+
+    Every rank must call this, and must have access to the files. The model is unchanged unless everything fits; until
+    then each rank holds a copy of its shards.
+
+    Args:
+        model: a wrapped model, or a module that holds wrappers.
+        path: a ``.safetensors`` file (read by the package safetensors), a directory with ``model.safetensors`` or with
+            an index as on model hubs, or a file of ``torch.save`` with a state dict (read by ``torch.load`` with
+            ``mmap`` and ``weights_only``). A directory of an adapter of the peft package is loaded into that adapter of
+            the model, with ``strict=False``.
+        strict: missing and unexpected names in the files are an error, and integers where the model has floating-point
+            numbers, or the other way.
+        keep: returns whether to load the entry of a name of the model.
+        prefix: load only names in the files that begin with it, without it: ``"model."`` loads the part of that name.
+        rename: returns the model's name for a name in the files, after ``prefix``; None leaves the entry out.
+        progress: show a progress bar of the comparison of checksums on rank 0, if tqdm is installed. By default on a
+            terminal only, after two seconds.
+
+    Returns:
+        Missing names and unexpected names; both empty with ``strict``.
+
+    Raises:
+        LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit; on every rank.
+        UnsupportedError: a ``.safetensors`` file, and the package safetensors is not installed.
+        OptionTypeError: an argument of the wrong type.
+        PhaseError: called in the middle of a step.
+    """
+    together = Consensus.of(model, LOADING)
+    with together.propagate_errors("load_full"):
+        path = path_of_user(path, "path")
+        paths = _files_of(path)
+        _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))
+        tensors, names = _stored_in(paths)
+        if prefix or rename is not None:
+            names = _renamed(names, prefix, rename)
+            tensors = {name: tensors[name] for name in sorted(set(names.values()))}
+        entries = entries_of(model, keep, loads=True)
+        if rename is None and paths[0].name == ADAPTER_NAME and (adapters := adapters_of(model)) is not None:
+            adapter = paths[0].parent.name if paths[0].parent.name in adapters.configs else adapters.first
+            own = [entry.name for entry in entries if adapters.owner(entry.name) == adapter]
+            fqns = {adapters.stored_name(name, adapter): name for name in own}
+            names = {fqns.get(name, name): stored for name, stored in names.items()}
+        # An adapter's file has no quantized base.
+        entries = [entry for entry in entries if entry.name in names or not is_wrapper(entry.value)]
+        # A tied parameter may be in the file under any of its names.
+        found = {entry.same_as or entry.name: names[entry.name] for entry in entries if entry.name in names}
+        missing = [entry.name for entry in entries if (entry.same_as or entry.name) not in found]
+        known = {names[entry.name] for entry in entries if entry.name in names}
+        unexpected = [name for name in tensors if name not in known]
+        pairs = [(entry, tensors[found[entry.name]]) for entry in entries if entry.name in found]
+        problems = _unlike(pairs, strict=strict) + (_misfits(missing, unexpected) if strict else [])
+        if problems:
+            raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
+    given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
+    error: Exception | None = None
+    # Modules and hooks may raise after others have loaded, on one rank alone too.
+    undo = _copied(model)
+    try:
+        state = {entry.key: _loadable(entry, tensors[name]) for entry, name in given if name is not None}
+        not_taken = _load(model, state)
+        if strict and not_taken:
+            raise LoadError(f"No module has taken {some_of(not_taken, 5)} of {path}. Nothing was loaded.")
+        unexpected += not_taken
+    except Exception as raised:
+        error = raised
+    try:
+        together.fail(error)
+    except Exception:
+        undo()
+        raise
+    return missing, unexpected
+
+
+def _renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str | None] | None) -> dict[str, str]:
+    """Return the names of :func:`_stored_in` as :func:`load_full` maps them."""
+    if not isinstance(prefix, str) or not (rename is None or callable(rename)):
+        raise OptionTypeError(
+            f"prefix must be a str, and rename a function of a name, or None; got {prefix!r} and {rename!r}."
+        )
+    found: dict[str, str] = {}
+    for name, stored in names.items():
+        new = name.removeprefix(prefix) if name.startswith(prefix) else None
+        if rename is not None and new is not None:
+            new = rename(new)
+        if new is not None and found.setdefault(new, stored) != stored:
+            raise OptionError(f"rename gives the name {new!r} to {found[new]!r} and to {stored!r} of the file.")
+    return found
+
+
+def _unlike(pairs: Sequence[tuple[Entry, torch.Tensor]], *, strict: bool) -> list[str]:
+    """Tell which tensors of files have another shape than the entries, or if ``strict`` another kind of numbers."""
+
+    def kind(tensor: torch.Tensor) -> tuple[bool, bool]:
+        return tensor.is_floating_point(), tensor.is_complex()
+
+    told = []
+    owners = owners_of_constants([entry.name for entry, _ in pairs])
+    coded = set(owners.values())
+    for entry, there in pairs:
+        here = entry.template
+        if entry.name in owners:
+            continue  # the load compares how parameters are quantized
+        if entry.name in coded and there.dtype != here.dtype:
+            told.append(f"{entry.name!r} has codes in {there.dtype} in the file, in {here.dtype} in the model")
+        elif there.shape != here.shape:
+            told.append(f"{entry.name!r} has shape {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
+        elif strict and kind(there) != kind(here):
+            kinds = f"{there.dtype} in the file, of {here.dtype} in the model"
+            told.append(f"{entry.name!r} is of {kinds} (strict=False converts)")
+    return told
+
+
+def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Tell how the names of a file differ from the model's, and what argument maps them if they have another prefix."""
+    lacking, given = set(missing), set(unexpected)
+    pairs: dict[str, str] = {}
+    found = []
+    if prefix := added_prefix(unexpected, lacking):
+        pairs, advice = {name: prefix + name for name in missing if prefix + name in given}, f"prefix={prefix!r}"
+    elif prefix := added_prefix(missing, given):
+        pairs = {prefix + name: name for name in unexpected if prefix + name in lacking}
+        advice = f"rename=lambda name: {prefix!r} + name"
+    if pairs:
+        found.append(f"load_full(..., {advice}) would find {counted(len(pairs), 'names')} missing now")
+    mapped = set(pairs.values())
+    return found + misfits([n for n in missing if n not in pairs], [n for n in unexpected if n not in mapped])
+
+
+def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Load full tensors, and return the names that no module has taken."""
+    unit = unit_of(model)
+    # A plain module may have a method of its own with other arguments.
+    has_wrapper = unit is not None and unit.options.front.has_wrapper
+    load = type(model).load_state_dict if has_wrapper else nn.Module.load_state_dict
+    with state_dict_settings(model, settings_for(StateDictType.FULL_STATE_DICT, None, None)):
+        return [clean_fqn(name) for name in load(model, state, strict=False).unexpected_keys]
+
+
+def _copied(model: nn.Module) -> Callable[[], None]:
+    """Copy this rank's tensors of a model, and return a function that restores their values."""
+    handles = [handle for unit in units_of(model) for handle in unit.param_groups]
+    for unit in units_of(model):
+        unit.reshard()
+        unit.before_gather()
+    managed = {param for handle in handles for param in handle.shown.visible_params}
+    others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
+    quantized = [*(entry.param for handle in handles for entry in handle.params), *others]
+    others += [each for param in quantized for each in constants_of(param).values()]
+    # Tensors of other classes have no part in a flat parameter.
+    extended = [entry.param for handle in handles if isinstance(handle, ExtendedGroup) for entry in handle.params]
+    others += [inner for param in extended for inner in plain_tensors_in(local_of(param))]
+    tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
+    copies = list(map(copy_of, tensors))
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+        for handle in handles:
+            handle.raise_weights_epoch()
+
+    return restore
+
+
+def _loadable(entry: Entry, full: torch.Tensor) -> torch.Tensor:
+    """Return the value of an entry for ``load_state_dict``: a DTensor of this rank's part, or the full tensor."""
+    if entry.param is None or not isinstance(entry.value, DTensor):
+        return full
+    return distributed_param(entry.param, full, repr(entry.name))
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the files of a path of :func:`load_full`, the index first if there is one."""
+    if not path.is_dir():
+        check_file(path)
+        return [path]
+    index = path / INDEX_NAME
+    if not os.path.lexists(index):
+        if not os.path.lexists(path / SINGLE_NAME):
+            if os.path.lexists(path / ADAPTER_NAME):
+                return [path / ADAPTER_NAME]
+            raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{_held_instead(path)}.")
+        return [path / SINGLE_NAME]
+    return [index, *files_in_index(index)]
+
+
+def _held_instead(path: Path) -> str:
+    """Return what a directory holds instead of a full model, and what loads that; empty if it is nothing known."""
+    if (path / COMMIT_NAME).exists() or orders_in(path):
+        return (
+            ", but a checkpoint of save_checkpoint. Load it by fsdp_flat.load_checkpoint(directory, model, optimizer), "
+            "or write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"
+        )
+    if (path / ".metadata").exists():
+        return (
+            ", but a checkpoint of torch.distributed.checkpoint. Load it by torch.distributed.checkpoint.load, or "
+            "write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"
+        )
+    return ""
+
+
+def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> None:
+    """Compare this rank's share of the files with the checksums beside them, if these are there."""
+    directory = paths[0].parent
+    sums = directory / (ADAPTER_CHECKSUMS_NAME if paths[0].name == ADAPTER_NAME else CHECKSUMS_NAME)
+    if not os.path.lexists(sums):
+        return
+    check_file(sums)
+    try:
+        found = json.loads(sums.read_text())
+        records = {
+            path.name: {key: found[path.name][key] for key in ("size", "crc32")} for path in paths if path.name in found
+        }
+        check_sums(directory, dict(list(records.items())[together.rank :: together.size]), show)
+    except LoadError as error:
+        raise LoadError(f"{error} If the file was replaced on purpose, remove {sums}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{sums} cannot be read: {error!r}. Without it, files are loaded as they are.") from error
+
+
+def _stored_in(paths: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of files, which are read when they are used; and by each of their names the one in this."""
+    if len(paths) == 1 and paths[0].suffix != ".safetensors":
+        return _from_torch_file(paths[0])
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for path in paths:
+        if path.name == INDEX_NAME:
+            continue
+        found, metadata = read_safetensors(path)
+        if twice := sorted(tensors.keys() & found):
+            raise LoadError(
+                f"{path} has {some_of(list(map(repr, twice)), 3)}, which another file of the model has too."
+            )
+        tensors |= found
+        aliases |= {name: same for name, same in metadata.items() if name != "format"}
+    own = {name: name for name in tensors}
+    return tensors, {**{name: same for name, same in aliases.items() if same in tensors}, **own}
+
+
+def _from_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise LoadError(
+            f"{path} cannot be read by torch.load(weights_only=True): {error}. Expected a state dict of plain tensors, "
+            "or a .safetensors file."
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        advice = advice_on(state, ()) if isinstance(state, Mapping) else ""
+        raise LoadError(f"{path} holds no state dict of tensors; save model.state_dict() by itself. {advice}".rstrip())
+    return dict(state), {name: name for name in state}
