@@ -21,7 +21,7 @@ from fsdp_flat.core import averages
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import assert_close, on_ranks
+from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS, average_gradients
 from tests.support.kit import no_shard_allowed, square_loss, train_on
 from tests.support.wrapper_models import batch, message, seeded, shard
@@ -445,6 +445,16 @@ def test_buffers_of_one_dtype_are_averaged_in_one_collective(rank: int) -> None:
     assert_same_on_ranks(torch.cat([norm.running_mean for norm in module]))
     assert_close(module.counts.to_dense(), torch.full((2, 2), 0.5), rtol=0.0, atol=0.0)
     assert bool(module.mask) == (rank == 0)
+
+
+@on_ranks(2)
+def test_ranks_that_average_different_buffers_raise_with_both(rank: int) -> None:
+    model = FSDP(nn.Sequential(nn.Linear(3, 4)))
+    # Of one size, so that a collective would mix them.
+    model.module.register_buffer("shift" if rank else "scale", torch.ones(4))
+    with pytest.raises(RankMismatchError, match=r"different buffers.*buffer 'scale' \(4,\).*buffer 'shift' \(4,\)"):
+        model.average_buffers()
+    assert_equal(dict(model.module.named_buffers()), {"shift" if rank else "scale": torch.ones(4)})
 
 
 @on_ranks(4)
