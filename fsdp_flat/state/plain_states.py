@@ -144,7 +144,7 @@ def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:
         for (copied, name, _), value in zip(counts, _on_cpu([each for *_, each in counts]), strict=True):
             copied[name] = value
     for param, row in found.items() if wrapped else ():
-        for name in filter(wrapped.__contains__, list(row)):
+        for name in [name for name in row if name in wrapped]:
             if is_wrapper(row[name]):
                 row[name] = _plain(row[name], name, param, index, in_boxes=in_boxes)
             elif isinstance(row[name], torch.Tensor) and row[name].dtype in (torch.bfloat16, torch.float16):
