@@ -118,9 +118,11 @@ class BackwardExchange:
             is_unreduced = bytes([param_group in unreduced for param_group in param_groups])
             trained = bytes([trains for param_group in param_groups for trains in param_group.shown.requires_grad()])
             issued, reductions = self._log.digests(groups)
-            digest = hashlib.blake2b(reductions + trained + same, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes maxima; that of the complement shows the minimum of a digest.
-            digests = [digest + _complement(digest), *_by_replica(issued + _complement(issued), groups)]
+            of_replicas = _by_replica(issued + _complement(issued), groups)
+            of_all = (reductions if of_replicas else issued) + trained + same
+            digest = hashlib.blake2b(of_all, digest_size=_DIGEST_NBYTES).digest()
+            digests = [digest + _complement(digest), *of_replicas]
             facts = bytes([retains_graph, is_needed, not waits])
             message = bytearray(b"".join([*flags, is_unreduced, facts, *digests]))
             pending = Pending((), torch.frombuffer(message, dtype=torch.uint8))
@@ -165,12 +167,10 @@ class BackwardExchange:
 
 
 def _by_replica(own: bytes, groups: ShardingGroups) -> list[bytes]:
-    """Return a place in a message for each replica that all-gathers, of which this rank fills that of its own."""
-    return [
-        own if replica == groups.replicate.rank else bytes(len(own))
-        for replica in range(groups.replicate.size)
-        if groups.shard.size > 1
-    ]
+    """Return a place in a message for each of several replicas that all-gather; this rank fills that of its own."""
+    if 1 in (groups.shard.size, groups.replicate.size):
+        return []
+    return [own if rank == groups.replicate.rank else bytes(len(own)) for rank in range(groups.replicate.size)]
 
 
 def _complement(digest: bytes) -> bytes:

@@ -111,7 +111,7 @@ def test_gradient_sync_is_the_switch_of_both_reductions(fronts: Fronts) -> None:
 
 @on_ranks(2, 4)
 @FRONTS_AND_TORCH
-def test_a_parameter_used_before_the_all_reduce_only_has_its_gradient_after_it(fronts: Fronts) -> None:
+def test_a_parameter_that_only_an_earlier_backward_used_has_its_gradient_after_the_all_reduce(fronts: Fronts) -> None:
     beside = of_replicas(fronts)
     for is_last in (False, True):
         for model in beside.models:

@@ -138,7 +138,13 @@ def test_checkpoints_are_numbered_and_the_newest_are_kept(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000040"]
     assert load_checkpoint(tmp_path, model).step == 40
     assert load_checkpoint(tmp_path, model, step=2).step == 2
-    # Back to an earlier step: the last save is the newest, whatever its number.
+
+
+@on_ranks(2)
+def test_the_last_save_is_the_newest_also_with_a_lower_number(tmp_path: Path) -> None:
+    model = shard(seeded())
+    for step in (2, 40):
+        save_checkpoint(tmp_path, model, step=step)
     assert save_checkpoint(tmp_path, model, step=3, keep_last=2).path.is_dir()
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000040"]

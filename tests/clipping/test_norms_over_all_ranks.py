@@ -55,7 +55,7 @@ def test_torchs_function_clips_by_the_norm_of_all_ranks(tree: str, norm_type: fl
 
 @ORIG_PARAMS
 @on_ranks(2, 4)
-def test_parameters_may_be_some_of_a_model_and_stand_beside_others(use_orig_params: bool, rank: int) -> None:
+def test_the_norm_of_some_parameters_counts_and_scales_their_gradients_alone(use_orig_params: bool, rank: int) -> None:
     plain = seeded()
     model = trained(rank=0, use_orig_params=use_orig_params)
     square_loss(plain, batch(0)).backward()

@@ -89,7 +89,9 @@ def test_an_exception_that_an_outer_forward_catches_leaves_the_step_right() -> N
 
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["backward", "backward at the end"])
-def test_after_an_exception_in_backward_whole_parameters_can_be_summoned_and_saved(where: str, rank: int) -> None:
+def test_the_step_after_an_exception_in_backward_has_its_own_gradients_and_states_can_be_saved(
+    where: str, rank: int
+) -> None:
     beside = Beside(Stack(block=Fragile), units=(Fragile,))
     beside.train()
     beside.ours.blocks[1].module.trouble = where

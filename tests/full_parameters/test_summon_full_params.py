@@ -558,3 +558,24 @@ def test_gradients_that_are_not_reduced_stay_after_a_summon_that_refuses_them(us
             pass
         assert [param.grad is None for param in model.parameters()] == before
     assert not all(before)
+
+
+@BOTH
+@on_ranks(2)
+def test_parameters_that_were_unsharded_are_so_again_after_a_summon(use_orig_params: bool, rank: int) -> None:
+    """Between a forward and a backward that adds a penalty on weights."""
+    model = shard(seeded(), "SHARD_GRAD_OP", use_orig_params=use_orig_params)
+    plain = seeded()
+    loss = square_loss(model, batch(rank))
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    with FSDP.summon_full_params(model, writeback=False):
+        pass
+    assert {name: param.shape for name, param in model.named_parameters()} == shapes
+    weights = [each.blocks[0].up.weight for each in (model, plain)]
+    assert weights[0].shape == weights[1].shape
+    (loss + weights[0].square().sum()).backward()
+    (square_loss(plain, batch(rank)) + weights[1].square().sum()).backward()
+    for param in plain.parameters():
+        dist.all_reduce(param.grad)
+    for name, grad in full_grads(model).items():
+        assert_close(grad, dict(plain.named_parameters())[name].grad / 2, rtol=1e-5, atol=1e-6, what=name)

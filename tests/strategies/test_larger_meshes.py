@@ -73,7 +73,7 @@ def trained(model: nn.Module, mesh: DeviceMesh, *, num_steps: int = 3) -> list[f
 @on_ranks(2, 4)
 @pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="torch 2.13 or newer")
 @pytest.mark.parametrize("kind", list(MESHES))
-def test_training_equals_torchs(kind: str) -> None:
+def test_placements_and_training_equal_torchs(kind: str) -> None:
     sizes, shard, replicate = MESHES[kind]
     counts = list(sizes.values())
     if dist.get_world_size() == 2:

@@ -39,9 +39,15 @@ def traced(model: FSDP) -> list[tuple[str, str]]:
 
 
 def exchange_nbytes(model: nn.Module) -> int:
-    """Return the bytes exchanged at the end of a backward: one per parameter and handle, three flags, two digests."""
+    """Return the bytes exchanged at the end of a backward: one per parameter and handle, three flags, and digests.
+
+    A digest is there twice: one of all ranks, and one of each of several replicas that all-gather.
+    """
     handles = [handle for unit in units_of(model) for handle in unit.param_groups]
-    return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 3 + 16
+    groups = units_of(model)[0].options.groups
+    num_replicas = 0 if 1 in (groups.shard.size, groups.replicate.size) else groups.replicate.size
+    num_params = sum(len(handle.layout.param_infos) for handle in handles)
+    return num_params + len(handles) + 3 + 16 * (1 + num_replicas)
 
 
 def units_by_name(model: nn.Module) -> dict[str, Unit]:
