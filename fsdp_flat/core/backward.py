@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -30,6 +30,8 @@ from fsdp_flat.core.memory import WeightsVersion
 from fsdp_flat.core.torch_core import graph_task_id, keeps_graph, node_will_run
 from fsdp_flat.core.unit import Unit
 
+# any_rank(flags): whether each is true on any of some ranks, all of which call this.
+AnyRank: TypeAlias = Callable[[Sequence[bool]], list[bool]]
 # Older iterations than this many are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32
 
@@ -61,6 +63,7 @@ class Iteration:
         post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not keep the graph alive.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
         trains: gradients were enabled when the iteration began, so a backward may follow.
+        is_evaluation: the outermost module was in evaluation mode, so one replica may have run it by itself.
         expects_backward: a backward may reach the outputs of a unit.
         is_open_ended: a backward may reach parameters of a unit without passing a hooked output.
     """
@@ -70,6 +73,7 @@ class Iteration:
         "compiler",
         "events",
         "expects_backward",
+        "is_evaluation",
         "is_open_ended",
         "order",
         "outputs",
@@ -77,8 +81,8 @@ class Iteration:
         "trains",
     )
 
-    def __init__(self, compiler: Any = None) -> None:
-        self.compiler = compiler
+    def __init__(self, compiler: Any = None, *, is_evaluation: bool = False) -> None:
+        self.compiler, self.is_evaluation = compiler, is_evaluation
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
@@ -103,7 +107,10 @@ class Iteration:
 
 
 class PendingIterations:
-    """Holds the iterations that no backward has reached yet, the same on every rank."""
+    """Holds the iterations that no backward has reached yet, the same on every rank of a replica.
+
+    They are the same on all ranks, but for evaluations of a replica by itself.
+    """
 
     def __init__(self) -> None:
         self._iterations: list[Iteration] = []
@@ -120,21 +127,35 @@ class PendingIterations:
         """Add the iterations that are pending in ``other``."""
         self._iterations += [iteration for iteration in other._iterations if iteration not in self._iterations]
 
-    def of_backward(self, any_rank: Callable[[Sequence[bool]], list[bool]]) -> list[Iteration]:
+    def of_backward(self, any_rank: AnyRank, any_of_replica: AnyRank | None) -> list[Iteration]:
         """Return the iterations that the running backward goes through on any rank; drop those whose graphs are freed.
 
         If several are pending, ranks exchange flags, to agree on the first forward of each unit in this backward, where
         its post-backward runs. Iterations that an earlier backward has removed are included when autograd reaches them.
+        Where there are replicas, ``any_of_replica`` asks the ranks of this rank's replica alone.
         """
-        included = [iteration.is_in_backward for iteration in self._iterations]
-        if len(included) > 1:
-            flags = any_rank([*included, *[iteration.is_alive for iteration in self._iterations]])
-            included, alive = flags[: len(included)], flags[len(included) :]
-        else:
-            alive = [True] * len(included)
-        found = list(compress(self._iterations, included))
-        self._iterations = list(compress(self._iterations, alive))
-        return found
+        evaluations = [iteration for iteration in self._iterations if iteration.is_evaluation]
+        apart: list[Iteration] = []
+        if any_of_replica is not None and evaluations and len(self._iterations) > 1:
+            # Other replicas do not know those that a replica has run by itself, and runs no backward through.
+            reached, alive = _flags_of(evaluations, any_of_replica)
+            apart = [iteration for iteration, is_reached in zip(evaluations, reached, strict=True) if not is_reached]
+            freed = {iteration for iteration, is_alive in zip(evaluations, alive, strict=True) if not is_alive}
+            self._iterations = [iteration for iteration in self._iterations if iteration not in freed]
+        shared = [iteration for iteration in self._iterations if iteration not in apart]
+        if len(shared) < 2:
+            return [iteration for iteration in shared if iteration.is_in_backward]
+        included, alive = _flags_of(shared, any_rank)
+        freed = set(shared) - set(compress(shared, alive))
+        self._iterations = [iteration for iteration in self._iterations if iteration not in freed]
+        return list(compress(shared, included))
+
+
+def _flags_of(iterations: Sequence[Iteration], any_rank: AnyRank) -> tuple[list[bool], list[bool]]:
+    """Return for each iteration whether a backward goes through it, and whether it is alive, on any rank."""
+    reached = [iteration.is_in_backward for iteration in iterations]
+    flags = any_rank([*reached, *[iteration.is_alive for iteration in iterations]])
+    return flags[: len(iterations)], flags[len(iterations) :]
 
 
 @dataclass(slots=True, eq=False)

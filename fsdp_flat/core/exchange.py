@@ -91,6 +91,16 @@ class BackwardExchange:
         rank_groups = [rank_group for groups in chosen for rank_group in self._host_groups(groups)]
         return true_on_any_rank(flags, rank_groups, torch.device("cpu"), collective=_DOING)
 
+    def any_rank_of_replica(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is true on any rank of the shard groups that this rank is in."""
+        shard_groups = [groups.shard for groups, some in self.param_groups.items() if some]
+        return true_on_any_rank(flags, shard_groups, torch.device("cpu"), collective=_DOING)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if several ranks hold the same shard of some parameters."""
+        return any(groups.replicate.size > 1 for groups in self.param_groups)
+
     def begin(
         self,
         used: Mapping[ParamGroup, bytes],

@@ -223,7 +223,8 @@ class Step:
         """Begin an outermost forward."""
         self.recover()
         self._take_over_units()
-        iteration = Iteration(compiler)
+        module = self.root_module()
+        iteration = Iteration(compiler, is_evaluation=module is not None and not module.training)
         for guard in EVENTS.tree_built:
             guard(self, iteration)
         self.iteration = iteration
@@ -474,7 +475,9 @@ class Step:
         if self.backward is not None:
             self.abort()  # autograd, which alone holds the callback at the end of the backward, has dropped it
         backward = self._begin_backward()
-        backward.include(self._pending.of_backward(self._exchange.any_rank))
+        exchange = self._exchange
+        of_replica = exchange.any_rank_of_replica if exchange.has_replicas else None
+        backward.include(self._pending.of_backward(exchange.any_rank, of_replica))
         callback = partial(self._end_of_backward)
         self._callback = weakref.ref(callback)
         queue_callback(callback)

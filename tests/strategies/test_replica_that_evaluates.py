@@ -36,6 +36,26 @@ def test_first_replica_evaluates_between_steps(layout: str, front: str, shared_m
 
 
 @FRONTS
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+@on_ranks(4)
+def test_a_replica_may_evaluate_with_gradients_enabled(front: str, keeps_outputs: bool) -> None:
+    pair = Beside(Stack(), front, **placed("HYBRID_SHARD 2x2", front))
+    pair.train()
+    outputs = []
+    for step in range(3):
+        if dist.get_rank() < 2:
+            pair.ours.eval()
+            output = pair.ours(batch(dist.get_rank(), step))
+            outputs += [output] if keeps_outputs else []
+            pair.ours.train()
+        pair.train()
+    # Forwards in evaluation mode that all ranks run, and a backward through them.
+    for model in pair.models:
+        model.eval()
+    pair.train(num_steps=2)
+
+
+@FRONTS
 @on_ranks(4)
 def test_second_replica_evaluates_before_the_first_step(front: str) -> None:
     pair = Beside(Stack(), front, **placed("HYBRID_SHARD 2x2", front))
