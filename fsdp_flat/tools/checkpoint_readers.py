@@ -225,7 +225,9 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    return type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+    # A file has no elements of a tensor on the meta device.
+    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+    return is_plain and value.device.type == "cpu"
 
 
 def _whole(keys: Keys, tensor: torch.Tensor, file: Path) -> TensorInFiles:

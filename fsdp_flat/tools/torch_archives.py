@@ -11,7 +11,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -73,13 +73,17 @@ class DescribedTensor(Described):
     dtype: torch.dtype
 
 
-def _described(kind: str, base: type[Described] = Described) -> type[Described]:
-    return type(kind.rpartition(".")[2], (base,), {"kind": kind})
+def _described(kind: str, base: type[Described] = Described, **attributes: Any) -> type[Described]:
+    return type(kind.rpartition(".")[2], (base,), {"kind": kind, **attributes})
+
+
+def _is_described(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Described)
 
 
 def _attribute(of: Any, name: str) -> Any:
     """Return an attribute of a class that is described; of anything else attributes lead to code to run."""
-    if isinstance(of, type) and issubclass(of, Described):
+    if _is_described(of):
         return _described(f"{of.kind}.{name}")
     raise LoadError(f"it asks for the attribute {name!r} of {of!r}, which no state dict does")
 
@@ -109,15 +113,23 @@ _MADE: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("_codecs", "encode"): lambda text, encoding="latin1": text.encode("latin1"),
-    ("builtins", "getattr"): _attribute,
     ("torch._utils", "_rebuild_tensor"): lambda *args: torch._utils._rebuild_tensor(*args),
     ("torch._utils", "_rebuild_tensor_v2"): lambda *args: torch._utils._rebuild_tensor_v2(*args),
     ("torch._utils", "_rebuild_tensor_v3"): lambda *args: torch._utils._rebuild_tensor_v3(*args),
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+}
+# What it may call with a class that is described. With ``allow_pickle`` a class may also be one that was imported.
+_DESCRIBED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "getattr"): _attribute,
     ("torch._utils", "_rebuild_wrapper_subclass"): _described_tensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
 }
+
+
+def _by_class(describe: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what describes if one of its arguments is a class that is described, and else makes."""
+    return lambda *args: (describe if any(map(_is_described, args)) else make)(*args)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -129,11 +141,17 @@ class _Unpickler(pickle.Unpickler):
         module = module.replace("__builtin__", "builtins")
         if (module, name) in _MADE:
             return _MADE[module, name]
+        if (module, name) in _DESCRIBED:
+            describe = _DESCRIBED[module, name]
+            return _by_class(describe, super().find_class(module, name)) if self.makes_all else describe
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         # torch makes those of torch.distributed of process groups, which a file has none of.
         if self.makes_all and not module.startswith("torch.distributed"):
             return super().find_class(module, name)
+        if name == "UntypedStorage" and module in ("torch", "torch.storage"):
+            # torch asks the class of a storage for the dtype in which its size counts.
+            return _described("torch.UntypedStorage", dtype=torch.uint8)
         return _described(f"{module}.{name}")
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,104 @@ def test_a_file_cannot_change_functions_of_torch(tmp_path: Path) -> None:
         archive.writestr("archive/version", "3\n")
     assert read_archive(tmp_path / "bad.pt").__defaults__ is None
     assert torch._utils._rebuild_tensor_v2.__defaults__ == before == (None,)
+
+
+class Setting:
+    """An object that torch.load(weights_only=True) refuses."""
+
+    class Inner:
+        """An object whose class is pickled as an attribute of another."""
+
+
+# Those that torch has no class of typed storages for.
+NEW_DTYPES = [torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", NEW_DTYPES)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tensors_of_new_dtypes_are_read_beside_an_object(dtype: torch.dtype, allowed: bool, tmp_path: Path) -> None:
+    value = torch.arange(3, dtype=torch.float32).to(dtype)
+    torch.save({"a": value, "o": Setting()}, tmp_path / "in.pt")
+    found = open_checkpoint(tmp_path / "in.pt", allow_pickle=allowed).tensors["a",].full()
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_an_untyped_storage_is_read_beside_an_object(allowed: bool, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0).untyped_storage(), "o": Setting()}, tmp_path / "in.pt")
+    found = read_archive(tmp_path / "in.pt", allow_pickle=allowed)["a"]
+    with warnings.catch_warnings():
+        # torch.load makes a typed storage of it.
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        assert bytes(found.tolist()) == torch.arange(3.0).numpy().tobytes()
+
+
+def test_what_was_converted_with_objects_is_read_without_them(tmp_path: Path, run: Run) -> None:
+    torch.save({"model": {"w": torch.arange(3.0)}, "o": Setting()}, tmp_path / "in.pt")
+    assert run("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--to", "torch", "--allow-pickle")[0] == 0
+    found = open_checkpoint(tmp_path / "out.pt")
+    assert "Setting, not unpickled" in repr(found.values["o",])
+    assert torch.equal(found.tensors["model", "w"].full(), torch.arange(3.0))
+
+
+def test_a_file_cannot_change_the_storages_of_torch(tmp_path: Path) -> None:
+    program = b"ctorch.storage\nUntypedStorage\n(N(dVdtype\nVfloat\nstb."
+    for module in (b"torch.storage", b"torch"):
+        with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", program.replace(b"torch.storage", module))
+            archive.writestr("archive/version", "3\n")
+        with pytest.raises(LoadError, match="cannot be read"):
+            read_archive(tmp_path / "bad.pt")
+    assert not hasattr(torch.UntypedStorage, "dtype")
+
+
+class Quantized(torch.Tensor):
+    """A tensor that consists of another one and a factor."""
+
+    codes: torch.Tensor
+    factor: float
+
+    @staticmethod
+    def of(value: torch.Tensor) -> Quantized:
+        made = torch.Tensor._make_wrapper_subclass(Quantized, value.shape, dtype=value.dtype)
+        made.codes, made.factor = (value * 8).round().to(torch.int8), 0.125
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a quantized tensor")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Quantized({self.codes.tolist()})"
+
+
+class Named(torch.Tensor):
+    """A tensor with storage of its own, and a name."""
+
+    name_of: str
+
+
+def test_allowed_tensors_of_other_classes_are_what_torch_makes_of_them(tmp_path: Path, run: Run) -> None:
+    named = torch.ones(3).as_subclass(Named)
+    named.name_of = "n"
+    state = {"w": Quantized.of(torch.tensor([[0.5, 1.0]])), "named": named, "b": torch.ones(2)}
+    torch.save(state, tmp_path / "w.pt")
+    found = open_checkpoint(tmp_path / "w.pt", allow_pickle=True)
+    assert torch.equal(found.tensors["b",].full(), torch.ones(2))
+    made = found.values["w",]
+    assert (type(made), made.shape, made.dtype) == (Quantized, (1, 2), torch.float32)
+    assert (made.codes.tolist(), made.factor) == ([[4, 8]], 0.125)
+    assert (type(found.values["named",]), found.values["named",].name_of) == (Named, "n")
+    assert "Quantized([[4, 8]])" in run("show", tmp_path / "w.pt", "--allow-pickle")[1]
+    described = open_checkpoint(tmp_path / "w.pt")
+    assert torch.equal(described.tensors["b",].full(), torch.ones(2))
+    assert "Quantized, not unpickled" in repr(described.values["w",])
+
+
+def test_allowed_objects_of_nested_classes_are_made(tmp_path: Path) -> None:
+    torch.save({"o": Setting.Inner()}, tmp_path / "in.pt")
+    assert type(read_archive(tmp_path / "in.pt", allow_pickle=True)["o"]) is Setting.Inner
 
 
 def test_without_the_safetensors_package_a_command_says_what_to_install(

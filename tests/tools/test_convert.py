@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, load_full
+from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from tests.support import Ranks
 from tests.tools.conftest import Run, RunJson
 from tests.tools.peer_files import build, trained
@@ -78,6 +79,19 @@ def test_shared_tensors_stay_shared_in_a_file_and_are_written_once(tmp_path: Pat
         assert sum(file.stat().st_size for file in files if file.is_file()) < 2 * weight.nbytes
     loaded = torch.load(tmp_path / "full", weights_only=True)
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+
+
+def test_tensors_without_elements_in_the_file_are_no_tensors_to_convert(tmp_path: Path, run: Run) -> None:
+    empty = torch.empty(2, 3, device="meta")
+    torch.save({"a": empty, "b": torch.empty(2, 3, device="meta"), "c": torch.ones(2)}, tmp_path / "in.pt")
+    found = open_checkpoint(tmp_path / "in.pt")
+    assert set(found.tensors) == {("c",)}
+    assert set(found.values) == {("a",), ("b",)}
+    assert run("show", tmp_path / "in.pt")[0] == 0
+    status, _, errors = run("convert", tmp_path / "in.pt", tmp_path / "out", "--to", "safetensors")
+    assert status == 2
+    assert "a, b: no tensors" in errors
+    assert not (tmp_path / "out").exists()
 
 
 def test_consolidate_merges_the_model_into_one_file(peer_files: Path, tmp_path: Path, run: Run) -> None:
