@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_flat.core import ExtendedGroup, units_of
-from fsdp_flat.errors import PeerFailureError, ShardingError, UnsupportedError
+from fsdp_flat.errors import PeerFailureError, ShardingError, UnsupportedError, UsageError
 from tests.support import assert_equal, on_ranks
 from tests.support.extended_tensors import (
     Holder,
@@ -349,6 +350,19 @@ def test_a_conversion_changes_the_tensors_inside() -> None:
     loss = model(batch(dist.get_rank(), 1, dtype=torch.float64)).pow(2).mean()
     loss.backward()
     assert all(param.grad.dtype == torch.float64 for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_conversion_of_a_parameter_that_a_weak_reference_holds_raises_and_changes_nothing() -> None:
+    model = sharded(model_of(NewPair), fully_shard)
+    reference = weakref.ref(next(model.parameters()))
+    with pytest.raises(UsageError, match="cannot change its dtype or device"):
+        model.double()
+    assert all(param._local_tensor.first.dtype == torch.float32 for param in model.parameters())
+    model.float()
+    del reference
+    model.double()
+    assert all(param._local_tensor.first.dtype == torch.float64 for param in model.parameters())
 
 
 @on_ranks(2, 4)
