@@ -173,6 +173,19 @@ class Scaled(Holder):
         return None if out is not None else (outputs[0], outputs)
 
 
+class Sealed(NewPair):
+    """A pair that is not made from other tensors: training needs none of this."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Any:
+        raise NotImplementedError("a Sealed is not made from others")
+
+    fsdp_pre_all_gather = NewPair.fsdp_pre_all_gather  # type: ignore[assignment]
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (Pair(*outputs), outputs)
+
+
 class Mute(Holder):
     """A tensor of a class of its own, without such functions."""
 

@@ -16,7 +16,7 @@ from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, 
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.extended_tensors import Holder, NewPair, Scaled, SentInBfloat16, held_by
+from tests.support.extended_tensors import Holder, NewPair, Scaled, Sealed, SentInBfloat16, held_by
 from tests.support.kit import batch
 
 
@@ -126,6 +126,17 @@ def test_states_of_an_optimizer_that_are_of_the_parameters_class_are_refused_by_
     trained(model, optimizer, 0)
     with pytest.raises(UnsupportedError, match=r"'exp_avg' of '0.weight' is a NewPair.*first, second"):
         save_checkpoint(tmp_path, model, optimizer)
+
+
+@FRONTS
+@on_ranks(2)
+def test_a_class_that_is_not_made_from_others_trains_and_its_checkpoint_is_refused_by_name(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    model = sharded(Sealed)
+    trained(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 1)
+    with pytest.raises(UnsupportedError, match=r"'0.weight'.*Sealed"):
+        save_checkpoint(tmp_path, model)
 
 
 @on_ranks(2)
