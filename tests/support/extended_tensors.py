@@ -186,6 +186,19 @@ class Sealed(NewPair):
         return None if out is not None else (Pair(*outputs), outputs)
 
 
+class OneWay(Holder):
+    """A tensor whose values ``dequantize`` returns, and which takes none back but those of its class."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.first.clone()  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
+            raise NotImplementedError("a OneWay is copied to and from its class alone")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Mute(Holder):
     """A tensor of a class of its own, without such functions."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
-from fsdp_flat.errors import UnsupportedError
+from fsdp_flat import fully_shard, iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
+from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import on_ranks
-from tests.support.extended_tensors import Holder, NewPair, Scaled, Sealed, SentInBfloat16, held_by
+from tests.support import assert_equal, on_ranks
+from tests.support.extended_tensors import Holder, NewPair, OneWay, Scaled, Sealed, SentInBfloat16, held_by
 from tests.support.kit import batch
 
 
@@ -137,6 +138,62 @@ def test_a_class_that_is_not_made_from_others_trains_and_its_checkpoint_is_refus
     trained(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 1)
     with pytest.raises(UnsupportedError, match=r"'0.weight'.*Sealed"):
         save_checkpoint(tmp_path, model)
+
+
+def beside_unmanaged(*, in_place: bool, weight: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Shard a linear beside one that no unit manages, whose weight is of a class of its own."""
+    model = nn.Sequential(nn.Linear(8, 8), weight(nn.Linear(8, 8, bias=False)))
+    if in_place:
+        return fully_shard(model, ignored_params={*model[1].parameters()})
+    return FSDP(model, ignored_modules=[model[1]], use_orig_params=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_unmanaged_tensors_that_take_no_plain_values_are_named_before_a_load_of_full_files(
+    in_place: bool, strict: bool, tmp_path: Path
+) -> None:
+    def one_way(layer: nn.Module) -> nn.Module:
+        return held_by(layer, OneWay)
+
+    torch.manual_seed(0)
+    model, again = [beside_unmanaged(in_place=in_place, weight=one_way) for _ in range(2)]
+    save_full(model, tmp_path / "full")
+    x = batch(0, 5)
+    before, loads = again(x), list[str]()
+    for module in again.modules():
+        module.register_load_state_dict_post_hook(lambda module, _: loads.append(type(module).__name__))
+    with pytest.raises(LoadError, match=r"'1.weight' \(a OneWay, .*keep=.*Nothing was loaded"):
+        load_full(again, tmp_path / "full", strict=strict)
+    assert not loads
+    assert torch.equal(again(x), before)
+    # As the error says.
+    load_full(again, tmp_path / "full", keep=lambda name: name != "1.weight", strict=False)
+    found, saved = [
+        dict(iter_full_state_dict(each, dst=None, keep=lambda name: "0." in name)) for each in (again, model)
+    ]
+    assert_equal(found, saved)
+
+
+class LoadsItself(nn.Linear):
+    """A linear that makes a tensor of its weight's class of the plain one that it loads."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.weight = nn.Parameter(OneWay(state_dict.pop(f"{prefix}weight").clone()))
+
+
+@on_ranks(2)
+def test_a_module_that_loads_full_values_in_its_own_way_loads_them(tmp_path: Path) -> None:
+    def loading(_layer: nn.Module) -> nn.Module:
+        return held_by(LoadsItself(8, 8, bias=False), OneWay)
+
+    torch.manual_seed(0)
+    model, again = [beside_unmanaged(in_place=False, weight=loading) for _ in range(2)]
+    save_full(model, tmp_path / "full")
+    load_full(again, tmp_path / "full")
+    x = batch(0, 5)
+    assert torch.equal(again(x), model(x))
 
 
 @on_ranks(2)
