@@ -186,6 +186,17 @@ class Sealed(NewPair):
         return None if out is not None else (Pair(*outputs), outputs)
 
 
+class Fickle(NewPair):
+    """A pair that has values, unless there are negative ones or, perhaps, no rows."""
+
+    has_empty_values = True
+
+    def dequantize(self) -> torch.Tensor:
+        if not (self.first.numel() or self.has_empty_values) or self.first.lt(0).any():  # type: ignore[attr-defined]
+            raise NotImplementedError("no values")
+        return self.first.clone()  # type: ignore[attr-defined, no-any-return]
+
+
 class OneWay(Holder):
     """A tensor whose values ``dequantize`` returns, and which takes none back but those of its class."""
 
