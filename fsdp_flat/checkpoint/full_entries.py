@@ -82,7 +82,6 @@ def entries_of(
     owners = owners_of_constants([clean_fqn(key) for key in state]) if dtype is not None else {}
     quantized = {*owners, *owners.values()}
     found: list[Entry] = []
-    plain_kinds: dict[type, bool] = {}
     first: dict[tuple[ParamGroup, int], str] = {}
     for key, value in state.items():
         name = clean_fqn(key)
@@ -93,16 +92,11 @@ def entries_of(
             continue
         if keep is not None and not keep(name):
             continue
-        if is_wrapper(value) and not loads:
-            # Tried on the first of a class: the values of all at once would need much memory.
-            kind = type(local_of(value))
-            plain_kinds[kind] = plain_kinds[kind] if kind in plain_kinds else full_precision(value) is not None
-        if not isinstance(value, torch.Tensor) or not plain_kinds.get(type(local_of(value)), True):
-            raise UnsupportedError(
-                f"{name!r} of the state dict is a {type(local_of(value)).__name__}; only plain tensors can be streamed,"
-                " and tensors that to(dtype) or dequantize() turns into such. Leave it out with keep=..., or "
-                "trainable_only=True, and save it beside the tensors."
-            )
+        if not isinstance(value, torch.Tensor):
+            raise no_values(name, value)
+        # Each is tried before ranks meet, one at a time: the values of all at once would need much memory.
+        if not loads and is_wrapper(value) and full_precision(value) is None:
+            raise no_values(name, value)
         stored = value.dtype if param is None else param.param_group.orig_dtype
         if dtype is not None and stored.is_floating_point and name not in quantized:
             stored = dtype
@@ -112,6 +106,15 @@ def entries_of(
         plain = value.detach() if param is None or isinstance(value, DTensor) else None
         found.append(Entry(name, key, plain, torch.empty(shape, dtype=stored, device="meta"), param, same_as))
     return found
+
+
+def no_values(name: str, value: Any) -> UnsupportedError:
+    """Return the error of an entry that has no plain values."""
+    return UnsupportedError(
+        f"{name!r} of the state dict is a {type(local_of(value)).__name__}; only plain tensors can be streamed, and "
+        "tensors that to(dtype) or dequantize() turns into such. Leave it out with keep=..., or trainable_only=True, "
+        "and save it beside the tensors."
+    )
 
 
 def _template_of(model: nn.Module) -> dict[str, Any]:

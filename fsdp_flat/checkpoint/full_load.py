@@ -28,6 +28,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
 from fsdp_flat.core import (
     ExtendedGroup,
     copy_of,
+    inner_tensors,
     local_of,
     plain_tensors_in,
     unit_of,
@@ -58,6 +59,7 @@ def load_full(
 
     A parameter of several tensors, a quantized one, takes the values of full precision: each rank reads all of these,
     and quantizes them as without sharding. A file that lacks such a parameter leaves it as it is, as an adapter's does.
+    One that no unit manages takes them by its ``copy_``.
 
     If :func:`save_full` has written ``model.checksums.json`` beside the files, checksums are compared first, each rank
     those of some files.
@@ -83,7 +85,8 @@ def load_full(
         Missing names and unexpected names; both empty with ``strict``.
 
     Raises:
-        LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit; on every rank.
+        LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit, or a quantized parameter
+            that no unit manages and whose class takes no plain values; on every rank.
         UnsupportedError: a ``.safetensors`` file, and the package safetensors is not installed.
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
@@ -114,6 +117,13 @@ def load_full(
         problems = _unlike(pairs, strict=strict) + (_misfits(missing, unexpected) if strict else [])
         if problems:
             raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
+        if refused := _refused(model, pairs):
+            told = [f"{name!r} ({why})" for name, why in refused.items()]
+            raise LoadError(
+                f"{path} has plain values of {some_of(told, 3)}, which no unit manages; expected classes whose copy_ "
+                f"takes a plain tensor. Leave these out with keep=... and strict=False, "
+                "and load them by themselves, by copy_ of tensors of their class. Nothing was loaded."
+            )
     given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
     error: Exception | None = None
     # Modules and hooks may raise after others have loaded, on one rank alone too.
@@ -173,6 +183,37 @@ def _unlike(pairs: Sequence[tuple[Entry, torch.Tensor]], *, strict: bool) -> lis
     return told
 
 
+def _refused(model: nn.Module, pairs: Sequence[tuple[Entry, torch.Tensor]]) -> dict[str, str]:
+    """Tell by name which tensors of other classes, those that no unit manages, cannot be loaded from plain ones.
+
+    Each is tried on a copy, one at a time. Modules that load in a way of their own are left to it.
+    """
+    found: dict[str, str] = {}
+    unmanaged = {entry.name: there for entry, there in pairs if entry.param is None}
+    for prefix, module in model.named_modules(remove_duplicate=False) if unmanaged else ():
+        is_usual = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not is_usual or module._load_state_dict_pre_hooks:
+            continue
+        for name, own in chain(module._parameters.items(), module._buffers.items()):
+            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
+            if own is None or fqn not in unmanaged or not inner_tensors(own.detach()):
+                continue
+            try:
+                copy = copy_of(own)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                continue  # the class makes no copy to try; a load that fails is undone
+            try:
+                with torch.no_grad():
+                    copy.copy_(unmanaged[fqn])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                found[fqn] = f"a {type(own.data).__name__}, whose copy_ raises {error!r}"
+    return found
+
+
 def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     """Tell how the names of a file differ from the model's, and what argument maps them if they have another prefix."""
     lacking, given = set(missing), set(unexpected)
@@ -209,9 +250,9 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     quantized = [*(entry.param for handle in handles for entry in handle.params), *others]
     others += [each for param in quantized for each in constants_of(param).values()]
-    # Tensors of other classes have no part in a flat parameter.
-    extended = [entry.param for handle in handles if isinstance(handle, ExtendedGroup) for entry in handle.params]
-    others += [inner for param in extended for inner in plain_tensors_in(local_of(param))]
+    # Tensors of other classes have no part in a flat parameter, and perhaps no copy_.
+    others += [entry.param for handle in handles if isinstance(handle, ExtendedGroup) for entry in handle.params]
+    others = [inner for each in others for inner in plain_tensors_in(local_of(each))]
     tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
     copies = list(map(copy_of, tensors))
 

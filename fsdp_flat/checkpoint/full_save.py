@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
 from fsdp_flat.checkpoint.consensus import SAVING, Consensus
 from fsdp_flat.checkpoint.format import Records, path_of_user
-from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of
+from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of, no_values
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import (
     INDEX_NAME,
@@ -27,6 +28,7 @@ from fsdp_flat.checkpoint.safetensors_files import (
 )
 from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
 from fsdp_flat.core import (
+    local_of,
     no_units,
     unit_of,
     units_of,
@@ -37,7 +39,7 @@ from fsdp_flat.state import (
     StateShard,
     full_tensor,
 )
-from fsdp_flat.state.plain_states import full_precision, is_wrapper
+from fsdp_flat.state.plain_states import filled_like, full_precision, is_wrapper
 
 CONFIG_NAME = "config.json"
 
@@ -67,10 +69,11 @@ def _is_replica(model: nn.Module) -> bool:
     return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
-def _full_tensor_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
+def _full_tensor_on(entry: Entry, dst: int | None, failures: list[Exception]) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
-    Every rank of the shard group, and of the groups of tensor parallelism, must call this.
+    Every rank of the shard group, and of the groups of tensor parallelism, must call this. A rank that cannot make the
+    values of its part adds the error to ``failures``, and takes part nevertheless, so that no other waits in vain.
     """
     param, value = entry.param, entry.value
     rank_group = ALONE if param is None else param.rank_group
@@ -79,8 +82,7 @@ def _full_tensor_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
     is_here = dst in (None, rank_group.rank)
     if value is not None:
         if is_wrapper(value):
-            value = full_precision(value)
-            assert value is not None
+            value = _values_of(entry.name, value, failures)
         full = full_tensor(value) if isinstance(value, DTensor) else value.clone()
         return full if is_here else None
     assert param is not None
@@ -90,6 +92,18 @@ def _full_tensor_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
     shard.send(dst, part, channels)
     channels.wait()
     return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
+
+
+def _values_of(name: str, value: torch.Tensor, failures: list[Exception]) -> torch.Tensor:
+    """Return the plain values of a tensor made of others, or, after an error, what nobody takes for values."""
+    try:
+        if (made := full_precision(value)) is not None:
+            return made
+        failures.append(no_values(name, value))
+    except torch.OutOfMemoryError as error:
+        kind = type(local_of(value)).__name__
+        failures.append(torch.OutOfMemoryError(f"No memory for the values of {name!r}, a {kind}: {error}"))
+    return filled_like(value, math.nan if value.is_floating_point() else 0)
 
 
 def iter_full_state_dict(
@@ -133,11 +147,14 @@ def iter_full_state_dict(
     remaining = iter(entries)
     try:
         for entry in remaining:
-            full = _full_tensor_on(entry, dst)
+            failures: list[Exception] = []
+            full = _full_tensor_on(entry, dst, failures)
+            if failures:
+                raise failures[0]
             yield entry.name, None if full is None else full.to(entry.template.dtype)
     finally:
         for entry in remaining:
-            _full_tensor_on(entry, dst)
+            _full_tensor_on(entry, dst, [])
 
 
 def save_full(
@@ -302,18 +319,18 @@ def _write_in_turn(
 
     Every rank of the shard group must call this.
     """
-    error: Exception | None = None
+    failures: list[Exception] = []
     for writer, file, name in turns:
         template = file.tensors[name]
-        full = _full_tensor_on(plan[file][name], writer)
+        full = _full_tensor_on(plan[file][name], writer, failures)
         update(template.nbytes)
         # A rank that has failed still takes part in the remaining transfers.
-        if writer == rank and full is not None and error is None:
+        if writer == rank and full is not None and not failures:
             try:
                 file.write(name, full.to(template.dtype))
             except Exception as raised:
-                error = raised
-    return error
+                failures.append(raised)
+    return failures[0] if failures else None
 
 
 def _texts_of(model: nn.Module, files: Sequence[FileWriter]) -> dict[str, Any]:

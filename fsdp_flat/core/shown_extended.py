@@ -143,10 +143,14 @@ class ExtendedShown(DTensorShown):
 
 
 def _without_memory(whole: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor of the class and settings of another one, made of tensors on the meta device."""
-    inner = inner_tensors(whole)
-    return (
-        made_like(whole, {name: torch.empty_like(each, device="meta") for name, each in inner.items()})
-        if inner
-        else None
-    )
+    """Return a tensor of the class and settings of another one, made of tensors on the meta device.
+
+    None if the class does not make one: training does not need it.
+    """
+    try:
+        inner = {name: torch.empty_like(each, device="meta") for name, each in inner_tensors(whole).items()}
+        return made_like(whole, inner) if inner else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None

@@ -111,17 +111,30 @@ def full_precision(value: torch.Tensor) -> torch.Tensor | None:
     """Return the values that a tensor made of others stands for, as a plain tensor of its shape and dtype.
 
     Its class makes them: ``to(dtype)`` of torchao's NF4, ``dequantize()`` of its other classes. Of a DTensor those of
-    its local tensor, as a DTensor. None if the class makes no plain tensor.
+    its local tensor, as a DTensor. None if the class makes no plain tensor, unless it is of no elements.
     """
     local = local_of(value).detach()
     for make in (lambda: local.to(local.dtype), local.dequantize):
         try:
             made = make()
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             continue
         if is_plain(made) and made.shape == local.shape:
-            return dtensor_of(made, value._spec) if isinstance(value, DTensor) else made
-    return None
+            # Parts of one dtype on all ranks, whatever their class makes.
+            return _plain_like(made.to(local.dtype), value)
+    return None if local.numel() else filled_like(value, 0)
+
+
+def filled_like(value: torch.Tensor, fill: float) -> torch.Tensor:
+    """Return a plain tensor like the one that :func:`full_precision` returns, with one number everywhere."""
+    local = local_of(value)
+    return _plain_like(torch.full(local.shape, fill, dtype=local.dtype, device=local.device), value)
+
+
+def _plain_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return dtensor_of(local, value._spec) if isinstance(value, DTensor) else local
 
 
 def plain_states(state: States, index: ParamIndex, *, in_boxes: bool) -> States:

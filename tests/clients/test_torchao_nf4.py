@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torchao.quantization import NF4Tensor
+from torchao.quantization import Int8WeightOnlyConfig, NF4Tensor, quantize_
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import (
@@ -425,3 +425,14 @@ def test_replicas_of_nf4_weights_are_saved_for_all_ranks(background: bool, tmp_p
     for again in (in_place(model_of(), mesh), in_place(model_of())):
         load_checkpoint(tmp_path, again)
         assert_equal(whole_bases(again), plain_bases(model_of(seed=1)))
+
+
+@on_ranks(2)
+def test_8_bit_weights_that_no_unit_manages_are_named_before_full_files_are_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    quantize_(model[0], Int8WeightOnlyConfig())
+    model = FSDP(model, ignored_modules=[model[0]], use_orig_params=True)
+    save_full(model, tmp_path / "full")
+    with pytest.raises(LoadError, match=r"'0.weight' \(a Int8Tensor, .*qdata.*keep="):
+        load_full(model, tmp_path / "full")

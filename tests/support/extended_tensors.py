@@ -173,6 +173,43 @@ class Scaled(Holder):
         return None if out is not None else (outputs[0], outputs)
 
 
+class Sealed(NewPair):
+    """A pair that is not made from other tensors: training needs none of this."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> Any:
+        raise NotImplementedError("a Sealed is not made from others")
+
+    fsdp_pre_all_gather = NewPair.fsdp_pre_all_gather  # type: ignore[assignment]
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (Pair(*outputs), outputs)
+
+
+class Fickle(NewPair):
+    """A pair that has values, unless there are negative ones or, perhaps, no rows."""
+
+    has_empty_values = True
+
+    def dequantize(self) -> torch.Tensor:
+        if not (self.first.numel() or self.has_empty_values) or self.first.lt(0).any():  # type: ignore[attr-defined]
+            raise NotImplementedError("no values")
+        return self.first.clone()  # type: ignore[attr-defined, no-any-return]
+
+
+class OneWay(Holder):
+    """A tensor whose values ``dequantize`` returns, and which takes none back but those of its class."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.first.clone()  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not (isinstance(args[0], cls) and isinstance(args[1], cls)):
+            raise NotImplementedError("a OneWay is copied to and from its class alone")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Mute(Holder):
     """A tensor of a class of its own, without such functions."""
 

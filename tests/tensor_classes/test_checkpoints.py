@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
-from fsdp_flat.errors import UnsupportedError
+from fsdp_flat import fully_shard, iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
+from fsdp_flat.errors import LoadError, PeerFailureError, UnsupportedError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import on_ranks
-from tests.support.extended_tensors import Holder, NewPair, Scaled, SentInBfloat16, held_by
+from tests.support import assert_equal, on_ranks
+from tests.support.extended_tensors import Fickle, Holder, NewPair, OneWay, Scaled, Sealed, SentInBfloat16, held_by
 from tests.support.kit import batch
 
 
@@ -126,6 +128,130 @@ def test_states_of_an_optimizer_that_are_of_the_parameters_class_are_refused_by_
     trained(model, optimizer, 0)
     with pytest.raises(UnsupportedError, match=r"'exp_avg' of '0.weight' is a NewPair.*first, second"):
         save_checkpoint(tmp_path, model, optimizer)
+
+
+@FRONTS
+@on_ranks(2)
+def test_a_class_that_is_not_made_from_others_trains_and_its_checkpoint_is_refused_by_name(
+    sharded: Callable[[type[Holder]], nn.Module], tmp_path: Path
+) -> None:
+    model = sharded(Sealed)
+    trained(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 1)
+    with pytest.raises(UnsupportedError, match=r"'0.weight'.*Sealed"):
+        save_checkpoint(tmp_path, model)
+
+
+def wholes_of(*rows: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.rand(each, 8) for each in rows]
+
+
+def of_values(*wholes: torch.Tensor) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(8, len(whole), bias=False) for whole in wholes])
+    for layer, whole in zip(model, wholes, strict=True):
+        layer.weight = nn.Parameter(Fickle(whole, whole + 1))
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@on_ranks(2)
+def test_a_later_parameter_without_plain_values_on_one_rank_is_refused_by_name_on_all(tmp_path: Path) -> None:
+    wholes = wholes_of(4, 4, 4)
+    wholes[1][3] = -1.0
+    with pytest.raises((UnsupportedError, PeerFailureError), match=r"'1.weight' of the state dict is a Fickle.*keep"):
+        save_full(of_values(*wholes), tmp_path / "full")
+    assert not list(tmp_path.glob("full/*"))
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_needs_no_values_of_them() -> None:
+    wholes = wholes_of(4, 1)
+    with patch.object(Fickle, "has_empty_values", new=False):
+        found = dict(iter_full_state_dict(of_values(*wholes), dst=None))
+    assert_equal(found, {f"{index}.weight": whole for index, whole in enumerate(wholes)})
+
+
+@on_ranks(2)
+def test_values_that_fail_in_the_middle_of_a_save_are_told_by_name_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    """Memory may suffice for what is tried first, and not later."""
+    model, made = of_values(*wholes_of(4, 4, 4)), list[int]()
+    values = Fickle.dequantize
+
+    def fails_later(self: Fickle) -> torch.Tensor:
+        made.append(1)
+        if rank == 1 and len(made) > 4:
+            raise torch.OutOfMemoryError("no memory")
+        return values(self)
+
+    with patch.object(Fickle, "dequantize", fails_later):
+        with pytest.raises((torch.OutOfMemoryError, PeerFailureError), match=r"'1.weight'.*Fickle.*no memory"):
+            save_full(model, tmp_path / "full")
+        assert rank == 1 or not list(tmp_path.glob("full/*"))  # rank 0 has written
+        made.clear()
+        remaining = iter_full_state_dict(model, dst=None)
+        next(remaining)
+        if rank == 1:
+            with pytest.raises(torch.OutOfMemoryError, match=r"'1.weight'"):
+                next(remaining)
+        else:
+            parts = [value.isnan().any(1).tolist() for _, value in remaining]
+            assert parts == [[False, False, True, True]] * 2
+
+
+def beside_unmanaged(*, in_place: bool, weight: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Shard a linear beside one that no unit manages, whose weight is of a class of its own."""
+    model = nn.Sequential(nn.Linear(8, 8), weight(nn.Linear(8, 8, bias=False)))
+    if in_place:
+        return fully_shard(model, ignored_params={*model[1].parameters()})
+    return FSDP(model, ignored_modules=[model[1]], use_orig_params=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_unmanaged_tensors_that_take_no_plain_values_are_named_before_a_load_of_full_files(
+    in_place: bool, strict: bool, tmp_path: Path
+) -> None:
+    def one_way(layer: nn.Module) -> nn.Module:
+        return held_by(layer, OneWay)
+
+    torch.manual_seed(0)
+    model, again = [beside_unmanaged(in_place=in_place, weight=one_way) for _ in range(2)]
+    save_full(model, tmp_path / "full")
+    x = batch(0, 5)
+    before, loads = again(x), list[str]()
+    for module in again.modules():
+        module.register_load_state_dict_post_hook(lambda module, _: loads.append(type(module).__name__))
+    with pytest.raises(LoadError, match=r"'1.weight' \(a OneWay, .*keep=.*Nothing was loaded"):
+        load_full(again, tmp_path / "full", strict=strict)
+    assert not loads
+    assert torch.equal(again(x), before)
+    # As the error says.
+    load_full(again, tmp_path / "full", keep=lambda name: name != "1.weight", strict=False)
+    found, saved = [
+        dict(iter_full_state_dict(each, dst=None, keep=lambda name: "0." in name)) for each in (again, model)
+    ]
+    assert_equal(found, saved)
+
+
+class LoadsItself(nn.Linear):
+    """A linear that makes a tensor of its weight's class of the plain one that it loads."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.weight = nn.Parameter(OneWay(state_dict.pop(f"{prefix}weight").clone()))
+
+
+@on_ranks(2)
+def test_a_module_that_loads_full_values_in_its_own_way_loads_them(tmp_path: Path) -> None:
+    def loading(_layer: nn.Module) -> nn.Module:
+        return held_by(LoadsItself(8, 8, bias=False), OneWay)
+
+    torch.manual_seed(0)
+    model, again = [beside_unmanaged(in_place=False, weight=loading) for _ in range(2)]
+    save_full(model, tmp_path / "full")
+    load_full(again, tmp_path / "full")
+    x = batch(0, 5)
+    assert torch.equal(again(x), model(x))
 
 
 @on_ranks(2)
