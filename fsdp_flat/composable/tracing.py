@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp_flat.core import own_unit, step_of, unit_of, units_of
+from fsdp_flat.core import modules_of, own_unit, step_of, unit_of
 from fsdp_flat.errors import OptionError
 
 
@@ -36,7 +36,12 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     Raises:
         OptionError: (a ValueError) there are none.
     """
-    roots = [model] if unit_of(model) is not None else [u.members[0] for u in units_of(model) if not u.is_nested]
+    roots: list[nn.Module] = []
+    below: set[nn.Module] = set()
+    for module in modules_of(model):
+        if unit_of(module) is not None and module not in below:
+            roots.append(module)
+            below.update(modules_of(module))
     if not roots:
         raise OptionError(f"{type(model).__name__} has no unit, of fully_shard or FullyShardedDataParallel, to trace.")
     events: list[tuple[str, str]] = []
