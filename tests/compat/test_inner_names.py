@@ -352,7 +352,13 @@ def test_states_of_fully_shard_are_found_and_read_as_torchs(before_a_forward: bo
             found += [group._training_state.name, group.is_sharded, group.is_unsharded, group.mesh_info.mesh]
             found += [group.reduce_grads, group.all_reduce_grads, group.modules == (module,)]
             for param in group.fsdp_params:
-                values = [param._orig_size, param.sharded_size, param.fsdp_placement, param.offload_to_cpu]
+                values = [
+                    param._orig_size,
+                    param.sharded_size,
+                    param.fsdp_placement,
+                    param.offload_to_cpu,
+                    param.device,
+                ]
                 assert param.sharded_param is getattr(module.get_submodule(own_path(module, param)), own_name(param))
                 found += values
             if not before_a_forward:

@@ -17,9 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_flat.core import FlatLayout, LocalShard, alignment_numel
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.core import FlatLayout, LocalShard, alignment_numel, units_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import Interval
+from tests.support import on_ranks
+from tests.support.kit import wrapped
+from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 Shapes = list[tuple[int, ...]]
 
@@ -416,3 +420,17 @@ def test_names_and_intervals_import_no_torch() -> None:
         source = path.read_text()
         assert "import torch" not in source, path
         assert "from torch" not in source, path
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_the_flat_parameter_of_a_unit_has_the_size_of_torchs(strategy: str, use_orig_params: bool) -> None:
+    options = {"use_orig_params": use_orig_params}
+    ours = wrapped(nn.Linear(4, 1), sharding_strategy=ShardingStrategy[strategy], **options)
+    with peer_warnings_silenced():
+        theirs = peer_fsdp(
+            nn.Linear(4, 1), sharding_strategy=torch.distributed.fsdp.ShardingStrategy[strategy], **options
+        )
+    (unit,) = units_of(ours)
+    assert unit.param_groups[0].layout.unpadded_numel == theirs._handle.flat_param._unpadded_unsharded_size.numel()
