@@ -437,6 +437,8 @@ def test_buffers_of_one_dtype_are_averaged_in_one_collective(rank: int) -> None:
     module = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(3)])
     module.register_buffer("counts", torch.full((2, 2), float(rank)).to_sparse())
     module.register_buffer("mask", torch.tensor([rank == 0]))
+    module.register_buffer("own", torch.tensor([float(rank)]), persistent=False)
+    module.register_buffer("none", None)
     model = FSDP(module)
     model(batch(rank))
     with counted("begin_all_reduce") as calls:
@@ -445,6 +447,7 @@ def test_buffers_of_one_dtype_are_averaged_in_one_collective(rank: int) -> None:
     assert_same_on_ranks(torch.cat([norm.running_mean for norm in module]))
     assert_close(module.counts.to_dense(), torch.full((2, 2), 0.5), rtol=0.0, atol=0.0)
     assert bool(module.mask) == (rank == 0)
+    assert float(module.own) == rank, "buffers that are not persistent are a rank's own"
 
 
 @on_ranks(2)
