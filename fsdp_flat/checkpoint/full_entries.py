@@ -10,21 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core import (
-    ParamGroup,
-    local_of,
-    units_of,
-)
+from fsdp_flat.core import ParamGroup, local_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.layout import clean_fqn, owners_of_constants
-from fsdp_flat.state import (
-    TEMPLATE,
-    BoxedTensor,
-    IndexedParam,
-    ParamIndex,
-    boxed_state_dict,
-    state_dict_settings,
-)
+from fsdp_flat.state import TEMPLATE, BoxedTensor, IndexedParam, ParamIndex, boxed_state_dict, state_dict_settings
 from fsdp_flat.state.plain_states import full_precision, is_wrapper, values_of
 
 CHECKSUMS_NAME = "model.checksums.json"

@@ -19,29 +19,12 @@ from fsdp_flat.checkpoint.consensus import LOADING, Consensus
 from fsdp_flat.checkpoint.format import COMMIT_NAME, check_file, check_sums, orders_in, path_of_user
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
-from fsdp_flat.checkpoint.safetensors_files import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    files_in_index,
-    read_safetensors,
-)
-from fsdp_flat.core import (
-    ExtendedGroup,
-    copy_of,
-    inner_tensors,
-    local_of,
-    plain_tensors_in,
-    unit_of,
-    units_of,
-)
+from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, files_in_index, read_safetensors
+from fsdp_flat.core import ExtendedGroup, copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, counted, some_of
 from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, owners_of_constants
-from fsdp_flat.state import (
-    distributed_param,
-    settings_for,
-    state_dict_settings,
-)
+from fsdp_flat.state import distributed_param, settings_for, state_dict_settings
 from fsdp_flat.state.plain_states import is_wrapper
 
 

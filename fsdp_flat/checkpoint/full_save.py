@@ -18,27 +18,12 @@ from fsdp_flat.checkpoint.consensus import SAVING, Consensus
 from fsdp_flat.checkpoint.format import Records, path_of_user
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of, no_values
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.checkpoint.safetensors_files import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    FileWriter,
-    PartialFile,
-    divided,
-    index_of,
-)
+from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, FileWriter, PartialFile, divided, index_of
 from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
-from fsdp_flat.core import (
-    local_of,
-    no_units,
-    unit_of,
-    units_of,
-)
+from fsdp_flat.core import local_of, no_units, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.guards import ReplicatedTensors
-from fsdp_flat.state import (
-    StateShard,
-    full_tensor,
-)
+from fsdp_flat.state import StateShard, full_tensor
 from fsdp_flat.state.plain_states import filled_like, full_precision, is_wrapper
 
 CONFIG_NAME = "config.json"

@@ -134,28 +134,23 @@ class PendingIterations:
         its post-backward runs. Iterations that an earlier backward has removed are included when autograd reaches them.
         Where there are replicas, ``any_of_replica`` asks the ranks of this rank's replica alone.
         """
-        evaluations = [iteration for iteration in self._iterations if iteration.is_evaluation]
-        apart: list[Iteration] = []
-        if any_of_replica is not None and evaluations and len(self._iterations) > 1:
+        shared = self._iterations
+        evaluations = [iteration for iteration in shared if iteration.is_evaluation]
+        if any_of_replica is not None and evaluations and len(shared) > 1:
             # Other replicas do not know those that a replica has run by itself, and runs no backward through.
-            reached, alive = _flags_of(evaluations, any_of_replica)
-            apart = [iteration for iteration, is_reached in zip(evaluations, reached, strict=True) if not is_reached]
-            freed = {iteration for iteration, is_alive in zip(evaluations, alive, strict=True) if not is_alive}
-            self._iterations = [iteration for iteration in self._iterations if iteration not in freed]
-        shared = [iteration for iteration in self._iterations if iteration not in apart]
+            apart = set(evaluations) - set(self._reached_on(any_of_replica, evaluations))
+            shared = [iteration for iteration in self._iterations if iteration not in apart]
         if len(shared) < 2:
             return [iteration for iteration in shared if iteration.is_in_backward]
-        included, alive = _flags_of(shared, any_rank)
-        freed = set(shared) - set(compress(shared, alive))
-        self._iterations = [iteration for iteration in self._iterations if iteration not in freed]
-        return list(compress(shared, included))
+        return self._reached_on(any_rank, shared)
 
-
-def _flags_of(iterations: Sequence[Iteration], any_rank: AnyRank) -> tuple[list[bool], list[bool]]:
-    """Return for each iteration whether a backward goes through it, and whether it is alive, on any rank."""
-    reached = [iteration.is_in_backward for iteration in iterations]
-    flags = any_rank([*reached, *[iteration.is_alive for iteration in iterations]])
-    return flags[: len(iterations)], flags[len(iterations) :]
+    def _reached_on(self, any_rank: AnyRank, iterations: Sequence[Iteration]) -> list[Iteration]:
+        """Return those of ``iterations`` that the running backward goes through on any rank; drop the freed ones."""
+        reached = [iteration.is_in_backward for iteration in iterations]
+        flags = any_rank([*reached, *[iteration.is_alive for iteration in iterations]])
+        reached, alive = flags[: len(iterations)], flags[len(iterations) :]
+        self.remove(set(iterations) - set(compress(iterations, alive)))
+        return list(compress(iterations, reached))
 
 
 @dataclass(slots=True, eq=False)

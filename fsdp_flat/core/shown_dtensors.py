@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, getitem, is_
 from typing import Any, NoReturn, cast
 
@@ -27,6 +27,21 @@ from fsdp_flat.core.visible_params import VisibleParam, split_storage
 from fsdp_flat.errors import UsageError, some_of
 
 _LOCAL_TENSOR = attrgetter("_local_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPart:
+    """Holds this rank's part of one of the tensors that a parameter is made of.
+
+    Attributes:
+        tensor: the part, of any shape and dtype.
+        shape: the shape of the whole.
+        offsets: where the part begins in the whole; None if every rank has the whole.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
 
 
 class DTensorShown(Shown):
@@ -127,6 +142,14 @@ class DTensorShown(Shown):
         one rank.
         """
         return full
+
+    def inner_parts(self, index: int, local: torch.Tensor) -> dict[str, InnerPart] | None:
+        """Return this rank's part of each of the plain tensors that parameter ``index`` is made of, by name.
+
+        ``local`` is the local tensor or one like it. None if there is one such tensor when it is sharded, or if these
+        cannot be known as parts of a whole.
+        """
+        return None
 
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor of ``local`` with the mesh and placements of parameter ``index``."""

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.core.inner_tensors import inner_tensors, made_like
 from fsdp_flat.core.params import PLAIN, ManagedParam
-from fsdp_flat.core.shown_dtensors import DTensorShown
+from fsdp_flat.core.shown_dtensors import DTensorShown, InnerPart
 from fsdp_flat.core.torch_core import is_plain, local_of
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.layout import chunk_rows
-
-
-@dataclass(frozen=True, slots=True)
-class InnerPart:
-    """Holds this rank's part of one of the tensors that a parameter is made of.
-
-    Attributes:
-        tensor: the part, of any shape and dtype.
-        shape: the shape of the whole.
-        offsets: where the part begins in the whole; None if every rank has the whole.
-    """
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...] | None
 
 
 class ExtendedShown(DTensorShown):
@@ -117,11 +102,6 @@ class ExtendedShown(DTensorShown):
         return made
 
     def inner_parts(self, index: int, local: torch.Tensor) -> dict[str, InnerPart] | None:
-        """Return this rank's part of each of the plain tensors that parameter ``index`` is made of, by name.
-
-        ``local`` is the local tensor or one like it. None if there is one such tensor when it is sharded, or if these
-        cannot be known as parts of a whole.
-        """
         whole, own = self._wholes[index], inner_tensors(local)
         wholes = {} if whole is None else inner_tensors(whole)
         if len(own) < 2 or own.keys() != wholes.keys() or self.params[index].adapter is not PLAIN:

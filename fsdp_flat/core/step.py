@@ -162,7 +162,8 @@ class Step:
                 before.recover()
                 self.trace = self.trace if self.trace is not None else before.trace
                 self._position = max(self._position, before._position)
-                self.at_next_forward, before.at_next_forward = [*self.at_next_forward, *before.at_next_forward], []
+                self.at_next_forward += before.at_next_forward
+                before.at_next_forward = []
                 if before.root in self.units:
                     self._pending.adopt(before._pending)
                 unit.use_step(self)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.core import ExtendedShown, InnerPart, inner_tensors, local_of, made_like
+from fsdp_flat.core import InnerPart, inner_tensors, local_of, made_like
 from fsdp_flat.layout import Box, Interval, clean_fqn
 from fsdp_flat.state.codecs import BoxedTensor
 from fsdp_flat.state.plain_states import is_wrapper
 from fsdp_flat.state.shards import IndexedParam, ParamIndex
+from fsdp_flat.state.torch_state import views_of
 
 
 class TakenApart:
@@ -42,8 +43,8 @@ class TakenApart:
         for key, value in state.items():
             name, parts = clean_fqn(key), None
             param = by_name.get(name) if is_wrapper(value) else None
-            if param is not None and isinstance(param.param_group.shown, ExtendedShown):
-                parts = param.param_group.shown.inner_parts(param.index, local_of(value))
+            if param is not None:
+                parts = views_of(param).inner_parts(param.index, local_of(value))
             if param is None or parts is None:
                 found[key] = value
                 continue
@@ -67,9 +68,7 @@ class TakenApart:
                 if isinstance(value, BoxedTensor):
                     value = value.parts[0] if value.parts else torch.empty_like(own)
                 inner[each] = value.to(own.device)
-            shown = param.param_group.shown
-            assert isinstance(shown, ExtendedShown)
-            found[key] = shown.with_local(param.index, made_like(local, inner))
+            found[key] = views_of(param).with_local(param.index, made_like(local, inner))
         return found
 
 

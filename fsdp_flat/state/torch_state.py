@@ -147,14 +147,14 @@ def without_dtensors(value: Any, *, to_cpu: bool) -> Any:
 
 def local_from(param: IndexedParam, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a full tensor, as the parameter is sharded; nothing is communicated."""
-    return _views(param).distribute(param.index, full).to_local()
+    return views_of(param).distribute(param.index, full).to_local()
 
 
 def empty_dtensor(param: IndexedParam, dtype: torch.dtype, device: torch.device) -> DTensor:
     """Create a DTensor with the parameter's mesh and placements."""
     full = torch.empty(param.shown.shape, dtype=dtype, device="meta")
     local = torch.empty_like(local_from(param, full), device=device)
-    return _views(param).with_local(param.index, local)
+    return views_of(param).with_local(param.index, local)
 
 
 def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
@@ -184,12 +184,12 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
             f"{label} is a {type(value).__name__}; a parameter that fully_shard has sharded takes a full tensor or a "
             "DTensor. Save full tensors, or by torch.distributed.checkpoint."
         )
-    return _views(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
+    return views_of(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
 
 
 def distributed_param(param: IndexedParam, full: torch.Tensor, label: str) -> DTensor:
     """Return a copy of the full value of a parameter, in the parameter's class, with its mesh and placements."""
-    views = _views(param)
+    views = views_of(param)
     made = views.in_class(param.index, full)
     return dtensor_from(param, full, label) if made is full else views.distribute(param.index, made)
 
@@ -218,7 +218,8 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
     return distribute_tensor(full, mesh, found, src_data_rank=None)
 
 
-def _views(param: IndexedParam) -> DTensorShown:
+def views_of(param: IndexedParam) -> DTensorShown:
+    """Return what shows a parameter that is a DTensor."""
     views = param.param_group.shown
     assert isinstance(views, DTensorShown)
     return views

@@ -193,6 +193,7 @@ def planned_step(
             run.begin()
             run.step(model, batch, step, name=type(module).__name__)
     has_speeds = step.bandwidth is not None or step.flops is not None
+    offloads = arguments.offloads or arguments.offloads_optimizer or step.offloads_activations
     return replace(
         plan,
         phases=run.phases(),
@@ -201,9 +202,7 @@ def planned_step(
         flops=machine.flops,
         seconds=run.seconds if has_speeds else None,
         exposed_seconds=run.exposed_seconds if has_speeds else None,
-        host_nbytes=run.host_nbytes
-        if arguments.offloads or arguments.offloads_optimizer or step.offloads_activations
-        else 0,
+        host_nbytes=run.host_nbytes if offloads else 0,
     )
 
 

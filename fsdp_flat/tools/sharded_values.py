@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.errors import LoadError
+from fsdp_flat.layout import chunk_rows
 from fsdp_flat.tools.stored_checkpoint import Part
 
 
@@ -50,9 +51,8 @@ def _part_of_dtensor(value: Any, file: Path, rank: int) -> Part:
     for placement, num, at in zip(value._spec.placements, _mesh_shape(mesh), coordinate, strict=True):
         name = type(placement).__name__
         if name == "Shard":
-            most = -(-sizes[placement.dim] // num)
-            start, stop = (min(most * index, sizes[placement.dim]) for index in (at, at + 1))
-            offsets[placement.dim], sizes[placement.dim] = offsets[placement.dim] + start, stop - start
+            rows = chunk_rows(sizes[placement.dim], num, at)
+            offsets[placement.dim], sizes[placement.dim] = offsets[placement.dim] + rows.start, rows.numel
         elif name != "Replicate":
             raise LoadError(f"{file} has a DTensor with the placement {name}, which is no box of the tensor.")
     if tuple(local.shape) != tuple(sizes):
