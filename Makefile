@@ -4,19 +4,16 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks docs setup.py)
 
-.PHONY: demo test test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix docs
+.PHONY: demo test test-cover test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix docs
 .PHONY: bench bench-gpu bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
 
 # One thread per process, since multi-rank tests run several processes on few cores.
-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests
-
-# Every combination of the parameters of every test; make test covers every value of every parameter at least once.
-test-all: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests --all-combinations
+# One combination of the parameters of each test; every value of every parameter at least once; every combination.
+test test-cover test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests --size $(if $(filter test,$@),quick,$(@:test-%=%))
 
 # Ranks on two hosts: network namespaces joined by a link of 1 and 10 Gbit/s. Skipped without root, ip and tc.
 test-hosts: $(INSTALLED)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
-from tests.support.selection import ALL_COMBINATIONS, select
+from tests.support.selection import ALL_COMBINATIONS, MARKS, SIZES, select
 from tests.support.transport import TRANSPORTS
 
 # No deadline: on a busy machine the time of one example says nothing.
@@ -24,9 +24,10 @@ settings.load_profile("fsdp_flat")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all-combinations",
-        action="store_true",
-        help="run every combination of the parameters of slow tests; without it, every value at least once",
+        "--size",
+        choices=SIZES,
+        default="cover",
+        help="how many combinations of a test's parameters run: one, every value at least once, or all",
     )
     parser.addoption(
         "--transport",
@@ -40,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make warnings errors from here on: in the modules of tests and in tests, not where plugins are configured."""
     if config.getoption("--transport") == "nccl" and not torch.cuda.is_available():
         raise pytest.UsageError("--transport nccl needs a CUDA device, and there is none here.")
-    if config.getoption("--all-combinations"):
+    if config.getoption("--size") == "all":
         os.environ[ALL_COMBINATIONS] = "1"
+    for line in MARKS:
+        config.addinivalue_line("markers", line)
     exceptions = list(config.getini("filterwarnings"))
     for line in ("error", *exceptions):
         config.addinivalue_line("filterwarnings", line)
@@ -65,8 +68,10 @@ class RunAlone:
         reprcrash: of the failure, if it has one: pytest takes the text of its summary from there.
     """
 
-    def __init__(self, nodeid: str, failure: Any) -> None:
-        self.command = f"OMP_NUM_THREADS=1 {sys.executable} -m pytest {shlex.quote(nodeid)}"
+    def __init__(self, nodeid: str, failure: Any, size: str) -> None:
+        # A test that is named runs in every size but where it is of a larger one.
+        option = " --size all" if size == "all" else ""
+        self.command = f"OMP_NUM_THREADS=1 {sys.executable} -m pytest{option} {shlex.quote(nodeid)}"
         self.reprcrash = getattr(failure, "reprcrash", None)
         self._failure = failure
 
@@ -82,10 +87,10 @@ class RunAlone:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        report.longrepr = RunAlone(report.nodeid, report.longrepr)
+        report.longrepr = RunAlone(report.nodeid, report.longrepr, item.config.getoption("--size"))
     return report
 
 

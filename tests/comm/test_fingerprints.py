@@ -13,6 +13,7 @@ def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.arange(numel).to(dtype) for numel in numels] + [torch.arange(12).to(dtype).view(3, 4).t()]
 
 
+@pytest.mark.every_value_in_quick("dtypes that few tests have")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
 def test_a_change_of_any_element_changes_the_fingerprint_of_its_tensor_alone(dtype: torch.dtype) -> None:
     expected = fingerprints(tensors(dtype))

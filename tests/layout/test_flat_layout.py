@@ -340,6 +340,7 @@ def test_no_process_group_is_left_behind() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.every_value_in_quick("dtypes that few tests have")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_alignment_is_that_of_torch_fsdp(dtype: torch.dtype) -> None:
     from torch.distributed.fsdp._flat_param import _get_aligned_numel

@@ -1,45 +1,92 @@
-"""Selects a few combinations of a test's parameters that contain every value at least once."""
+"""Selects the combinations of a test's parameters that a size of the suite runs: one, each value once, or all."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
-# In the environment of worker ranks, where --all-combinations was given.
+# Of the suite: one combination of a test function, every value of its parameters at least once, all combinations.
+SIZES = ("quick", "cover", "all")
+# In the environment of worker ranks, where all combinations were asked for.
 ALL_COMBINATIONS = "FSDP_FLAT_TESTS_ALL_COMBINATIONS"
+# The number of ranks on which the quick suite runs a test that may run on more.
+FEW_RANKS = 2
+MARKS = (
+    "from_size(size, why): the smallest size of the suite that runs the test, cover or all; by default quick",
+    "every_value_in_quick(why): the quick suite too runs every value of the test's parameters",
+)
 Each = TypeVar("Each")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect combinations of slow tests as long as every value of every parameter still occurs.
+    """Deselect the combinations that the size of the suite leaves out, and the tests of a larger size.
 
-    Tests on worker ranks or on the fake accelerator are slow. ``--all-combinations`` selects everything.
+    ``all`` runs everything. ``cover`` leaves out combinations of slow tests, which are those on worker ranks or on the
+    fake accelerator, as long as every value of every parameter still occurs. ``quick`` runs one of these of each test
+    function, on two ranks where it can.
 
     Args:
         config: pytest's configuration, to which the deselected items are reported.
         items: the collected tests; changed in place.
     """
-    if config.getoption("--all-combinations"):
-        return
+    size = SIZES.index(config.getoption("--size"))
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
+    kept: set[pytest.Item] = set()
     for same in tests.values():
-        if len(same) > 1 and _is_slow(same[0]):
-            chosen = cover([item.callspec.params for item in same])  # type: ignore[attr-defined]
-            left_out.update(item for index, item in enumerate(same) if index not in chosen)
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        if size >= _smallest_size(same[0]):
+            kept.update(same[index] for index in _chosen(same, SIZES[size]))
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _smallest_size(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("from_size")
+    return SIZES.index(mark.args[0]) if mark else 0
+
+
+def _chosen(same: Sequence[pytest.Item], size: str) -> set[int]:
+    """Return the indices of the combinations of one test function that a size of the suite runs."""
+    every = set(range(len(same)))
+    if size == "all" or len(same) == 1:
+        return every
+    combinations = [item.callspec.params for item in same]  # type: ignore[attr-defined]
+    covering = cover(combinations) if _is_slow(same[0]) else every
+    if size == "cover" or same[0].get_closest_marker("every_value_in_quick"):
+        return covering
+    return {one(same[0].originalname, combinations, covering)}  # type: ignore[attr-defined]
+
+
+def one(name: str, combinations: Sequence[Mapping[str, Any]], covering: Iterable[int]) -> int:
+    """Return the index of the combination that stands for a test: any of the covering ones, by a hash of its name.
+
+    A test runs on two ranks if it has the same combination for more ranks and for two, unless that is a hybrid
+    strategy, whose replicas and shards are two ranks each only if there are four.
+    """
+    ordered = sorted(covering)
+    index = ordered[zlib.crc32(name.encode()) % len(ordered)]
+    chosen = combinations[index]
+    if chosen.get("num_ranks", 0) > FEW_RANKS and not any("HYBRID" in str(value) for value in chosen.values()):
+        on_few = {**chosen, "num_ranks": FEW_RANKS}
+        # By identity, as in cover: values may be tensors, which do not compare to a truth value.
+        same = [
+            other
+            for other, values in enumerate(combinations)
+            if values.keys() == on_few.keys() and all(values[key] is value for key, value in on_few.items())
+        ]
+        return same[0] if same else index
+    return index
 
 
 def some(combinations: Iterable[Each], every: int) -> list[Each]:
-    """Return every so manieth combination that a test's body tries; all of them with ``--all-combinations``.
+    """Return every so manieth combination that a test's body tries; all of them in ``make test-all``.
 
     Args:
         combinations: such as a product of several values.

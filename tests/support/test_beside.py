@@ -17,6 +17,7 @@ from tests.support.models import Block, BufferedBlock, Stack
 EVERY = pytest.mark.parametrize("front", list(APPLY))
 
 
+@pytest.mark.every_value_in_quick("fronts of torch's that no other test has alone")
 @EVERY
 @on_ranks(2)
 def test_every_front_trains_as_the_replica(front: str) -> None:

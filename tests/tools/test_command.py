@@ -229,6 +229,7 @@ class Setting:
 NEW_DTYPES = [torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64]
 
 
+@pytest.mark.every_value_in_quick("dtypes that few tests have")
 @pytest.mark.parametrize("dtype", NEW_DTYPES)
 @pytest.mark.parametrize("allowed", [False, True])
 def test_tensors_of_new_dtypes_are_read_beside_an_object(dtype: torch.dtype, allowed: bool, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def try_version(version: str, selection: Sequence[str], limit: float, *, remove:
     try:
         install(version, folder, limit, cache=not remove)
         print(f"--- torch {version}, {PYTHON} ---", flush=True)
-        command = [str(folder / "bin/python"), "-m", "pytest", "-q", "--all-combinations", *selection]
+        command = [str(folder / "bin/python"), "-m", "pytest", "-q", "--size", "all", *selection]
         try:
             status = subprocess.run(
                 command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit, check=False
