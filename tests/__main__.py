@@ -1,91 +1,132 @@
-"""Runs the whole suite as three pytest sessions side by side: ``python -m tests [pytest's options]``.
+"""Runs the suite as several pytest sessions side by side: ``python -m tests [files or folders] [pytest's options]``.
 
-While the ranks of one session wait for each other, for programs or for timeouts, those of another run. A failure of
-any session is the result.
+While the ranks of one session wait for each other, for programs or for timeouts, those of another run. Sessions take
+files from one queue. They are forked from this process, which has imported what they need, and share one server that
+forks their ranks. A failure of any session is the result.
 """
 
 from __future__ import annotations
 
-import subprocess
+import atexit
+import multiprocessing
+import os
+import resource
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.support.pool import PRELOADED, share_server, start_server, stop_server
+from tests.support.session import NUM_BYTES, FilesOfQueue
 
 ROOT = Path(__file__).parent.parent
-# The folders and files of all sessions but one, which runs the others.
-SESSIONS = (
-    # Most of these start programs of their own or run in pytest's process.
-    (
-        "tests/examples",
-        "tests/benchmarks",
-        "tests/rehearsal",
-        "tests/gpu",
-        "tests/tools",
-        "tests/versions",
-        "tests/layout",
-        "tests/compat",
-        "tests/compile/test_compile.py",
-        "tests/examples/test_finetune_example.py",
-    ),
-    (
-        "tests/accumulation",
-        "tests/checkpoint",
-        "tests/clipping",
-        "tests/mixed_precision",
-        "tests/optim_state",
-        "tests/state_dict",
-        "tests/strategies",
-        "tests/training",
-        "tests/wrapping",
-        "tests/site",
-    ),
-)
+NUM_SESSIONS = 3
+QUIET = ("-q", "-o", "console_output_style=classic")
 # Run by a command of their own.
 APART = ("tests/fuzz", "tests/hosts", "tests/soak")
+# Begun first, since their files take longest: they start programs, or their ranks wait.
+FIRST = ("tests/examples", "tests/compile", "tests/benchmarks", "tests/package", "tests/site", "tests/comm")
 
 
-def main(options: list[str]) -> int:
-    """Run all sessions; print the output of one as it comes, then that of the others, then all closing lines.
+def main(arguments: list[str]) -> int:
+    """Run all sessions; print a character for each file, then each session's failures, then all closing lines.
 
     Args:
-        options: for each, such as ``-x`` or ``--all-combinations``.
+        arguments: files and folders, by default all but those with a command of their own; and options for each
+            session, such as ``-x`` or ``--size quick``.
 
     Returns:
-        0 if all pass, else the exit status of one that failed.
+        0 if all pass, else the exit status of a session that failed.
     """
-    pytest = [sys.executable, "-m", "pytest", "-q", *options]
-    rest = [option for paths in (*SESSIONS, APART) for path in paths for option in ("--ignore", path)]
+    os.chdir(ROOT)
+    paths = [argument for argument in arguments if not argument.startswith("-") and Path(argument).exists()]
+    files = files_of(paths or ["tests"], () if paths else APART)
+    options = [*QUIET, *(argument for argument in arguments if argument not in paths)]
+    # The server imports what ranks need, while this process imports the same for the sessions.
+    start_server()
+    for module in PRELOADED:
+        import_module(module)
+    queue, queue_end = os.pipe()
+    os.write(queue_end, b"".join(number.to_bytes(NUM_BYTES, "big") for number in range(len(files))))
+    os.close(queue_end)
+    progress, progress_end = os.pipe()
+    context = multiprocessing.get_context("fork")
     with ExitStack() as stack:
-        running = []
-        for paths in SESSIONS:
-            log = stack.enter_context(tempfile.TemporaryFile("w+"))
-            process = subprocess.Popen([*pytest, *paths], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            stack.callback(process.kill)
-            running.append((paths, process, log))
-        status, closing = _followed([*pytest, *rest])
-        closings = [closing]
-        for paths, process, log in running:
-            status = process.wait() or status
-            log.seek(0)
-            lines = log.read().splitlines() or ["no output"]
-            print(f"--- {' '.join(paths)} ---", *lines, sep="\n")
-            closings.append(lines[-1])
-    print("--- all sessions ---", *closings, sep="\n", flush=True)
-    return status
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(min(NUM_SESSIONS, len(files)))]
+        sessions = [
+            context.Process(target=run_session, args=(options, FilesOfQueue(files, queue, progress_end), log))
+            for log in logs
+        ]
+        print(f"{len(files)} files in {len(sessions)} sessions: ", end="", flush=True)
+        for session in sessions:
+            session.start()
+            stack.callback(session.terminate)
+        os.close(progress_end)
+        begun = time.monotonic()
+        show_progress(progress, sessions)
+        stop_server()  # so that the time of the ranks counts
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f" {time.monotonic() - begun:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU", flush=True)
+        return report(sessions, logs)
 
 
-def _followed(command: list[str]) -> tuple[int, str]:
-    """Run a command and pass its output on; return its exit status and its last line."""
-    last = b""
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as session:
-        assert session.stdout is not None
-        # In small pieces, since pytest prints a line of dots over minutes.
-        while piece := session.stdout.read1(4096):
-            sys.stdout.buffer.write(piece)
-            sys.stdout.buffer.flush()
-            last = (last + piece)[-4096:]
-    return session.wait(), last.decode(errors="replace").rstrip().rpartition("\n")[2]
+def files_of(paths: Sequence[str], apart: Sequence[str]) -> list[Path]:
+    """Return the files of tests in some folders, in the order in which sessions take them.
+
+    Args:
+        paths: files and folders, relative to the root of the project.
+        apart: folders that are left out.
+    """
+    found = {
+        file for path in paths for file in ([Path(path)] if Path(path).is_file() else Path(path).rglob("test_*.py"))
+    }
+    files = sorted(file for file in found if not any(file.is_relative_to(folder) for folder in apart))
+    return sorted(files, key=lambda file: not any(file.is_relative_to(folder) for folder in FIRST))
+
+
+def run_session(options: list[str], plugin: FilesOfQueue, log: IO[str]) -> None:
+    """Run a session in this process, which is forked for it; its output goes to a file."""
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log.fileno(), stream.fileno())
+    share_server()
+    status = pytest.main([*options, "tests"], plugins=[plugin])
+    # pytest unlocks its temporary folder there, which the end of a forked process leaves out.
+    atexit._run_exitfuncs()
+    # Options may leave nothing to run of the files that this session has taken.
+    sys.exit(0 if status is pytest.ExitCode.NO_TESTS_COLLECTED else status)
+
+
+def show_progress(progress: int, sessions: Sequence[BaseProcess]) -> None:
+    """Print what sessions write to a pipe, on one line, until all have ended."""
+    running = {session.sentinel for session in sessions}
+    while running:
+        for ready in connection.wait([progress, *running]):
+            if ready == progress:
+                print(os.read(progress, 4096).decode(), end="", flush=True)
+            else:
+                running.discard(ready)
+
+
+def report(sessions: Sequence[BaseProcess], logs: Sequence[IO[str]]) -> int:
+    """Print what each session has said, then the closing lines of all; return the status of one that failed, or 0."""
+    closings = []
+    for session, log in zip(sessions, logs, strict=True):
+        log.seek(0)
+        *lines, closing = log.read().strip().splitlines() or ["no output"]
+        if session.exitcode not in (0, 1):
+            closing = f"a session ended with status {session.exitcode} after: {closing}"
+        print(*lines, sep="\n", end="\n" if lines else "")
+        closings.append(closing)
+    print(*closings, sep="\n", flush=True)
+    return next((session.exitcode for session in sessions if session.exitcode), 0)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,18 @@ from .transport import GLOO, Transport
 START_TIMEOUT_S = 240.0
 TASK_TIMEOUT_S = 60.0
 # Ranks fork from a server that has imported these modules, so that a pool starts fast, also after a failure.
+PRELOADED = [
+    "tests.support.worker",
+    "fsdp_flat",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "tests.support.beside",
+    "tests.support.steps",
+    "tests.support.torch_and_ours",
+]
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["tests.support.worker", "fsdp_flat", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
-)
+SERVER.set_forkserver_preload(PRELOADED)
 # Time for the other ranks to end once one has failed: they are often stuck in a collective.
 GRACE_S = 2.0
 
@@ -246,6 +254,16 @@ def start_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def share_server() -> None:
+    """Have this process, forked from one that runs the server, use it too; by itself it would start another one."""
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+
+
+def stop_server() -> None:
+    """End the server, which has waited for all of its ranks."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def spawn(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
