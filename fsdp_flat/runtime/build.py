@@ -127,7 +127,7 @@ def build_unit(
         inner.is_nested = True
     if call.on_meta:
         unit.unwritten = [
-            each for param_group in param_groups for each in unwritten_params(param_group) if each.fqn in marked
+            each for param_group in param_groups for each in unwritten_params(unit, param_group) if each.fqn in marked
         ]
         unit.unwritten += [
             Unwritten(join_fqn(path, key), partial(child._buffers.get, key), is_param=False)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
-from fsdp_flat.core import ParamGroup, Site, adapter_if_dtensor, has_values, is_subclass, unguarded
+from fsdp_flat.core import ParamGroup, Site, Unit, adapter_if_dtensor, has_values, is_subclass, unguarded
 from fsdp_flat.core.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.core.quantized import move_constants
 from fsdp_flat.core.torch_core import TorchDispatchMode
@@ -262,11 +262,11 @@ class Unwritten:
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
 
 
-def unwritten_params(param_group: ParamGroup) -> list[Unwritten]:
-    """Return the parameters of a group, whose memory is new. Values that a caller assigns count too."""
+def unwritten_params(unit: Unit, param_group: ParamGroup) -> list[Unwritten]:
+    """Return the parameters of a group of ``unit``, whose memory is new. Values that a caller assigns count too."""
 
     def read(index: int) -> torch.Tensor:
-        param_group.adopt_changes()
+        unit.before_gather()
         return param_group.local(index)
 
     return [

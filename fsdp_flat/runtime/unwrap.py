@@ -48,7 +48,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         # Fake tensors, which have no values, stay on the meta device.
         if was_meta and not param_group.flat_param.is_meta and type(param_group.flat_param.data) is torch.Tensor:
             param_group.layout.clear_padding(param_group.flat_param.data, param_group.spec.rank)
-            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(param_group)]
+            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(unit, param_group)]
     _follow_parameters(unit)
     return True
 
