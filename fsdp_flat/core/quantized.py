@@ -20,7 +20,10 @@ from fsdp_flat.layout import clean_fqn
 
 def quant_state_of(param: torch.Tensor) -> Any:
     """Return the object with the constants of a quantized parameter; None for any other parameter."""
-    state = getattr(param, "quant_state", None)
+    return _constants_in(getattr(param, "quant_state", None))
+
+
+def _constants_in(state: Any) -> Any:
     # Other attributes of this name are the caller's own.
     return state if hasattr(state, "absmax") and hasattr(state, "as_dict") else None
 
@@ -40,6 +43,17 @@ def _tensors_in(state: Any) -> dict[str, torch.Tensor]:
             elif type(value) is type(state):  # the largest magnitudes are quantized too
                 ahead.append((f"{prefix}{name}.", value))
     return found
+
+
+def find_constants(modules: Iterable[nn.Module]) -> None:
+    """Give each weight that has lost its constants those that its module keeps, as bitsandbytes' modules do in forward.
+
+    A weight that leaves the meta device, or is converted, becomes a plain parameter.
+    """
+    for module in modules:
+        weight, state = module._parameters.get("weight"), _constants_in(module.__dict__.get("quant_state"))
+        if weight is not None and state is not None and quant_state_of(weight) is None:
+            weight.quant_state = state  # type: ignore[attr-defined]
 
 
 def move_constants(params: Iterable[torch.Tensor], device: torch.device) -> None:

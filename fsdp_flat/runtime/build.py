@@ -21,6 +21,8 @@ from fsdp_flat.core import (
     ParamGroupSpec,
     is_managed,
     is_subclass,
+    local_of,
+    plain_tensors_in,
     watch_steps_on,
 )
 from fsdp_flat.core.casts import BufferCasts, keep_full_precision
@@ -74,6 +76,46 @@ class Construction:
     on_meta: bool
 
 
+def initialise(
+    module: nn.Module,
+    options: UnitOptions,
+    ignored: Ignored,
+    call: Construction,
+    find: Callable[[], list[ManagedParam]],
+) -> list[ManagedParam]:
+    """Give the tensors of a unit memory and values, those of rank 0 if it broadcasts; return what ``find`` then finds.
+
+    Every rank of the unit's groups must call this. An error of one rank is raised on all.
+    """
+    modules, groups, device = own_modules(module, ignored), options.groups, options.device
+    try:
+        was_meta = call.on_meta and materialize(modules, module, options, ignored)
+        move_to_device(modules, options, ignored)
+        params = find()
+    except Exception as error:
+        if call.on_meta:
+            # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on this rank only.
+            agree((), error, groups.rank_groups, device, WRAPPING)
+        raise
+    named: list[tuple[str, torch.Tensor]] = [
+        (entry.fqn, each) for entry in params for each in plain_tensors_in(local_of(entry.param))
+    ]
+    named += [(f"{each.fqn}.{name}", value) for each in params for name, value in constants_of(each.param).items()]
+    named += named_buffers(modules) if options.sync_states != "warn" else []
+    broadcast = call.broadcast
+    if call.on_meta:
+        # That code may have made other tensors on the ranks where it ran.
+        told = [(f"{each.dtype} {tuple(each.shape)}", name) for name, each in named]
+        lines = [f"{facts}\t{name!r} of {facts}" for facts, name in told]
+        agree(lines, None, groups.rank_groups, device, WRAPPING)
+        # All compare the values that these initialised.
+        if options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], groups.rank_groups, device)):
+            broadcast = agree_on_weights(named, options.sync_states, groups, device)
+    if broadcast:
+        broadcast_from_rank_zero([each for _, each in named], groups)
+    return params
+
+
 def build_unit(
     module: nn.Module,
     name: str,
@@ -88,31 +130,15 @@ def build_unit(
 
     Every rank of the unit's groups must call this in the same order of units.
     """
-    modules = own_modules(module, ignored)
-    groups, device, precision = options.groups, options.device, options.precision
-    try:
-        was_meta = call.on_meta and materialize(modules, module, options, ignored)
-        move_to_device(modules, options, ignored)
-        params = _managed_params(module, name, ignored, call.owners, nested, takes_subclasses=False)
-        options = _on_device_of(params, nested, options)
+    modules, precision = own_modules(module, ignored), options.precision
+
+    def find() -> list[ManagedParam]:
         _check_renormalisation(modules, options, ignored)
-    except Exception as error:
-        if call.on_meta:
-            # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on this rank only.
-            agree((), error, groups.rank_groups, device, WRAPPING)
-        raise
-    broadcast = call.broadcast
-    if call.on_meta:
-        agree((), None, groups.rank_groups, device, WRAPPING)
-        # The model may be on the meta device on some ranks only; all compare the values that these initialised.
-        if options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], groups.rank_groups, device)):
-            named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
-            named += named_buffers(modules) if options.sync_states != "warn" else []
-            broadcast = agree_on_weights(named, options.sync_states, groups, device)
-    if broadcast:
-        buffers = [buffer for _, buffer in named_buffers(modules)]
-        constants = [each for entry in params for each in constants_of(entry.param).values()]
-        broadcast_from_rank_zero([*(entry.param for entry in params), *constants, *buffers], groups)
+        found = unit_params(module, name, ignored, call.owners, nested)
+        return [to_local_param(entry, takes_subclasses=False) for entry in found]
+
+    params = initialise(module, options, ignored, call, find)
+    options = _on_device_of(params, nested, options)
     marked = {entry.fqn for entry in params if is_marked(entry.param)} if call.on_meta else set()
     full_precision = [child for _, child in modules if precision.is_full_in(child)]
     _warn_of_container(module, name, modules, call.owners)
@@ -234,7 +260,8 @@ def build_per_param(
     # The call's own mesh comes first, also without parameters: the outermost unit's groups have to be those of all
     # ranks of the model.
     divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {id(options): (options, [])}
-    for entry in _managed_params(module, name, ignored, {}, nested, takes_subclasses=True):
+    for found in unit_params(module, name, ignored, {}, nested):
+        entry = to_local_param(found, takes_subclasses=True)
         own, dim = place(entry.original)
         assert own.per_param is not None
         adapted = own.per_param.adapted(replace(entry, dim=dim), process_groups(own))
@@ -413,21 +440,19 @@ def _prepare_quantized(root: nn.Module) -> list[Any]:
     return [module.register_load_state_dict_pre_hook(load_constants) for module in holders]
 
 
-def _managed_params(
+def unit_params(
     module: nn.Module,
     name: str,
     ignored: Ignored,
     owners: Mapping[nn.Parameter, nn.Module],
     nested: Sequence[Unit],
-    *,
-    takes_subclasses: bool,
 ) -> list[ManagedParam]:
+    """Return the parameters that a unit of ``module`` is to manage: no nested one, nor another owner of a tie, does."""
     below = managed_sites(nested)
     below.update((param_group.spec.module, FLAT_PARAM) for unit in nested for param_group in unit.param_groups)
-    params = collect_params(
+    return collect_params(
         module,
         unit_name=name,
         skip=lambda param: ignored.has(param) or (bool(owners) and owners.get(param, module) is not module),
         is_managed_below=lambda child, key: (child, key) in below,
     )
-    return [to_local_param(entry, takes_subclasses=takes_subclasses) for entry in params]

@@ -35,7 +35,7 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.core.options import Ignored, UnitOptions
-from fsdp_flat.core.quantized import constants_of, quantization_of
+from fsdp_flat.core.quantized import constants_of, find_constants, quantization_of
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.layout import clean_fqn, join_fqn
@@ -47,9 +47,11 @@ from fsdp_flat.runtime.build import (
     check_not_torchs,
     check_outside_units,
     count_call,
+    initialise,
     named_buffers,
     own_modules,
     process_groups,
+    unit_params,
 )
 from fsdp_flat.runtime.compute_device import (
     compute_device_from,
@@ -58,7 +60,7 @@ from fsdp_flat.runtime.compute_device import (
     devices_of,
     groups_from,
 )
-from fsdp_flat.runtime.materialize import agree_on_weights, broadcast_from_rank_zero, materialize
+from fsdp_flat.runtime.materialize import agree_on_weights, materialize, unwritten_params
 from fsdp_flat.runtime.param_walk import named_sites
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units
@@ -192,10 +194,11 @@ def construct(
             """Shard a module in place if no flat parameter can have its parameters; return its nested units."""
             if not _has_subclasses_only(child, ignored):
                 return nested
-            if call.broadcast:
-                inner = [each for param in _own_params(child, ignored) for each in plain_tensors_in(param.detach())]
-                broadcast_from_rank_zero(inner, own.groups)
+            initialise(child, own, ignored, call, lambda: unit_params(child, "", ignored, call.owners, nested))
             shard_in_place(child, own, ignored)
+            unit = unit_of(child)
+            if call.on_meta and unit is not None:
+                unit.unwritten = [each for group in unit.param_groups for each in unwritten_params(unit, group)]
             return units_of(child)
 
         # Most units have the same arguments: those of one call are validated once.
@@ -262,6 +265,7 @@ def _agreed_plan(
                 is_wrapped=lambda child: unit_of(child) is not None,
             )
             _check_overrides(plan)
+        find_constants(modules_of(module))
         name_of = _compared_names(module, ignored)
         lines = _describe_structure(module, plan, options, ignored, name_of)
     except Exception as error:

@@ -17,9 +17,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints, named_errors
-from fsdp_flat.core import ParamGroup, Site, Unit, adapter_if_dtensor, has_values, is_subclass, unguarded
+from fsdp_flat.core import (
+    ParamGroup,
+    Site,
+    Unit,
+    adapter_if_dtensor,
+    has_values,
+    is_subclass,
+    local_of,
+    plain_tensors_in,
+    unguarded,
+)
 from fsdp_flat.core.options import Ignored, SyncStates, UnitOptions
-from fsdp_flat.core.quantized import move_constants
+from fsdp_flat.core.quantized import move_constants, quant_state_of
 from fsdp_flat.core.torch_core import TorchDispatchMode
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError, some_of
 from fsdp_flat.layout import join_fqn
@@ -60,14 +70,19 @@ def materialize(
         else:
             for name, module in meta:
                 _reset(name, module, options.device)
-    for first, *others in sites.values():
+    for before, (first, *others) in sites.items():
+        made = first.module._parameters[first.name]
+        if made is not None and quant_state_of(before) is not None and quant_state_of(made) is None:
+            made.quant_state = quant_state_of(before)  # type: ignore[attr-defined]  # lost with the class
         for other in others:
-            other.module._parameters[other.name] = first.module._parameters[first.name]
+            other.module._parameters[other.name] = made
     left = [
         join_fqn(name, key)
         for name, module in modules
         for key, param in module._parameters.items()
-        if param is not None and param.is_meta and not ignored.has(param)
+        if param is not None
+        and not ignored.has(param)
+        and any(each.is_meta for each in plain_tensors_in(local_of(param)))
     ]
     if left:
         raise OptionError(
@@ -199,8 +214,8 @@ class _MarksEmpty(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _EMPTY:
-            bits, mark = _bits(result)
+        for each in plain_tensors_in(local_of(result)) if func.overloadpacket in _EMPTY else ():
+            bits, mark = _bits(each)
             if bits is not None:
                 bits.fill_(mark)
         return result
@@ -232,7 +247,11 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Return whether nothing was written to ``tensor`` since it left the meta device."""
+    """Return whether nothing was written to ``tensor``, of any class, since it left the meta device."""
+    return all(map(_is_marked, plain_tensors_in(local_of(tensor))))
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
     bits, mark = _bits(tensor)
     if bits is None or bits.numel() == 0:
         return False
@@ -257,9 +276,11 @@ class Unwritten:
             tensor = self.read()
             if tensor is None or tensor.numel() == 0 or not has_values(tensor):
                 return False
-            # A conversion to another dtype keeps a NaN, but not its bits.
-            is_nan = tensor.is_floating_point() and tensor.itemsize > 1
-            return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
+            return all(
+                # A conversion to another dtype keeps a NaN, but not its bits.
+                each.isnan().all() if each.is_floating_point() and each.itemsize > 1 else _is_marked(each)
+                for each in plain_tensors_in(tensor)
+            )
 
 
 def unwritten_params(unit: Unit, param_group: ParamGroup) -> list[Unwritten]:

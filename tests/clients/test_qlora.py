@@ -475,6 +475,46 @@ def test_ranks_start_from_the_codes_and_constants_of_rank_zero(rank: int, tmp_pa
     assert_equal(full_state(model, "originals"), {name: each.detach() for name, each in first.state_dict().items()})
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("keeps", ["parameter", "layer", "emptied layer"])
+@on_ranks(2)
+def test_codes_of_rank_zero_reach_ranks_whose_weights_are_on_the_meta_device(
+    keeps: str, use_orig_params: bool, rank: int
+) -> None:
+    """As QLoRA on FSDP1 was first published: a weight that leaves the meta device loses its class and its constants.
+
+    They are found where the weight on the meta device has them, or its layer.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Linear4bit(64, 64, bias=False, quant_storage=torch.float32)).to("cpu")
+    x, layer = torch.ones(2, 64), model[1]
+    expected, state, codes = model(x).detach(), layer.weight.quant_state, layer.weight.data.clone()
+    layer.quant_state = None if keeps == "parameter" else state
+    init = None
+    if rank:
+        options = {} if keeps == "layer" else {"quant_state": state, "bnb_quantized": True}
+        layer.weight = Params4bit(codes.to("meta"), requires_grad=False, quant_storage=torch.float32, **options)
+        with torch.no_grad():
+            state.absmax.zero_()
+        if keeps == "emptied layer":
+            layer.to_empty(device="cpu")
+        else:
+            model[0].to("meta")
+            init = partial(nn.Module.to_empty, device="cpu", recurse=False)
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+        sync_module_states=True,
+        param_init_fn=init,
+    )
+    assert torch.equal(model(x), expected)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        found = model.state_dict()
+    assert torch.equal(found["1.weight"], codes)
+    assert found["1.weight.absmax"].count_nonzero()
+
+
 @pytest.mark.parametrize("side", ["originals", "fully_shard"])
 @on_ranks(2)
 def test_an_all_gather_in_fewer_bits_takes_codes_that_are_integers_alone(side: str, tmp_path: Path) -> None:

@@ -326,6 +326,19 @@ def test_a_model_on_the_meta_device_on_some_ranks_only_is_compared_on_all(sync: 
         assert_equal(dict(found), expected)
 
 
+@pytest.mark.parametrize("sync", ["auto", True])
+@on_ranks(2)
+def test_tensors_that_initialise_to_another_shape_on_one_rank_are_named(sync: Any, rank: int) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(torch.ones(2, 4))
+            module.bias = nn.Parameter(torch.ones(2))
+
+    model = nn.Linear(3, 2, device="meta" if rank else "cpu")
+    with pytest.raises(RankMismatchError, match=r"'weight' of torch.float32 \(2, 3\), rank 1 has .* \(2, 4\)"):
+        FSDP(model, param_init_fn=init, sync_module_states=sync)
+
+
 class Hides(nn.Module):
     """Lists its trained parameter only, as adapters do."""
 

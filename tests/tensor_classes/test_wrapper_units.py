@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,6 +172,51 @@ def test_rank_0s_values_of_such_units_are_broadcast() -> None:
                     each.zero_()
     sharded = FSDP(model, auto_wrap_policy=POLICY, use_orig_params=True, sync_module_states=True)
     close(trained(sharded), trained(in_place(model_of())))
+
+
+def emptied_and(*inits: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for each in inits:
+            each(module)
+
+    return init
+
+
+def fill(module: nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters(recurse=False):
+            for each in inner_of(param):
+                each.fill_(0.1)
+
+
+@on_ranks(2, 4)
+def test_rank_0s_values_of_such_units_reach_ranks_on_the_meta_device(rank: int) -> None:
+    model = model_of()
+    if rank:
+        model.to("meta")
+    sharded = FSDP(
+        model,
+        auto_wrap_policy=POLICY,
+        use_orig_params=True,
+        sync_module_states=True,
+        param_init_fn=emptied_and() if rank else None,
+    )
+    close(trained(sharded), trained(in_place(model_of())))
+
+
+@on_ranks(2)
+def test_param_init_fn_gives_such_units_memory_and_values() -> None:
+    plain = model_of()
+    for module in plain.modules():
+        fill(module)
+    model = FSDP(model_of().to("meta"), auto_wrap_policy=POLICY, use_orig_params=True, param_init_fn=emptied_and(fill))
+    close(trained(model), trained(in_place(plain)))
+    base = FSDP(
+        model_of()[0].base.to("meta"), auto_wrap_policy=POLICY, use_orig_params=True, param_init_fn=emptied_and()
+    )
+    with pytest.warns(UserWarning, match="never written and so NaN: 'weight'"):
+        assert base(batch(0, 0)).isnan().all()
 
 
 @on_ranks(2)
