@@ -11,7 +11,7 @@ PICTURES = ["matplotlib"]
 DEMO = ["tqdm", *PICTURES]
 # What `make test-clients` tests; the versions are in constraints-clients.txt.
 CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
-MIGRATE = ["libcst", "ruamel.yaml"]
+MIGRATE = ["libcst"]
 CLI = ["typer>=0.29", "rich", "tqdm", "safetensors"]
 # What `make docs` builds the site with.
 DOCS = ["mkdocs-material", "mkdocstrings[python]"]

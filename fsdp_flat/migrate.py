@@ -20,9 +20,9 @@ patch included, is JSON. Needs libcst: ``pip install libcst``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from fsdp_flat.tools.rewriting import Rewrite, Tool, run_tool
+from fsdp_flat.tools.rewriting import Migrated, run_migrate
 
 NAME = "python -m fsdp_flat.migrate"
 
@@ -37,14 +37,13 @@ def main(arguments: Sequence[str] | None = None, name: str = NAME) -> int:
     Returns:
         The exit status.
     """
-    description = "Move a codebase from torch's FSDP1 to fsdp_flat."
-    return run_tool(Tool(name, description, f"{name} src/", (".py", ".pyi", ".ipynb"), _load), arguments)
+    return run_migrate(name, _load, arguments)
 
 
-def _load() -> Rewrite:
+def _load() -> Callable[[bytes], Migrated]:
     from fsdp_flat.tools.migrate_source import migrate_source
 
-    return lambda files: {path: migrate_source(data) for path, data in files.items()}
+    return migrate_source
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ from contextlib import suppress
 from itertools import takewhile
 
 from fsdp_flat import migrate, run
-from fsdp_flat.tools import to_fully_shard_command
 from fsdp_flat.version import __version__
 
 _WITHOUT_EXTRA = """\
 usage: fsdp-flat run script.py [arguments ...]      run an unmodified FSDP1 script (fsdp-flat run --help)
        fsdp-flat migrate [--write] PATH [PATH ...]  rewrite the imports of a codebase (fsdp-flat migrate --help)
-       fsdp-flat to-fully-shard [--write] PATH [PATH ...]  move wrapper code to fully_shard (the same, --help)
        fsdp-flat --version
 All other commands need typer and rich: pip install typer rich tqdm safetensors
 """
@@ -33,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, *rest = given or [""]
-    if command in ("run", "migrate", "to-fully-shard") and _asks_for_help(rest, command == "run"):
+    if command in ("run", "migrate") and _asks_for_help(rest, command == "run"):
         # In the style of the other commands, if typer is there; else in their own.
         with suppress(ModuleNotFoundError):
             from fsdp_flat.tools.commands import run_command as show_help
@@ -47,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if command == "migrate":
         return migrate.main(rest, "fsdp-flat migrate")
-    if command == "to-fully-shard":
-        return to_fully_shard_command.main(rest)
     if given in (["-V"], ["--version"]):
         print(f"fsdp-flat {__version__}")
         return 0

@@ -100,11 +100,6 @@ def _migrate(paths: Rewritten, diff: Diff = False, write: Write = False, as_json
     """Rewrite a codebase's imports of FSDP1."""
 
 
-@app.command("to-fully-shard", context_settings=_PASSED_ON, epilog="Example: fsdp-flat to-fully-shard src/")
-def _to_fully_shard(paths: Rewritten, diff: Diff = False, write: Write = False, as_json: Json = False) -> None:
-    """Move wrapper code to fully_shard, where that is sure."""
-
-
 @app.command("ls", epilog="Example: fsdp-flat ls run")
 def _ls(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder.")],

@@ -39,7 +39,7 @@ def migrate_source(data: bytes) -> Migrated:
     """
     if not _is_of_interest(data):
         return Migrated(data, [])
-    module = parsed(data)
+    module = _parsed(data)
     if isinstance(module, Finding):
         return Migrated(data, [module])
     wrapper = meta.MetadataWrapper(module, unsafe_skip_copy=True)
@@ -53,7 +53,7 @@ def migrate_source(data: bytes) -> Migrated:
     return Migrated(wrapper.module.visit(Rewriter(plan)).bytes, findings)
 
 
-def parsed(data: bytes) -> cst.Module | Finding:
+def _parsed(data: bytes) -> cst.Module | Finding:
     """Parse a module whose text will survive, or return why it cannot be."""
     try:
         module = cst.parse_module(data)

@@ -1,4 +1,4 @@
-"""Runs a rewriter over files: prints a patch and a report, or changes the files; ``migrate`` and ``to-fully-shard``."""
+"""Runs ``migrate`` over files: prints a patch and a report, or changes the files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +16,9 @@ from typing import NoReturn
 from fsdp_flat.errors import counted
 
 _SKIPPED = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
-_TO_CHECK = ("check", "left", "error")
+_SUFFIXES = (".py", ".pyi", ".ipynb")
+_TO_CHECK = ("check", "error")
+_NEXT = "Imports are all that changes. docs/migrating.md shows how to move a model from the wrapper to fully_shard."
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,7 +27,7 @@ class Finding:
 
     Attributes:
         line: its number, 0 for the whole file.
-        kind: "changed", "differs" (behaves differently), "check" (cannot be judged), "left" (stays) or "error".
+        kind: "changed", "differs" (behaves differently), "check" (cannot be judged) or "error".
     """
 
     line: int
@@ -41,49 +43,26 @@ class Migrated:
     findings: list[Finding]
 
 
-Rewrite = Callable[[Mapping[Path, bytes]], Mapping[Path, Migrated]]
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """Describes a command that rewrites files.
-
-    Attributes:
-        name: what it is called by, for its errors.
-        description: what it does, for its help.
-        example: a call of it.
-        suffixes: endings of the files that it looks for in folders.
-        load: returns the function that rewrites files, which needs libcst.
-        what_next: returns what to do once files have changed, given their paths.
-    """
-
-    name: str
-    description: str
-    example: str
-    suffixes: tuple[str, ...]
-    load: Callable[[], Rewrite]
-    what_next: Callable[[Sequence[Path]], str] = lambda paths: ""
-
-
-def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
-    """Run the command line of a tool.
+def run_migrate(name: str, load: Callable[[], Callable[[bytes], Migrated]], arguments: Sequence[str] | None) -> int:
+    """Run the command line of ``migrate``.
 
     Args:
-        tool: the tool.
+        name: what the command is called by.
+        load: returns the function that rewrites the source of one file, which needs libcst.
         arguments: the arguments without the program's name; by default those of the process.
 
     Returns:
         0 if nothing is left to do, 1 if changes are pending, 2 for findings to check and for errors.
     """
-    options = _parser(tool).parse_args(arguments)
+    options = _parser(name).parse_args(arguments)
     try:
-        rewrite = tool.load()
+        rewrite = load()
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] != "libcst":
             raise
-        print(f"{tool.name} needs libcst, which is not installed: pip install libcst", file=sys.stderr)
+        print(f"{name} needs libcst, which is not installed: pip install libcst", file=sys.stderr)
         return 2
-    files, findings = _files(options.paths, tool.suffixes)
+    files, findings = _files(options.paths)
     sources: dict[Path, bytes] = {}
     for path in files:
         try:
@@ -95,7 +74,7 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
         if b"torch.distributed.fsdp" in data:
             text = "notebooks are not rewritten; this one names torch.distributed.fsdp"
             findings.append((path, Finding(1, "check", text)))
-    done = rewrite(sources)
+    done = {path: rewrite(data) for path, data in sources.items()}
     changed = {path: done[path].data for path in sources if done[path].data != sources[path]}
     findings += [(path, found) for path in sources for found in done[path].findings]
     patch = b"".join(_patch(path, sources[path], data) for path, data in changed.items())
@@ -103,9 +82,8 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
         for path, data in changed.items():
             path.write_bytes(data)
     num_unsure = sum(found.kind in _TO_CHECK for _, found in findings)
-    after = tool.what_next([*changed]) if changed else ""
     if options.json:
-        _show_json(files, changed, findings, patch, after, written=options.write)
+        _show_json(files, changed, findings, patch, written=options.write)
     else:
         if not options.write:
             sys.stdout.flush()
@@ -119,7 +97,7 @@ def run_tool(tool: Tool, arguments: Sequence[str] | None) -> int:
             f"{len(changed)} of {counted(len(files), 'files')} {is_done}, {counted(num_unsure, 'findings')} to check",
             file=sys.stderr,
         )
-        print(after, end="", file=sys.stderr)
+        print(_NEXT, file=sys.stderr)
     if num_unsure:
         return 2
     return 1 if changed and not options.write else 0
@@ -130,7 +108,6 @@ def _show_json(
     changed: Collection[Path],
     findings: Sequence[tuple[Path, Finding]],
     patch: bytes,
-    after: str,
     *,
     written: bool,
 ) -> None:
@@ -140,7 +117,7 @@ def _show_json(
         "written": written,
         "findings": [{"path": str(path), **asdict(found)} for path, found in findings],
         "patch": patch.decode(errors="replace"),
-        "next": after,
+        "next": _NEXT,
     }
     print(json.dumps(result, indent=2))
 
@@ -150,11 +127,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _parser(tool: Tool) -> argparse.ArgumentParser:
+def _parser(name: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=tool.name,
-        description=tool.description,
-        epilog=f"Example: {tool.example}. Exit status: 0, nothing is left to do; 1, changes are pending; "
+        prog=name,
+        description="Move a codebase from torch's FSDP1 to fsdp_flat.",
+        epilog=f"Example: {name} src/. Exit status: 0, nothing is left to do; 1, changes are pending; "
         "2, something to check, or an error.",
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder to look through")
@@ -165,13 +142,13 @@ def _parser(tool: Tool) -> argparse.ArgumentParser:
     return parser
 
 
-def _files(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[list[Path], list[tuple[Path, Finding]]]:
+def _files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Finding]]]:
     """Find files at and below ``paths``; return them and an error for each missing path."""
     files: dict[Path, None] = {}
     errors = []
     for path in paths:
         if path.is_dir():
-            files.update(dict.fromkeys(_below(path, suffixes)))
+            files.update(dict.fromkeys(_below(path)))
         elif path.exists():
             files[path] = None
         else:
@@ -179,11 +156,11 @@ def _files(paths: Sequence[Path], suffixes: tuple[str, ...]) -> tuple[list[Path]
     return list(files), errors
 
 
-def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+def _below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
         for name in sorted(names):
-            if name.endswith(suffixes):
+            if name.endswith(_SUFFIXES):
                 yield Path(parent, name)
 
 

@@ -351,7 +351,6 @@ def test_metadata_of_a_checkpoint_that_names_other_classes_is_refused_with_the_o
         (["show", "text.pt"], "fsdp-flat show: text.pt is no file of torch.save"),
         (["migrate"], "fsdp-flat migrate: the following arguments are required: PATH; see fsdp-flat migrate --help\n"),
         (["migrate", "--bad", "a"], "fsdp-flat migrate: unrecognized arguments: --bad; "),
-        (["to-fully-shard"], "fsdp-flat to-fully-shard: the following arguments are required: PATH; "),
         (["run"], "fsdp_flat.run: no script given; see "),
         (["lst"], "fsdp-flat lst: No such command 'lst'."),
     ],
@@ -381,7 +380,6 @@ def test_every_command_has_help_with_an_example_and_an_option_for_json(
     listed = run("--help")[1].partition("Commands:")[2].partition("\n\n")[0]
     commands = [line.split()[0] for line in listed.strip().splitlines()]
     assert {"run", "migrate", "ls", "show", "verify", "diff"} <= set(commands)
-    assert "to-fully-shard" in commands
     for command in commands:
         try:
             status, text, _ = run(command, "--help")

@@ -109,31 +109,10 @@ def test_a_wrong_dtype_or_config_writes_nothing(options: list[str], tmp_path: Pa
     assert (sorted(tmp_path.iterdir()) == before) == (not is_alias)
 
 
-HEAD = (
-    "import torch\nimport torch.distributed{}\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n"
-)
-
-
-@pytest.mark.parametrize("alias", ["", " as dist"])
-@pytest.mark.parametrize("device", ["torch.cuda.current_device()", "torch.device('cuda', 0)"])
-def test_a_model_moves_to_its_device_before_it_is_broadcast(alias: str, device: str) -> None:
-    """``device_id`` with ``sync_module_states``, another device, an import under another name."""
-    pytest.importorskip("libcst", reason="the migration tool needs it")
-    from fsdp_flat.tools.to_fully_shard import rewrite_files
-
-    text = HEAD.format(alias) + f"model = FSDP(torch.nn.Linear(2, 2), device_id={device}, sync_module_states=True)\n"
-    path = Path("train.py")
-    new = rewrite_files({path: text.encode()})[path].data.decode()
-    assert (
-        0 < new.index(f"model.to({device})") < new.index("torch.distributed.broadcast") < new.index("fully_shard(model")
-    )
-    assert new.count("import torch.distributed") == 1
-
-
-@pytest.mark.parametrize("command", ["run", "migrate", "to-fully-shard", "show"])
+@pytest.mark.parametrize("command", ["run", "migrate", "show"])
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_the_help_of_every_command_has_one_style(command: str, option: str, run: Run) -> None:
-    """``run``, ``migrate`` and ``to-fully-shard`` as the commands of checkpoints."""
+    """``run`` and ``migrate`` as the commands of checkpoints."""
     status, text, errors = run(command, option)
     assert (status, errors) == (0, "")
     assert text.lstrip().startswith(f"Usage: fsdp-flat {command} [OPTIONS] ")

@@ -38,6 +38,7 @@ def test_by_default_a_patch_is_printed_and_nothing_is_written(folder: Path, caps
     assert output.err == (
         "package/train.py:2: changed: CPUOffload: from fsdp_flat instead of torch.distributed.fsdp\n"
         "1 of 2 files to change, 0 findings to check\n"
+        "Imports are all that changes. docs/migrating.md shows how to move a model from the wrapper to fully_shard.\n"
     )
     assert (folder / "package" / "train.py").read_text() == BEFORE
 
