@@ -12,12 +12,12 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu, micro, plans, projection, rounding, saves, scale
+from benchmarks import gpu, saves, scale
 from benchmarks.__main__ import main as bench
 from benchmarks.network import NoNetworkError
 from benchmarks.pictures import digest_in, digest_of, draw
 from benchmarks.runner import ROOT
-from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table
+from benchmarks.tables import STATE_PEERS, describe, states_table, step_table
 
 # Name of the result file: flags of ``python -m benchmarks``, and the heading.
 RUNS = {
@@ -37,12 +37,8 @@ RUNS = {
 
 SCALE = "Host time and memory by units and ranks"
 SAVES = "Saves of a checkpoint"
-PLANS = "Plans of a checkpoint"
-MICRO = "Collectives alone"
-ROUNDING = "Collectives in fewer bits"
 GPU = "GPU"
-PROJECTION = "8, 64 and 1024 GPUs, by arithmetic"
-HEADINGS = (SCALE, SAVES, PLANS, MICRO, ROUNDING, PROJECTION)
+HEADINGS = (SCALE, SAVES)
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*\.png)\)")
 
 INTRO = """# Performance
@@ -68,12 +64,10 @@ make bench BENCH="--hosts 2 --gbit 1"        # ranks on two hosts, which it make
 make bench-scale                             # host time and memory by units and ranks
 make bench-gpu                               # one GPU: python -m benchmarks.gpu
 python -m benchmarks.saves                   # saves of a checkpoint, beside those of torch
-python -m benchmarks.plans                   # the exchanges of ranks that save a checkpoint
-python -m benchmarks.micro                   # collectives alone
-python -m benchmarks.rounding                # losses with all-gathers and reductions in bf16 and int8
+python -m benchmarks.functions               # functions of the library that a unit's step enters
+python -m benchmarks.guards                  # what guards cost
 python -m benchmarks.report                  # this page, with what the commands above have measured, and its pictures
 python -m benchmarks.report --measure        # everything first
-python -m benchmarks.before_after --against CHECKOUT   # two versions in the same rounds
 ```
 """
 
@@ -183,70 +177,14 @@ def _measured(results: Path, old: Container[str]) -> dict[str, str]:
     found = _read(results / "saves.json")
     if found is not None:
         made[SAVES] = [saves.saves_table(found)]
-    found = _read(results / "plans.json")
-    if found is not None:
-        made[PLANS] = [plans.NOTE, plans.plans_table(found)]
-    if (results / "micro.md").exists():
-        made[MICRO] = [micro.NOTE, (results / "micro.md").read_text()]
-    found = _read(results / "rounding.json")
-    if found is not None:
-        made[ROUNDING] = [rounding.rounding_page(found)]
     found = _read(results / "gpu.json")
     if found is not None or GPU not in old:
         made[GPU] = [*([NOT_MEASURED] if found is None else [gpu.gpu_page(found)]), GPU_NOTE]
-    checked = _checked(results)
-    if checked or PROJECTION not in old:
-        made[PROJECTION] = _projection(checked)
     return {heading: "\n".join(parts) for heading, parts in made.items()}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _checked(results: Path) -> list[list[str]]:
-    """Return a row of the table of bytes by the formula and as counted for each run that was counted."""
-    rows = []
-    for name in ("compute", "communication", "ranks4"):
-        found = _read(results / f"{name}.json")
-        counted = found and found["counts"].get("flat-full-orig")
-        if found and counted:
-            rows.append([name, f"{_lower_bound(found['setting']) / 1e6:.1f}", f"{counted['sent'] / 1e6:.1f}"])
-    return rows
-
-
-def _projection(checked: list[list[str]]) -> list[str]:
-    m = projection.MACHINE
-    parts = [
-        "These figures are computed, not measured. Assumptions: "
-        f"{m.flops / 1e12:.0f} TFLOP/s sustained in bf16, {m.inside / 1e9:.0f} GB/s a GPU for large\n"
-        f"collectives within a node of {m.node} and {m.across / 1e9:.0f} GB/s across nodes, "
-        f"{1e6 * m.hop:.1f} microseconds a ring step, 8192 tokens a GPU, activations\n"
-        "recomputed, bf16 all-gathers, fp32 reduce-scatters; memory without activations. If communication takes longer "
-        "than\ncompute, larger batches, hybrid sharding or 8-bit collectives (`fsdp_flat.collectives`) shorten it.\n",
-        markdown(
-            ["model", "compute ms", "GB sent", "network ms", "step ms", "compute share", "GiB held"],
-            projection.projection_rows(),
-        ),
-    ]
-    if checked:
-        parts += [
-            "Bytes by the formula and as counted (the outermost unit and the last unit of the forward are not "
-            "resharded, so they are\nall-gathered once; the rest of the difference is padding and the flags of used "
-            "parameters):\n",
-            markdown(["setting", "formula MB", "counted MB"], checked),
-        ]
-    return parts
-
-
-def _lower_bound(setting: dict[str, Any]) -> float:
-    width = setting["width"]
-    block = 12 * width * width + 13 * width
-    outside = (2 * setting["vocab"] + setting["seq"] + 2) * width
-    inside = (setting["layers"] - 1) * block
-    sent = projection.bytes_sent(inside, setting["ranks"], gather_itemsize=4, reduce_itemsize=4)
-    share = (setting["ranks"] - 1) / setting["ranks"]
-    return sent + (outside + block) * 2 * 4 * share
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -267,9 +205,6 @@ def main(argv: list[str] | None = None) -> None:
         scale.main(["--out", str(args.results)])
         scale.main(["--no-gc", "--out", str(args.results)])
         saves.main(["--out", str(args.results)])
-        plans.main(["--out", str(args.results)])
-        micro.main(["--out", str(args.results)])
-        rounding.main(["--out", str(args.results)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     old = args.out.read_text() if args.out.exists() else ""
     text = page(args.results, old=old, note=args.note)

@@ -100,7 +100,7 @@ class Job:
 
     Attributes:
         implementation: a key of ``IMPLEMENTATIONS``.
-        task: "time", "count" (bytes sent, bytes alive), "states" (state dicts) or "micro" (collectives).
+        task: "time", "count" (bytes sent, bytes alive) or "states" (state dicts).
         setting: the setting.
     """
 

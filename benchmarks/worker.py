@@ -19,7 +19,6 @@ from torch import nn
 
 from benchmarks.counting import Counter
 from benchmarks.implementations import autocast_for, library_of, optimizer_for, quiet, unreduced, wrap
-from benchmarks.micro import measure_routes
 from benchmarks.model import GPT, batch_of, loss_of
 from benchmarks.network import sent_over_link
 from benchmarks.spec import Job, Setting
@@ -125,7 +124,6 @@ TASKS: dict[str, Callable[[Job, int], dict[str, Any]]] = {
     "time": _time,
     "count": _count,
     "states": _states,
-    "micro": lambda _job, _rank: measure_routes(),
 }
 
 

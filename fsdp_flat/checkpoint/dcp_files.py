@@ -5,7 +5,7 @@ torch's planners, storage reader and ``dcp.load`` do the work. Three things are 
 Coordination: ``dcp.save`` gathers a pickled plan from each rank, scatters the merged plans, gathers the results and
 broadcasts the metadata; with cached plans, the last two, for which rank 0 takes less time than here. Here each rank
 writes its files at once, rank 0 merges JSON rows from each, and nothing is sent back. docs/performance.md has the
-figures of all three (``python -m benchmarks.plans``) and of whole saves (``python -m benchmarks.saves``).
+figures of whole saves (``python -m benchmarks.saves``).
 
 Writing: torch's writer keeps a CPU copy of every tensor of a file until the file is complete, and computes no checksum.
 Here one tensor at a time is copied, and the checksum is computed as bytes are written.

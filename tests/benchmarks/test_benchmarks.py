@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import __main__ as bench
-from benchmarks import functions, micro, network, plans, projection, report, saves, scale, tables
+from benchmarks import functions, network, report, saves, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.runner import where
 from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
 from benchmarks.states import measure_states
 from benchmarks.worker import Training
-from fsdp_flat.checkpoint.dcp_files import SafeReader
 from fsdp_flat.layout import clean_fqn
 from tests.support import on_ranks
 
@@ -40,13 +38,12 @@ def test_a_run_writes_json_a_table_and_a_picture(tmp_path: Path) -> None:
     results = json.loads(path.read_text())
     assert list(results["rounds"][0]) == names
     assert all(row["step"] > 0 for row in results["rounds"][0].values())
-    assert results["counts"]["flat-full-orig"]["sent"] >= report._lower_bound(results["setting"])
+    assert results["counts"]["flat-full-orig"]["sent"] > 0
     table = (tmp_path / "compute.md").read_text()
     assert all(IMPLEMENTATIONS[name] in table for name in names)
     assert (tmp_path / "compute.png").stat().st_size > 1000
     report.main(["--results", str(tmp_path), "--out", str(tmp_path / "docs" / "page.md")])
     page = (tmp_path / "docs" / "page.md").read_text()
-    assert "| 70B, 1024 GPUs |" in page
     assert IMPLEMENTATIONS["flat-full-orig"] in page
 
 
@@ -136,43 +133,12 @@ def test_the_counter_counts_the_local_memory_of_dtensors_alone() -> None:
     assert 2 * 2000 <= alive < 4000 + 1000
 
 
-def test_a_projected_step_is_never_faster_than_its_compute_or_its_network() -> None:
-    assert projection.bytes_sent(8.0, 2, gather_itemsize=2, reduce_itemsize=4) == 32
-    for model, compute, _, sending, step, *_ in projection.projection_rows():
-        assert float(step) >= max(float(compute), float(sending)), model
-    few, many = (projection.bytes_held(projection.MODELS[0], ranks) for ranks in (8, 1024))
-    assert many < few
-
-
-def test_plans_and_texts_of_every_rank_are_measured_and_are_on_the_page(tmp_path: Path) -> None:
-    plans.main(["--ranks", "3", "--params", "2", "--out", str(tmp_path)])
-    results = json.loads((tmp_path / "plans.json").read_text())
-    assert [count for _, _, count, _ in results["rows"]] == [3, 3, 3, 1, 3, 3, 3, 1, 3]
-    sizes = {name: nbytes / count for name, nbytes, count, _ in results["rows"]}
-    assert min(sizes["dcp.save: plans to rank 0"], sizes["save_checkpoint: texts to rank 0"]) > 500
-    assert sizes["dcp.save, cached plans: plans to rank 0"] < sizes["dcp.save: plans to rank 0"] / 2
-    assert plans.plans_table(results) in report.page(tmp_path)
-
-
 def test_saves_of_both_ways_are_measured_and_are_on_the_page(tmp_path: Path) -> None:
     saves.main(["--ranks", "2", "--preset", "tiny", "--rounds", "1", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "saves.json").read_text())
     assert set(results["ranks"]["2"]) == set(saves.WAYS)
     assert all(0 < returned <= ended for returned, ended in results["ranks"]["2"].values())
     assert saves.saves_table(results) in report.page(tmp_path)
-
-
-def test_plans_and_texts_lead_to_the_same_metadata(tmp_path: Path) -> None:
-    found = []
-    for measure in (partial(plans.measure_dcp, is_cached=False), plans.measure_texts):
-        path = tmp_path / str(len(found))
-        measure(3, 2, path)
-        found.append(SafeReader(path).read_metadata())
-    first, second = found
-    assert len(first.state_dict_metadata) == 6
-    assert first.state_dict_metadata == second.state_dict_metadata
-    assert first.planner_data == second.planner_data
-    assert first.storage_data == second.storage_data
 
 
 def test_the_page_names_the_command_of_host_times_and_the_machine(tmp_path: Path) -> None:
@@ -196,8 +162,6 @@ def test_the_page_has_the_notes_of_the_benchmarks() -> None:
         report.INTRO,
         report.STATES_NOTE,
         scale.NOTE,
-        plans.NOTE,
-        micro.NOTE,
         report.GPU_NOTE,
     ):
         assert note in page
