@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Block, GPTConfig, next_token_loss
-from launch import compute_device, inside_rank, process_group, run_rank, start_ranks
+from launch import compute_device, inside_rank, process_group, start_ranks
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, plan, record
@@ -84,11 +84,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/plan_and_record"), help="folder for what is written")
     args = parser.parse_args(argv)
     if inside_rank():
-        run_rank(lambda: record_small(args.out))
+        record_small(args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     plan_large(args.out)
-    start_ranks([sys.executable, __file__, *argv], 2)
+    start_ranks(__file__, argv, 2)
 
 
 if __name__ == "__main__":

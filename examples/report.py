@@ -1,4 +1,4 @@
-"""Reports a training run: a progress bar, bytes per rank and a picture of loss and memory."""
+"""Reports a training run: bytes per rank, and a picture of loss and memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 KINDS = ("parameters", "gradients", "optimizer state")
-MISSING = "{name} is not installed, so there will be no {what}; get it with: pip install tqdm matplotlib"
 
 
 @dataclass(slots=True)
@@ -76,63 +77,11 @@ def memory_table(part: Part) -> str:
     return "\n".join(rows)
 
 
-# ---------------------------------------------------------------------------------------------------- progress bar
-
-
-class Progress:
-    """A tqdm bar of training steps on rank 0, or plain lines where tqdm is missing; silent on other ranks."""
-
-    def __init__(self, *, first: int, total: int, rank: int) -> None:
-        self._rank = rank
-        self._step, self._total = first, total
-        self._values: dict[str, str] = {}
-        self._bar: Any = None
-        if rank != 0:
-            return
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            print(MISSING.format(name="tqdm", what="progress bar"))
-        else:
-            self._bar = tqdm(initial=first, total=total, unit="step", mininterval=0.5, dynamic_ncols=True)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self) -> None:
-        """Counts one step."""
-        self._step += 1
-        if self._bar is not None:
-            self._bar.update()
-
-    def show(self, **values: str) -> None:
-        """Shows the newest value of each name."""
-        self._values |= values
-        if self._bar is not None:
-            self._bar.set_postfix(self._values)
-        elif self._rank == 0:
-            print(f"step {self._step}/{self._total} ", *(f"{name} {value}" for name, value in self._values.items()))
-
-
 # --------------------------------------------------------------------------------------------------------- picture
 
 
-def draw(parts: list[Part], path: Path) -> bool:
-    """Writes the losses of all parts and the bytes per rank as a PNG.
-
-    Returns:
-        False where matplotlib is missing; the reason is printed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a display
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(MISSING.format(name="matplotlib", what="picture"))
-        return False
+def draw(parts: list[Part], path: Path) -> None:
+    """Writes the losses of all parts and the bytes per rank as a PNG."""
     figure = Figure(figsize=(11, 4.5), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     loss_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -143,7 +92,6 @@ def draw(parts: list[Part], path: Path) -> bool:
     _draw_losses(loss_axes, parts)
     _draw_memory(memory_axes, parts)
     figure.savefig(path)
-    return True
 
 
 def _draw_losses(axes: Any, parts: list[Part]) -> None:

@@ -5,6 +5,8 @@
     python examples/train_gpt.py --demo                     run both and check the results
     torchrun --nproc-per-node 2 examples/train_gpt.py       the same under torchrun, on one machine or on several
 
+It needs `pip install tqdm matplotlib`.
+
 The script writes `checkpoint.pt` (the full model, for any number of ranks) and `loss_and_memory.png` to the output
 folder. With several machines, the output folder must be on a shared file system.
 """
@@ -21,10 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt_model import GPT, Block, GPTConfig, next_token_loss
-from launch import JobFailedError, compute_device, inside_rank, process_group, run_rank, start_ranks
-from report import Part, Progress, bytes_of_replication, bytes_per_rank, count_ranks, draw, memory_table
+from launch import compute_device, inside_rank, process_group, start_ranks
+from report import Part, bytes_of_replication, bytes_per_rank, count_ranks, draw, memory_table
 from stdlib_text import Text, load_text, training_batch, validation_batches
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from tqdm import tqdm
 
 from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_flat import FullyShardedDataParallel as FSDP
@@ -213,23 +218,28 @@ class Trainer:
         seconds = 0.0
         losses: list[torch.Tensor] = []
         last = self.first_step + self.args.steps
-        with Progress(first=self.first_step, total=last, rank=self.rank) as progress:
+        shown: dict[str, str] = {}
+        with tqdm(
+            initial=self.first_step, total=last, unit="step", mininterval=0.5, disable=self.rank != 0
+        ) as progress:
             while self.step < last:
                 start = time.perf_counter()
                 losses.append(self.train_step())
                 seconds += time.perf_counter() - start
-                progress.advance()
+                progress.update()
                 if self.step % LOG_EVERY == 0 or self.step == last:
                     trained = (self.step - self.first_step) * self.args.batch_size * self.config.seq_len
                     loss = self.log_training_loss(losses)
-                    progress.show(train=f"{loss:.3f}", speed=f"{trained / seconds:,.0f} tokens/s")
+                    shown |= {"train": f"{loss:.3f}", "speed": f"{trained / seconds:,.0f} tokens/s"}
                 if self.step % self.args.validate_every == 0 or self.step == last:
-                    progress.show(val=f"{self.validate():.3f}")
+                    shown["val"] = f"{self.validate():.3f}"
                     self.save()
+                progress.set_postfix(shown, refresh=False)
         self.say(f"validation loss after step {self.step}: {self.part.validation[-1][1]:.4f}")
         self.say(memory_table(self.part))
-        if self.rank == 0 and draw(self.parts, self.args.out / "loss_and_memory.png"):
-            self.say(f"wrote {self.args.out / 'loss_and_memory.png'}")
+        if self.rank == 0:
+            draw(self.parts, self.args.out / "loss_and_memory.png")
+        self.say(f"wrote {self.args.out / 'loss_and_memory.png'}")
         self.say(f"wrote {self.args.out / 'checkpoint.pt'}")
         self.say(f"generated: {self.generate(b'    def ', num_bytes=100)}")
 
@@ -327,18 +337,14 @@ class Trainer:
 # ------------------------------------------------------------------------------------------------------- starting it
 
 
-def start(argv: list[str], num_ranks: int) -> None:
-    """Runs this script with `argv` on several ranks of this machine."""
-    start_ranks([sys.executable, __file__, *argv], num_ranks)
-
-
 def demo(args: argparse.Namespace, argv: list[str]) -> None:
     """Trains with two ranks, resumes with three, and checks the losses."""
     began = time.perf_counter()
     argv = [argument for argument in argv if argument != "--demo"]
     for index, (num_ranks, steps) in enumerate(DEMO_STEPS.items()):
         resume = ["--resume"] if index else []
-        start([*argv, "--ranks", str(num_ranks), "--steps", str(steps), *resume], num_ranks)
+        print(f"training on {count_ranks(num_ranks)}", flush=True)
+        start_ranks(__file__, [*argv, "--ranks", str(num_ranks), "--steps", str(steps), *resume], num_ranks)
         print(flush=True)
     trained, resumed = (Part(**part).validation for part in open_checkpoint(args.out / "checkpoint.pt")["parts"])
     print(f"demo: {time.perf_counter() - began:.0f} seconds")
@@ -350,21 +356,21 @@ def demo(args: argparse.Namespace, argv: list[str]) -> None:
     }.items():
         print(f"  validation loss {name:<22} step {step:>4}  {loss:.4f}")
     if resumed[-1][1] > DEMO_LOSS * trained[0][1] or resumed[-1][1] > trained[-1][1]:
-        raise JobFailedError(f"the demo should end below {DEMO_LOSS} of the untrained loss, and below the resumed one")
+        raise RuntimeError(f"the demo should end below {DEMO_LOSS} of the untrained loss, and below the resumed one")
 
 
 def main(argv: list[str]) -> int:
     """Runs a rank, the launcher of ranks, or the demo."""
     args = parse_arguments(argv)
     if inside_rank():
-        run_rank(lambda: train(args))
+        record(train)(args)  # reports an error to what started the rank
         return 0
     try:
-        demo(args, argv) if args.demo else start(argv, args.ranks or 2)
-    except JobFailedError as error:
+        demo(args, argv) if args.demo else start_ranks(__file__, argv, args.ranks or 2)
+    except ChildFailedError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except SignalException:
         print("\ninterrupted; the ranks were stopped", file=sys.stderr)
         return 130
     return 0
