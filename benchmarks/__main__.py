@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.runner import measure, where
 from benchmarks.spec import BEFORE, IMPLEMENTATIONS, OVER_HOSTS, PRESETS, Setting
-from benchmarks.tables import write_picture, write_table
+from benchmarks.tables import write_table
 
 FLAGS = list(fields(Setting))
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument(
         "--against", type=Path, help="another checkout whose fsdp_flat runs too, in the same rounds, as 'before'"
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON, table, picture")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and table")
     parser.add_argument("--name", help="name of the files (default: made from the flags)")
     for field in FLAGS:
         if isinstance(field.default, bool):
@@ -66,8 +66,6 @@ def main(argv: list[str] | None = None) -> Path:
     path = args.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1))
     print(write_table(results, args.out / f"{name}.md"))
-    if results["rounds"]:
-        write_picture(results, args.out / f"{name}.png")
     return path
 
 

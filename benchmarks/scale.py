@@ -25,14 +25,6 @@ from benchmarks.runner import ROOT, where
 from benchmarks.spec import IMPLEMENTATIONS, Setting
 from benchmarks.tables import machine, markdown, save_results
 
-NOTE = """\
-Tiny models; one process is rank 0 of a fake process group that does not communicate. Times are the minimum CPU time
-over all rounds; host time is that of a forward and backward, less that of the unwrapped model. FSDP1's time grows with
-the number of ranks because its all-gather on the CPU takes a list of one tensor per rank; on accelerators it
-all-gathers into one tensor.
-"""
-NO_GC_NOTE = "The same without Python's garbage collector:\n"
-
 NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig", "flat-fully-shard")
 
 

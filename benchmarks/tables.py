@@ -1,4 +1,4 @@
-"""Makes tables from measured numbers, and a picture from a table."""
+"""Makes tables from measured numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import draw
 from benchmarks.spec import title_of
 
 # For each fsdp_flat variant, the torch implementations; it is compared with the fastest of them in each round.
@@ -154,11 +153,6 @@ def write_table(results: Mapping[str, Any], path: Path) -> str:
     text = "\n".join(part for part in (describe(results), step_table(results), states_table(results)) if part)
     path.write_text(text)
     return text
-
-
-def write_picture(results: Mapping[str, Any], path: Path) -> None:
-    """Draw the step table of ``results`` into a PNG."""
-    draw(step_table(results), path, title="One training step", note=describe(results))
 
 
 def save_results(folder: Path, name: str, results: Mapping[str, Any], table: str) -> None:

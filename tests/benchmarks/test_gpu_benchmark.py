@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu, report
+from benchmarks import gpu
 from benchmarks.decoder import Decoder
 from benchmarks.gpu_rows import IMPLEMENTATIONS, PEERS, ROWS, shard
 from benchmarks.idle import CAUSES, idle_by_cause
@@ -257,13 +257,7 @@ def test_figures_are_compared_within_a_round_with_the_best_of_torchs() -> None:
 PEERS_OF = ("flat-orig", "flat-fully-shard")
 
 
-def test_part_7_the_page_begins_with_figures_of_a_gpu_and_only_with_those_that_were_taken_on_one(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "gpu-trial.json").write_text("{}")
-    page = report.page(tmp_path)
-    assert next(iter(report.sections_of(page))) == report.GPU
-    assert report.NOT_MEASURED in page
+def test_part_7_the_tables_name_the_device_the_command_and_the_method() -> None:
     row = {"title": "1.2B", "gbps": 60.0, "rounds": [{"fsdp2": figures(2.0), "flat-orig": figures(1.0)}]}
     machine = {"python": "3.12", "torch": "2.11.0+cu130", "date": "2026-11-27"}
     results = {
@@ -275,13 +269,6 @@ def test_part_7_the_page_begins_with_figures_of_a_gpu_and_only_with_those_that_w
         "command": "python -m benchmarks.gpu",
         "where": machine,
     }
-    (tmp_path / "gpu.json").write_text(json.dumps(results))
-    page = report.page(tmp_path, old=page)
-    assert report.NOT_MEASURED not in page
-    line = next(line for line in page.splitlines() if "NVIDIA H200" in line)
+    line = next(line for line in gpu.gpu_page(results).splitlines() if "NVIDIA H200" in line)
     for part in ("torch 2.11.0+cu130", "`python -m benchmarks.gpu`", "communication emulated"):
         assert part in line
-    assert gpu.gpu_page(results) in page
-    assert (
-        report.sections_of(report.page(tmp_path.parent, old=page))[report.GPU] == report.sections_of(page)[report.GPU]
-    ), "without results the page keeps what was measured"
