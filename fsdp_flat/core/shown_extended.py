@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -94,11 +95,12 @@ class ExtendedShown(DTensorShown):
         if whole is None or not self._has_several(index) or not is_plain(full.data) or full.is_meta:
             return full
         device = full.device if local.is_meta else local.device
-        with torch.no_grad():
-            like = whole if whole.device == device else torch.empty_like(whole, device=device)
+        with torch.no_grad(), _seeded_alike(device):
             inner = {name: torch.empty_like(each, device=device) for name, each in inner_tensors(whole).items()}
-            made = made_like(like, inner)
-            made.copy_(full.detach().to(device))
+            made = made_like(whole, inner)
+            if made.device != device:  # the settings have the device
+                made = made_like(torch.empty_like(whole, device=device), inner)
+            made.copy_(full.detach().to(device))  # which may round at random
         return made
 
     def inner_parts(self, index: int, local: torch.Tensor) -> dict[str, InnerPart] | None:
@@ -120,6 +122,17 @@ class ExtendedShown(DTensorShown):
                 offsets = tuple(rows.start if each == dim else 0 for each in range(len(shape)))
             found[name] = InnerPart(part, shape, offsets)
         return found
+
+
+@contextmanager
+def _seeded_alike(device: torch.device) -> Iterator[None]:
+    """Have all ranks, replicas among them, draw the same random numbers inside the block; later ones stay their own."""
+    on_host = device.type == "cpu"
+    with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+        torch.default_generator.manual_seed(0)
+        if not on_host:
+            torch.get_device_module(device).manual_seed(0)
+        yield
 
 
 def _without_memory(whole: torch.Tensor) -> torch.Tensor | None:

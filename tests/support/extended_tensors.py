@@ -210,6 +210,54 @@ class OneWay(Holder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class Rounded(Holder):
+    """Integers of 8 bits with a scale a row; plain values that are copied in are rounded at random.
+
+    As torchao's int8 weights it has no ``empty_like``, and is given its own shape whatever ``as_strided`` asks for.
+    """
+
+    _NAMES = ("integers", "scale")
+
+    @staticmethod
+    def __new__(cls: Any, integers: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=scale.dtype, device=integers.device)
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Rounded:
+        """Round to the nearest."""
+        scale = values.abs().amax(1).clamp(min=1e-12) / 127
+        return cls((values / scale[:, None]).round().to(torch.int8), scale)
+
+    def dequantize(self) -> torch.Tensor:
+        integers, scale = self.inner()
+        return integers * scale[:, None]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        first = args[0]
+        if func is aten.empty_like.default:
+            raise NotImplementedError("a Rounded has no empty_like")
+        if func in (aten.as_strided.default, aten.view.default):
+            return return_and_correct_aliasing(func, args, kwargs, cls(*first.inner()))
+        if func is aten.new_zeros.default:
+            integers, scale = first.inner()
+            return cls(integers.new_zeros(args[1]), scale.new_zeros(args[1][0]))
+        if func is aten.copy_.default and not isinstance(first, cls):
+            return first.copy_(args[1].dequantize())
+        if func is aten.copy_.default and not isinstance(args[1], cls):
+            scale = args[1].abs().amax(1).clamp(min=1e-12) / 127
+            integers = (args[1] / scale[:, None] + torch.rand(args[1].shape)).floor().to(torch.int8)
+            return first.copy_(cls(integers, scale))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return tuple(self.inner()), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (Rounded(*outputs), outputs)
+
+
 class Mute(Holder):
     """A tensor of a class of its own, without such functions."""
 

@@ -11,14 +11,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import fully_shard, iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full, unwrap
+from fsdp_flat import (
+    ShardingStrategy,
+    fully_shard,
+    iter_full_state_dict,
+    load_checkpoint,
+    load_full,
+    save_checkpoint,
+    save_full,
+    unwrap,
+)
 from fsdp_flat.errors import LoadError, PeerFailureError, UnsupportedError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
-from tests.support.extended_tensors import Fickle, Holder, NewPair, OneWay, Scaled, Sealed, SentInBfloat16, held_by
+from tests.support.extended_tensors import (
+    Fickle,
+    Holder,
+    NewPair,
+    OneWay,
+    Rounded,
+    Scaled,
+    Sealed,
+    SentInBfloat16,
+    held_by,
+)
 from tests.support.kit import batch
 
 
@@ -107,6 +127,77 @@ def test_a_parameter_of_several_tensors_is_saved_exactly_for_another_number_of_r
         chunks = torch.chunk(whole, after)
         rank = dist.get_rank() % after
         assert torch.equal(part, chunks[rank] if rank < len(chunks) else whole[:0])
+
+
+class RoundedLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.dequantize().T
+
+
+def rounded(seed: int, *, wraps: bool = False) -> nn.Module:
+    """Shard linears with rounded weights over two ranks, and on four replicate them; return the model."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[RoundedLinear(8, 8, bias=False) for _ in range(2)])
+    for layer in model:
+        layer.weight = nn.Parameter(Rounded.of(layer.weight.detach()), requires_grad=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(dist.get_rank())
+    if wraps:
+        policy, strategy = ModuleWrapPolicy({RoundedLinear}), ShardingStrategy.HYBRID_SHARD
+        return FSDP(model, auto_wrap_policy=policy, device_mesh=mesh, sharding_strategy=strategy, use_orig_params=True)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_torch(model: nn.Module, state: dict[str, Any], _path: Path) -> None:
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+
+
+def by_load_state_dict(model: nn.Module, state: dict[str, Any], _path: Path) -> None:
+    model.load_state_dict(state)
+
+
+def by_load_full(model: nn.Module, state: dict[str, Any], path: Path) -> None:
+    if dist.get_rank() == 0:
+        torch.save(state, path / "plain.pt")
+    dist.barrier()
+    load_full(model, path / "plain.pt")
+
+
+@pytest.mark.parametrize(
+    ("wraps", "load"),
+    [
+        (False, by_torch),
+        (False, by_load_state_dict),
+        (False, by_load_full),
+        (True, by_load_state_dict),
+        (True, by_load_full),
+    ],
+)
+@on_ranks(2, 4)
+def test_full_plain_values_are_loaded_into_a_class_that_rounds_at_random_alike_on_replicas(
+    wraps: bool, load: Callable[..., None], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(2)])
+    model = rounded(1, wraps=wraps)
+    load(model, plain.state_dict(), tmp_path)
+    following, output = torch.rand(()), model(torch.eye(8))
+    torch.testing.assert_close(output, plain(torch.eye(8)), atol=0.02, rtol=0.0)
+    every = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, output)
+    assert all(torch.equal(each, output) for each in every)
+    torch.manual_seed(dist.get_rank())
+    assert torch.equal(following, torch.rand(()))
+
+
+@on_ranks(2)
+def test_full_files_of_a_class_without_empty_like_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
+    model, again = rounded(0), rounded(1)
+    save_full(model, tmp_path / "full")
+    load_full(again, tmp_path / "full")
+    torch.testing.assert_close(again(torch.eye(8)), model(torch.eye(8)), atol=0.02, rtol=0.0)
 
 
 @FRONTS
