@@ -6,6 +6,7 @@ Their classes have torch's two methods for this, ``__tensor_flatten__`` and ``__
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -38,9 +39,30 @@ def made_like(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.
     return made
 
 
+def assign(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values, exactly those of tensors of one class: ``copy_`` of a quantized one may quantize once more."""
+    own, others = inner_tensors(local_of(target)), inner_tensors(local_of(source))
+    if own and others:
+        for name, each in others.items():
+            assign(own[name], each)
+    else:
+        target.copy_(source)
+
+
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return an exact copy of a tensor of any class: ``clone`` of a quantized one may quantize it once more."""
     if isinstance(tensor, DTensor):
         return dtensor_of(copy_of(local_of(tensor)), tensor._spec)
     inner = inner_tensors(tensor.detach())
     return made_like(tensor.detach(), {k: copy_of(v) for k, v in inner.items()}) if inner else tensor.detach().clone()
+
+
+@contextmanager
+def seeded_alike(device: torch.device) -> Iterator[None]:
+    """Have all ranks, replicas among them, draw the same random numbers inside the block; later ones stay their own."""
+    on_host = device.type == "cpu"
+    with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
+        torch.default_generator.manual_seed(0)
+        if not on_host:
+            torch.get_device_module(device).manual_seed(0)
+        yield

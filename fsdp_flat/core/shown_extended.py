@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core.inner_tensors import inner_tensors, made_like
+from fsdp_flat.core.inner_tensors import inner_tensors, made_like, seeded_alike
 from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.shown_dtensors import DTensorShown, InnerPart
 from fsdp_flat.core.torch_core import is_plain, local_of
@@ -95,7 +94,7 @@ class ExtendedShown(DTensorShown):
         if whole is None or not self._has_several(index) or not is_plain(full.data) or full.is_meta:
             return full
         device = full.device if local.is_meta else local.device
-        with torch.no_grad(), _seeded_alike(device):
+        with torch.no_grad(), seeded_alike(device):
             inner = {name: torch.empty_like(each, device=device) for name, each in inner_tensors(whole).items()}
             made = made_like(whole, inner)
             if made.device != device:  # the settings have the device
@@ -122,17 +121,6 @@ class ExtendedShown(DTensorShown):
                 offsets = tuple(rows.start if each == dim else 0 for each in range(len(shape)))
             found[name] = InnerPart(part, shape, offsets)
         return found
-
-
-@contextmanager
-def _seeded_alike(device: torch.device) -> Iterator[None]:
-    """Have all ranks, replicas among them, draw the same random numbers inside the block; later ones stay their own."""
-    on_host = device.type == "cpu"
-    with torch.random.fork_rng([] if on_host else [device], device_type="cuda" if on_host else device.type):
-        torch.default_generator.manual_seed(0)
-        if not on_host:
-            torch.get_device_module(device).manual_seed(0)
-        yield
 
 
 def _without_memory(whole: torch.Tensor) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core import check_module, units_of
+from fsdp_flat.core import assign, check_module, copy_of, seeded_alike, units_of
 from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError
 from fsdp_flat.state import ParamIndex
+from fsdp_flat.state.plain_states import full_precision, is_wrapper, values_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Averaged:
     """Holds one parameter, its average, and an identity that is equal if two of them hold the same elements.
 
-    A parameter of integers, or of 4-bit codes in any dtype, is copied in place of an average.
+    A parameter of integers, of 4-bit codes in any dtype, or frozen and made of several tensors is copied in place of an
+    average. The average of a trained one that is made of others is of its values, if its class makes them.
     """
 
     param: nn.Parameter
@@ -41,7 +43,8 @@ class ShardedEMA:
         model: a wrapped model, or any module that holds wrappers; parameters that no unit manages are averaged too.
         decay: weight of the old average, in [0, 1).
         dtype: dtype of the average; by default that of the parameters, or float32 if that is shorter than 4 bytes,
-            since an average in bfloat16 would lose most updates. Integers and 4-bit weights are copied.
+            since an average in bfloat16 would lose most updates. Integers, 4-bit weights and frozen
+            weights of other classes of tensors are copied.
 
     Attributes:
         decay: may be changed at any time.
@@ -77,11 +80,10 @@ class ShardedEMA:
         self._check_idle("ShardedEMA.update")
         for entry in self._entries.values():
             shadow = entry.shadow
-            data = entry.param.data.to(device=shadow.device, dtype=shadow.dtype)
             if entry.is_copied:
-                shadow.copy_(data)
+                assign(shadow, entry.param)
             else:
-                shadow.lerp_(data, 1.0 - self.decay)
+                shadow.lerp_(_values_of(entry.param).to(shadow.device, shadow.dtype), 1.0 - self.decay)
         self.num_updates += 1
 
     @contextmanager
@@ -110,16 +112,19 @@ class ShardedEMA:
         kept: dict[str, torch.Tensor] = {}
         for name, entry in self._entries.items():
             shadow, param = entry.shadow, entry.param
-            own = param.detach().clone()
-            param.copy_(exact.get(name, shadow))
+            own = copy_of(param)
+            with seeded_alike(param.device) if is_wrapper(param) else nullcontext():
+                assign(param, exact.get(name, shadow))
             if name not in exact:
-                if shadow.dtype == param.dtype:
-                    shadow.copy_(own)
+                if (shadow.dtype, is_wrapper(shadow)) == (param.dtype, is_wrapper(param)):
+                    assign(shadow, own)
                 else:
                     kept[name] = own
         for unit in units_of(self._model):
             # Parameters still unsharded from an earlier forward hold the other values.
             unit.reshard()
+            for group in unit.param_groups:
+                group.raise_weights_epoch()
         return kept
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,7 +170,7 @@ class ShardedEMA:
         if extra:
             raise LoadError(f"The saved average holds {extra[0]!r}, which this model does not have.")
         for name, entry in self._entries.items():
-            entry.shadow.copy_(state_dict["averages"][name])
+            assign(entry.shadow, state_dict["averages"][name])
         self.decay, self.num_updates = state_dict["decay"], state_dict["num_updates"]
 
     def _check_idle(self, what: str) -> None:
@@ -198,7 +203,17 @@ def _averaged(
     param: nn.Parameter, dtype: torch.dtype | None, identity: dict[str, Any], *, has_codes: bool
 ) -> _Averaged:
     is_copied = has_codes or not (param.is_floating_point() or param.is_complex())
+    is_copied = is_copied or (is_wrapper(param) and not param.requires_grad)
     if is_copied or param.is_complex():
-        return _Averaged(param, param.detach().clone(), identity, is_copied)
+        return _Averaged(param, copy_of(param), identity, is_copied)
     wide = torch.float32 if param.itemsize < 4 else param.dtype
-    return _Averaged(param, param.detach().to(dtype or wide, copy=True), identity, is_copied)
+    return _Averaged(param, _values_of(param).to(dtype or wide, copy=True), identity, is_copied)
+
+
+def _values_of(param: nn.Parameter) -> torch.Tensor:
+    """Return the values of a parameter as a plain tensor; as one of its class if that makes none."""
+    if not is_wrapper(param):
+        return param.detach()
+    values: torch.Tensor = values_of(param)
+    made = full_precision(param) if values is param else values
+    return (param if made is None else made).detach()

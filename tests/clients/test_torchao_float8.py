@@ -26,7 +26,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MixedPrecision, fully_shard, load_checkpoint, save_checkpoint
+from fsdp_flat import MixedPrecision, ShardedEMA, fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.layout import clean_fqn
@@ -199,6 +199,22 @@ def test_training_of_float8_linears_goes_on_from_a_checkpoint(tmp_path: Path) ->
     precompute_float8_dynamic_scale_for_fsdp(models[1])
     expected = trained(models[0], 2, precomputes=True, optimizer=first, first=2)
     assert trained(models[1], 2, precomputes=True, optimizer=second, first=2) == expected
+
+
+@on_ranks(2)
+def test_an_average_of_float8_weights_is_that_of_their_values() -> None:
+    model = sharded(model_of())
+    average, values = ShardedEMA(model, 0.75), [{name: each.clone() for name, each in locals_of(model).items()}]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        trained(model, 1, precomputes=True, optimizer=optimizer, first=step)
+        average.update()
+        values.append({name: each.clone() for name, each in locals_of(model).items()})
+    with average.swap():
+        for name, value in locals_of(model).items():
+            mean = 0.75 * (0.75 * values[0][name] + 0.25 * values[1][name]) + 0.25 * values[2][name]
+            torch.testing.assert_close(value, mean)
+    assert_alike(locals_of(model), values[2])
 
 
 @pytest.mark.parametrize("precomputes", [True, False], ids=["precomputed", "not_precomputed"])

@@ -21,6 +21,7 @@ from torchao.quantization import Int8WeightOnlyConfig, NF4Tensor, quantize_
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import (
+    ShardedEMA,
     StateDictType,
     fully_shard,
     iter_full_state_dict,
@@ -415,6 +416,25 @@ def test_a_model_on_the_meta_device_is_assigned_full_weights_which_are_quantized
     model.load_state_dict(state, assign=True)
     assert_equal(whole_bases(model), plain_bases(plain))
     assert trained(model, 1)[0] == trained(plain, 1)[0]
+
+
+@FRONTS
+@on_ranks(2)
+def test_an_average_of_adapters_leaves_nf4_weights_as_they_are(front: Callable[..., nn.Module]) -> None:
+    model = front(model_of())
+    before, average = values_of(model), ShardedEMA(model, 0.5)
+    trained(model, 2)
+    own, x = values_of(model), torch.ones(1, WIDTH)
+    output = model(x)
+    average.update()
+    with average.swap():
+        inside = values_of(model)
+        assert not torch.equal(model(x), output)
+    assert torch.equal(model(x), output)
+    assert_equal(values_of(model), own)
+    for name, mean in inside.items():
+        expected = before[name] if "base" in name else [torch.lerp(before[name][0], own[name][0], 0.5)]
+        assert_close(mean, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("background", [True, False])
