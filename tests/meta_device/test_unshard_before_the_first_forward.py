@@ -150,9 +150,7 @@ def by_assignment(model: Any) -> None:
 @pytest.mark.parametrize("call", ["unshard", "async_op", "one_inner_unit", "then_reshard"])
 @pytest.mark.parametrize("load", [by_set_model_state_dict, by_assignment])
 @on_ranks(2)
-def test_units_are_unsharded_by_hand_after_a_load_onto_the_meta_device(
-    load: Callable[[Any], None], call: str
-) -> None:
+def test_units_are_unsharded_by_hand_after_a_load_onto_the_meta_device(load: Callable[[Any], None], call: str) -> None:
     with torch.device("meta"):
         model = blocks_and_root(Stack())
     load(model)
