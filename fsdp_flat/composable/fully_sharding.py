@@ -18,6 +18,7 @@ from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class
 from fsdp_flat.composable.fsdp_state import FSDPState, state_of
+from fsdp_flat.composable.offload_policies import CPUOffloadPolicy, OffloadPolicy
 from fsdp_flat.composable.torch_composable import FullyShardNote, StateNote
 from fsdp_flat.core import (
     IN_PLACE,
@@ -99,22 +100,6 @@ class DataParallelMeshDims:
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
-
-
-@dataclass
-class OffloadPolicy:
-    """Stands for no offloading; its subclass :class:`CPUOffloadPolicy` offloads."""
-
-
-@dataclass
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keeps sharded parameters, gradients and so the optimizer's states in host memory.
-
-    Attributes:
-        pin_memory: accepted; host memory of an accelerator's shards is always pinned.
-    """
-
-    pin_memory: bool = True
 
 
 @overload
@@ -199,6 +184,8 @@ def fully_shard(
     if shard_placement_fn is not None:
         check_callable("shard_placement_fn", shard_placement_fn)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
+    # A program may pass the class itself for its defaults, which its attributes are.
+    mp_policy, offload_policy = _instance(mp_policy, "MixedPrecisionPolicy"), _instance(offload_policy, "OffloadPolicy")
     if offload_policy is not None and not is_a(offload_policy, "OffloadPolicy"):
         raise OptionTypeError(
             f"offload_policy must be an OffloadPolicy; got {offload_policy!r}. For example "
@@ -278,6 +265,11 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 def _unshards(_module: nn.Module, _args: Any) -> None:
     """Mark a module whose weights exist inside its forward only; does nothing."""
+
+
+def _instance(policy: Any, class_name: str) -> Any:
+    """Return an instance of ``policy`` if it is the class of this name, ours or torch's; else ``policy``."""
+    return policy() if isinstance(policy, type) and policy.__name__ == class_name else policy
 
 
 def _members(module: Any) -> Sequence[nn.Module]:

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp_flat.errors import OptionTypeError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import BOTH, Beside, grads_of, whole
 from tests.support.kit import batch, mesh, seeded, square_loss, train_on
@@ -205,3 +208,24 @@ def test_offloading_on_the_cpu_is_as_no_offloading(pin_memory: bool, param_dtype
         found.append({name: whole(param) for name, param in model.named_parameters()})
     assert_equal(found[0], found[1])
     assert CPUOffloadPolicy().pin_memory == TorchCPUOffloadPolicy().pin_memory
+
+
+@on_ranks(2)
+def test_a_policy_may_be_given_as_the_class_whose_defaults_it_has() -> None:
+    """torchao's own test does; torch reads attributes of the class."""
+    found = []
+    for policies in (
+        {},
+        {"offload_policy": OffloadPolicy, "mp_policy": MixedPrecisionPolicy},
+        {"offload_policy": TorchOffloadPolicy, "mp_policy": TorchMixedPrecisionPolicy},
+    ):
+        model: Any = seeded()
+        for module in (*model.blocks, model):
+            fully_shard(module, **policies)
+        square_loss(model, batch(dist.get_rank(), 0)).backward()
+        found.append({name: whole(param.grad) for name, param in model.named_parameters()})
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+    # Without the parentheses torch would not offload.
+    with pytest.raises(OptionTypeError, match=r"must be an OffloadPolicy; got <class .*CPUOffloadPolicy"):
+        fully_shard(seeded(), offload_policy=CPUOffloadPolicy)
