@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
+
+from fsdp_flat.compat.inner_names import advice_for
 
 
 class View:
     """Presents an object of this library under torch's names; a name that it lacks raises an error that says so.
 
-    Two views of one class with the same arguments are equal.
+    A subclass has the name of torch's class. Two views of one class with the same arguments are equal.
     """
-
-    # Attributes of torch's class by what to use instead.
-    _INSTEAD: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, *viewed: Any) -> None:
         self.__dict__["_viewed"] = viewed
@@ -22,23 +20,23 @@ class View:
         return type(other) is type(self) and other._viewed == self._viewed
 
     def __hash__(self) -> int:
-        return hash((type(self), self._viewed))
+        # Options are not hashable; the first argument, a unit or a module, is equal to itself alone.
+        return hash((type(self), id(self._viewed[0])))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{self._hint(name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what has an effect; raise for any other name, which the library would never read."""
-        own = getattr(type(self), name, None)
-        if not isinstance(own, property) or own.fset is None:
+        own: Any = getattr(type(self), name, None)
+        if not hasattr(own, "__set__") or (isinstance(own, property) and own.fset is None):
             raise AttributeError(
                 f"{name!r} of a {type(self).__name__} was assigned, which would have no effect{self._hint(name)}"
             )
-        own.fset(self, value)
+        own.__set__(self, value)
 
     def _hint(self, name: str) -> str:
         if name.startswith("__"):
             return "."
-        shown = ", ".join(sorted(key for key in dir(type(self)) if key not in dir(View)))
-        advice = self._INSTEAD.get(name, "call a method of the sharded module")
-        return f": fsdp_flat shows an object of its own in the place of torch's, with {shown}. Instead: {advice}."
+        advice = advice_for(type(self).__name__, name)
+        return f": fsdp_flat shows an object of its own in the place of torch's. Instead: {advice}."

@@ -1,135 +1,154 @@
-"""Shows a unit as FSDP2's state, parameter group and parameters, which programs read and end backwards through.
+"""Shows a unit as FSDP2's state and parameter group, which programs read and end backwards through.
 
-torch's pipelining, trainers that compute a loss in chunks, TransformerEngine and VeOmni are among them.
+torch's pipelining, trainers that compute a loss in chunks, TransformerEngine and VeOmni are among them. The table of
+their attributes is ``compat/inner_names.py``.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_flat import core
-from fsdp_flat.compat.torch_fsdp import mesh_info, training_state
+from fsdp_flat.comm import Streams
+from fsdp_flat.compat.torch_fsdp import mesh_info, sharded_state, training_state
 from fsdp_flat.compat.views import View
-from fsdp_flat.core import (
-    DTensorShown,
-    MemoryState,
-    ParamGroup,
-    PerParamSharding,
-    Phase,
-    Unit,
-    UnitOptions,
-    step_of,
-    unit_of,
-)
-from fsdp_flat.errors import UsageError
-from fsdp_flat.layout import join_fqn
+from fsdp_flat.composable.fsdp_param import FSDPParam, module_fqn, post_forward_mesh_info
+from fsdp_flat.composable.offload_policies import CPUOffloadPolicy, OffloadPolicy
+from fsdp_flat.core import MemoryState, PerParamSharding, Phase, SmallerGroup, Unit, UnitOptions, step_of, unit_of
+from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.runtime import ForwardHooks
 
 
-class FSDPParam(View):
-    """Shows one parameter of a unit as FSDP2's; the unit, the handle and a position in it are what it is made of."""
+class _InBackward:
+    """Is a method that a program may replace, whose function then runs in each backward of the unit.
 
-    _viewed: tuple[Unit, ParamGroup, int]
-    _INSTEAD: ClassVar = {
-        "_sharded_param_data": "read sharded_param.to_local(); the shards of a unit share one memory",
-        "all_gather_inputs": "call unshard() of the module",
-    }
+    There the method itself, which that function calls, does what the unit does without a replacement.
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The parameter that optimizers hold, a DTensor."""
-        _, param_group, index = self._viewed
-        return param_group.params[index].param
+    Args:
+        method: the method, of the name of the unit's; elsewhere than in such a backward it runs.
+    """
 
-    @property
-    def _unsharded_param(self) -> nn.Parameter:
-        _, param_group, index = self._viewed
-        return param_group.buffer.params[index]
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method, self._name = method, method.__name__
+        # FSDP2 says whether to prefetch.
+        self._arguments = (True,) if self._name == "pre_backward" else ()
+        functools.update_wrapper(self, method)  # type: ignore[arg-type]
 
-    @property
-    def unsharded_param(self) -> nn.Parameter:
-        """The parameter that modules hold in compute; it has values while the unit is unsharded."""
-        return self._unsharded_param
+    def __get__(self, group: FSDPParamGroup | None, owner: Any = None) -> Any:
+        return self if group is None else group.unit.notes.get(self) or MethodType(self._run, group)
 
-    @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return self.sharded_param._local_tensor  # type: ignore[attr-defined]
+    def __set__(self, group: FSDPParamGroup, function: Callable[..., Any]) -> None:
+        unit = group.unit
+        if getattr(function, "__func__", None) == self._run:
+            unit.notes.pop(self, None)
+            unit.__dict__.pop(self._name, None)
+            return
+        unit.notes[self] = function
+        unit.__dict__[self._name] = functools.partial(self._replaced, unit)
 
-    @property
-    def _param_fqn(self) -> str:
-        unit, param_group, index = self._viewed
-        return join_fqn("" if len(unit.members) > 1 else unit.name, param_group.params[index].fqn)
+    def _replaced(self, unit: Unit, *args: Any, **kwargs: Any) -> None:
+        unit.notes[self, "own"] = functools.partial(getattr(type(unit), self._name), unit, *args, **kwargs)
+        unit.notes[self](*self._arguments)
+        unit.notes.pop((self, "own"), None)
 
-    @property
-    def _orig_size(self) -> torch.Size:
-        _, param_group, index = self._viewed
-        return torch.Size(param_group.layout.param_infos[index].shape)
+    def _run(self, group: FSDPParamGroup, *args: Any) -> Any:
+        own = group.unit.notes.pop((self, "own"), None)
+        return self._method(group, *args) if own is None else own()
 
-    @property
-    def sharded_size(self) -> torch.Size:
-        """Shape of this rank's part."""
-        return self._sharded_local_tensor.shape
+
+class AllGatherResult(View):
+    """Stands for FSDP2's result of an all-gather that has begun; it is made of the unit."""
+
+
+class FSDPCommContext(View):
+    """Shows the streams of a tree as FSDP2's communication context, made of a reference to them and the device.
+
+    All all-gathers run on one stream, and all reductions on another. On the CPU they run in the order of calls.
+    """
+
+    _viewed: tuple[ReferenceType[Streams], torch.device]
 
     @property
-    def fsdp_placement(self) -> Shard:
-        """Placement on the mesh of the unit."""
-        _, param_group, index = self._viewed
-        assert isinstance(param_group.shown, DTensorShown)
-        return Shard(param_group.shown.layout.dims[index])
+    def device_handle(self) -> Any:
+        """The module of torch for the device's type."""
+        return torch.get_device_module(self._viewed[1])
+
+    def _stream_in(self, name: str) -> Any:
+        streams = self._viewed[0]()
+        context: AbstractContextManager[Any] = getattr(streams, name)
+        with context:
+            return self.device_handle.current_stream()
 
     @property
-    def _rows(self) -> PerParamSharding:
-        rows = self._viewed[1].spec.per_param
-        assert rows is not None
-        return rows
+    def all_gather_stream(self) -> Any:
+        return self._stream_in("ends_of_all_gathers")
+
+    all_gather_copy_in_stream = all_gather_stream
 
     @property
-    def mesh_info(self) -> Any:
-        return mesh_info(self._rows.mesh)
+    def reduce_scatter_stream(self) -> Any:
+        return self._stream_in("reduce_scatters")
+
+    all_reduce_stream = reduce_scatter_stream
+
+
+# Programs compare contexts by identity.
+_CONTEXTS: WeakKeyDictionary[Streams, FSDPCommContext] = WeakKeyDictionary()
+
+
+def _comm_ctx(unit: Unit) -> FSDPCommContext:
+    """Return the object that units with shared streams and memory have in common."""
+    streams = unit.step.streams
+    return _CONTEXTS.setdefault(streams, FSDPCommContext(ref(streams), unit.options.device))
+
+
+class FSDPStateContext(View):
+    """Shows the step of a tree as FSDP2's state context; before the first use of the tree, that of one unit."""
+
+    _viewed: tuple[Unit]
 
     @property
-    def device(self) -> torch.device:
-        return self._viewed[1].spec.device
+    def all_states(self) -> list[FSDPState]:
+        """A state for each module or list of modules, the outermost first; none before the first use of the tree."""
+        step = self._viewed[0].step
+        return [FSDPState(unit.module, unit) for unit in step.units] if step.is_built else []
 
     @property
-    def orig_dtype(self) -> torch.dtype:
-        return self._viewed[1].orig_dtype
+    def iter_forward_root(self) -> FSDPState | None:
+        """The state whose module's forward is under way and in no other's."""
+        iteration = self._viewed[0].step.iteration
+        return None if iteration is None else FSDPState(iteration.order[0].module, iteration.order[0])
 
     @property
-    def param_dtype(self) -> torch.dtype | None:
-        """Dtype of compute; None for the original one."""
-        dtype = self._viewed[0].options.precision.param_dtype
-        return None if dtype == self.orig_dtype else dtype
+    def post_backward_final_callback_queued(self) -> bool:
+        """True while a backward runs."""
+        return self._viewed[0].step.backward is not None
 
     @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype in which gradients are reduced; None for that of compute."""
-        precision = self._viewed[0].options.precision
-        return None if precision.reduce_dtype == precision.param_dtype else precision.reduce_dtype
+    def is_last_backward(self) -> bool:
+        """True if a backward sets gradients at its end; may be assigned, as by ``set_is_last_backward``."""
+        unit = self._viewed[0]
+        return (core.outermost_of(unit) or unit).control.is_last_backward
 
-    @property
-    def offload_to_cpu(self) -> bool:
-        return self._rows.offloads
-
-    def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Do nothing: the handle collects each gradient as autograd produces it."""
-
-    def to_accumulated_grad_if_needed(self) -> None:
-        """Do nothing: the handle collects each gradient as autograd produces it."""
+    @is_last_backward.setter
+    def is_last_backward(self, is_last: bool) -> None:
+        unit = self._viewed[0]
+        (core.outermost_of(unit) or unit).control.is_last_backward = bool(is_last)
 
 
 class FSDPParamGroup(View):
     """Shows the parameters of a unit on one mesh as FSDP2's parameter group, made of the unit and its options."""
 
     _viewed: tuple[Unit, UnitOptions]
-    _INSTEAD: ClassVar = {
-        "post_forward_mesh_info": "call set_reshard_after_forward of the module",
-        "comm_ctx": "call fsdp_flat.share_comm_ctx(modules)",
-    }
 
     @property
     def unit(self) -> Unit:
@@ -151,15 +170,97 @@ class FSDPParamGroup(View):
         ]
 
     @property
-    def mesh_info(self) -> Any:
-        """FSDP2's description of the mesh."""
+    def _rows(self) -> PerParamSharding:
         rows = self._viewed[1].per_param
         assert rows is not None
-        return mesh_info(rows.mesh)
+        return rows
+
+    @property
+    def mesh_info(self) -> Any:
+        """FSDP2's description of the mesh."""
+        return mesh_info(self._rows.mesh)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        """FSDP2's description of the mesh whose ranks keep the parameters between forward and backward; or None.
+
+        May be assigned, for all parameters of the unit: None keeps them on each rank, also after a forward without
+        gradients; :attr:`mesh_info` frees them after forward; a description of fewer ranks keeps them there, and every
+        rank must assign it. They are freed after a forward of the outermost module too then.
+        """
+        return post_forward_mesh_info(*self._viewed)
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, info: Any) -> None:
+        unit, options = self._viewed
+        shard, size = options.groups.shard, getattr(info, "shard_mesh_size", None)
+        if info is not None and (not isinstance(size, int) or size < 1 or shard.size % size):
+            raise OptionError(
+                f"post_forward_mesh_info of unit {unit.name!r} was set to {info!r}. Expected None, mesh_info of the "
+                f"unit, or an FSDPMeshInfo over a number of ranks that divides the {shard.size} that shard."
+            )
+        module: Any = unit.module
+        module.set_reshard_after_forward(info is not None, recurse=False)
+        unit.control.reshards_evaluations = info is not None
+        if size is not None and 1 < size < shard.size:
+            smaller_group = SmallerGroup(shard, size)
+            for param_group in unit.param_groups:
+                if param_group.comm.options is options:
+                    param_group.comm.use_smaller_group(smaller_group)
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        return self.post_forward_mesh_info not in (None, self.mesh_info)
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return self._rows.mesh.ndim > 1
+
+    @property
+    def _all_gather_process_group(self) -> Any:
+        """The process group of the next all-gather."""
+        kept = self.post_forward_mesh_info if self.is_sharded_post_forward else None
+        return (kept or self.mesh_info).shard_process_group
+
+    @property
+    def _reduce_scatter_process_group(self) -> Any:
+        groups = [each.comm.choice.reduce_group for each in self.unit.param_groups]
+        own = next(filter(None, groups), None)
+        return self.mesh_info.shard_process_group if own is None else own.group
+
+    @property
+    def _all_reduce_process_group(self) -> Any:
+        """The process group of the replicas, on a hybrid mesh."""
+        return self.mesh_info.replicate_process_group
+
+    @property
+    def _group_options(self) -> list[UnitOptions]:
+        return [options for options, param_groups in self.unit.by_mesh() if param_groups]
+
+    @property
+    def _num_param_groups(self) -> int:
+        return len(self._group_options)
+
+    @property
+    def _param_group_index(self) -> int:
+        return [options is self._viewed[1] for options in self._group_options].index(True)
 
     @property
     def device(self) -> torch.device:
         return self.unit.options.device
+
+    @property
+    def device_handle(self) -> Any:
+        """The module of torch for the device's type."""
+        return torch.get_device_module(self.device)
+
+    @property
+    def comm_ctx(self) -> FSDPCommContext:
+        return _comm_ctx(self.unit)
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        return CPUOffloadPolicy() if self._rows.offloads else OffloadPolicy()
 
     @property
     def mp_policy(self) -> Any:
@@ -168,7 +269,7 @@ class FSDPParamGroup(View):
 
     @property
     def _module_fqn(self) -> str:
-        return self.unit.name
+        return module_fqn(self.unit)
 
     @property
     def _orig_dtype(self) -> torch.dtype | None:
@@ -194,16 +295,30 @@ class FSDPParamGroup(View):
         return root is not self.unit if wanted is None else wanted
 
     @property
+    def _sharded_state(self) -> Any:
+        """FSDP2's state of the memory. An all-gather in flight is SHARDED; see :attr:`is_unsharded`."""
+        return sharded_state(self.unit.state)
+
+    @property
     def is_sharded(self) -> bool:
-        return self.unit.is_sharded and self.unit.state is not MemoryState.SHARDED_POST_FORWARD
+        return self._sharded_state.name == "SHARDED"
 
     @property
     def is_sharded_post_forward(self) -> bool:
-        return self.unit.state is MemoryState.SHARDED_POST_FORWARD
+        return self._sharded_state.name == "SHARDED_POST_FORWARD"
 
     @property
     def is_unsharded(self) -> bool:
-        return not self.unit.is_sharded
+        """True if all parameters are in memory, for a step or because a backward has kept them for the next one.
+
+        In the second case modules hold the sharded parameters.
+        """
+        return self._sharded_state.name == "UNSHARDED"
+
+    @property
+    def _all_gather_result(self) -> AllGatherResult | None:
+        """An object while an all-gather is in flight; else None."""
+        return AllGatherResult(self.unit) if self.unit.state is MemoryState.GATHERING else None
 
     @property
     def reduce_grads(self) -> bool:
@@ -241,6 +356,73 @@ class FSDPParamGroup(View):
     def unshard_in_backward(self, unshards: bool) -> None:
         self.unit.control.unshard_in_backward = bool(unshards)
 
+    @property
+    def reduce_scatter_unused_params(self) -> bool:
+        """True if trainable parameters that no rank has used get gradients of zeros; may be assigned."""
+        return self.unit.policy.zeros_for_unused
+
+    @reduce_scatter_unused_params.setter
+    def reduce_scatter_unused_params(self, reduces: bool) -> None:
+        self.unit.policy.zeros_for_unused = bool(reduces)
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """Number of reductions that may be in flight; may be assigned, as by the module's method."""
+        return self.unit.policy.max_in_flight or (2 if self.unit.step.streams.is_accelerator else 1)
+
+    @reduce_scatter_max_input_buffers.setter
+    def reduce_scatter_max_input_buffers(self, num: int) -> None:
+        module: Any = self.unit.module
+        module.set_reduce_scatter_max_input_buffers(num, recurse=False)
+
+    @property
+    def gradient_divide_factor(self) -> float | torch.Tensor | None:
+        """Divides sums of gradients, None by the number of ranks; may be assigned."""
+        return self.unit.policy.divide_factor
+
+    @gradient_divide_factor.setter
+    def gradient_divide_factor(self, factor: float | None) -> None:
+        module: Any = self.unit.module
+        module.set_gradient_divide_factor(factor)
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], object] | None:
+        """Called with each reduced gradient; may be assigned, as by ``set_all_reduce_hook``."""
+        return self.unit.policy.all_reduce_hook
+
+    @_all_reduce_hook.setter
+    def _all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None) -> None:
+        if hook is None:
+            self.unit.policy.all_reduce_hook = None
+        else:
+            module: Any = self.unit.module
+            module.set_all_reduce_hook(hook, stream=self._all_reduce_hook_stream)
+
+    @property
+    def _all_reduce_hook_stream(self) -> Any:
+        """The stream that is current in that hook; may be assigned."""
+        return self.unit.policy.all_reduce_hook_stream
+
+    @_all_reduce_hook_stream.setter
+    def _all_reduce_hook_stream(self, stream: Any) -> None:
+        self.unit.policy.all_reduce_hook_stream = stream
+
+    @property
+    def force_sum_reduction_for_comms(self) -> bool:
+        """True: backends always get sums; assigning it is accepted."""
+        return True
+
+    @force_sum_reduction_for_comms.setter
+    def force_sum_reduction_for_comms(self, enable: bool) -> None: ...
+
+    @property
+    def unshard_async_op(self) -> bool:
+        """True: all-gathers are always asynchronous; assigning it is accepted."""
+        return True
+
+    @unshard_async_op.setter
+    def unshard_async_op(self, async_op: bool) -> None: ...
+
     def lazy_init(self) -> None:
         """Make the tree's outermost unit the root; nothing after its first use."""
         step_of(self.unit.module, self.unit)
@@ -260,6 +442,13 @@ class FSDPParamGroup(View):
         """Free the unsharded parameters."""
         self.unit.reshard()
 
+    @_InBackward
+    def pre_backward(self, *_: object) -> None:
+        """Unshard the parameters; may be assigned, and then runs at the begin of the unit's backwards."""
+        self.unshard()
+        self.wait_for_unshard()
+
+    @_InBackward
     def post_backward(self, *_: object) -> None:
         """Reshard the parameters after backwards without gradient synchronization, unless the caller keeps them.
 
@@ -270,18 +459,23 @@ class FSDPParamGroup(View):
             self.unit.post_backward(keeps_graph=False)
 
 
+class _OwnHook(View):
+    """Stands for the handle of one of torch's two forward hooks; it is made of the unit and torch's function."""
+
+    _viewed: tuple[Unit, str]
+
+    def remove(self) -> None:
+        """Leave the unit's forwards to hooks that the caller registers, until it registers torch's own again."""
+        unit = self._viewed[0]
+        if len(unit.members) == 1 and unit.forward_hooks is None:
+            unit.forward_hooks = ForwardHooks(unit)
+
+
 class FSDPState(View):
     """Shows the unit of a module that ``fully_shard`` was called on as FSDP2's state; it is made of the two."""
 
     _viewed: tuple[nn.Module, Unit]
-    _INSTEAD: ClassVar = {
-        "_pre_forward": "call the module; fsdp_flat.unshard_for(module) unshards for a block of code",
-        "_post_forward": "call the module; fsdp_flat.unshard_for(module) unshards for a block of code",
-        "_root_pre_forward": "call the module; _lazy_init() of this object does the set-up of the first forward",
-        "_pre_backward": "call unshard() of the module",
-        "_states_to_forward_prefetch": "call set_modules_to_forward_prefetch of the module",
-        "_states_to_backward_prefetch": "call set_modules_to_backward_prefetch of the module",
-    }
+    _state_name = "FSDP"
 
     @property
     def module(self) -> nn.Module:
@@ -322,6 +516,11 @@ class FSDPState(View):
         return self.unit.options.device
 
     @property
+    def _device_handle(self) -> Any:
+        """The module of torch for the device's type."""
+        return torch.get_device_module(self._device)
+
+    @property
     def _auto_reshard_after_forward(self) -> bool:
         return self.unit.control.reshard_after_forward is None
 
@@ -334,15 +533,113 @@ class FSDPState(View):
         return next(iter(self._fsdp_param_groups), None)
 
     @property
-    def _state_ctx(self) -> SimpleNamespace:
-        """Return FSDP2's state context, with a state for each module or list of modules, the outermost first."""
-        units = step_of(self.module, self.unit).units
-        return SimpleNamespace(all_states=[FSDPState(unit.module, unit) for unit in units])
+    def _state_ctx(self) -> FSDPStateContext:
+        return FSDPStateContext(self.unit)
 
     @property
-    def _comm_ctx(self) -> object:
-        """Return the object that units with shared streams and memory have in common, which pipelines compare."""
-        return self.unit.step.streams
+    def _comm_ctx(self) -> FSDPCommContext:
+        """The object that units with shared streams and memory have in common, which pipelines compare."""
+        return _comm_ctx(self.unit)
+
+    @staticmethod
+    def _get_state_for_module(module: nn.Module) -> FSDPState | None:
+        return state_of(module)
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """Those of several modules of the unit that have yet to run in the forward that is under way."""
+        unfinished = self.unit.step.unfinished_forwards.get(self.unit)
+        return set() if unfinished is None else set(unfinished[1])
+
+    # -- prefetch ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _states_to_forward_prefetch(self) -> tuple[FSDPState | None, ...]:
+        """May be assigned, as by ``set_modules_to_forward_prefetch``."""
+        return tuple(map(state_of, self.unit.control.forward_prefetch))
+
+    @_states_to_forward_prefetch.setter
+    def _states_to_forward_prefetch(self, states: list[FSDPState]) -> None:
+        module: Any = self.module
+        module.set_modules_to_forward_prefetch([state.module for state in states])
+
+    @property
+    def _states_to_backward_prefetch(self) -> tuple[FSDPState | None, ...]:
+        """May be assigned, as by ``set_modules_to_backward_prefetch``."""
+        return tuple(map(state_of, self.unit.control.backward_prefetch))
+
+    @_states_to_backward_prefetch.setter
+    def _states_to_backward_prefetch(self, states: list[FSDPState]) -> None:
+        module: Any = self.module
+        module.set_modules_to_backward_prefetch([state.module for state in states])
+
+    # -- a forward by hooks ------------------------------------------------------------------------------------------
+
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make the tree's outermost unit the root, and return the inputs; the forward moves and casts them."""
+        self._lazy_init()
+        return args, kwargs
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a forward of the unit, in a hook that a program registers in the place of torch's.
+
+        Raises:
+            UsageError: the handle of torch's hook was not removed: the module's own call begins the forward.
+        """
+        if self._takes_no_hooks:
+            return args, kwargs
+        return self._hooks("_pre_forward").enter(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, input: Any, output: Any) -> Any:
+        """End the forward that :meth:`_pre_forward` has begun, and return the outputs."""
+        return output if self._takes_no_hooks else self._hooks("_post_forward").leave(output)
+
+    @property
+    def _takes_no_hooks(self) -> bool:
+        """True for several modules of one unit, whose forward is that of all of them."""
+        return len(self.unit.members) > 1
+
+    def _hooks(self, name: str) -> ForwardHooks:
+        hooks: ForwardHooks | None = self.unit.forward_hooks
+        if hooks is None:
+            raise UsageError(
+                f"{name} of unit {self.unit.name!r} was called, but the module's own call unshards the unit. Call the "
+                "module; fsdp_flat.unshard_for(module) unshards for a block of code. To run the forward by hooks, "
+                "remove _pre_forward_hook_handle and _post_forward_hook_handle first."
+            )
+        return hooks
+
+    @property
+    def _pre_forward_hook_handle(self) -> Any:
+        """Has ``remove()``, for programs that register hooks around :meth:`_pre_forward` and assign their handles."""
+        return self._handle("_pre_forward")
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._set_handle("_pre_forward", handle)
+
+    @property
+    def _post_forward_hook_handle(self) -> Any:
+        """As :attr:`_pre_forward_hook_handle`, of :meth:`_post_forward`."""
+        return self._handle("_post_forward")
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._set_handle("_post_forward", handle)
+
+    def _handle(self, name: str) -> Any:
+        return self.unit.notes.get(("handle", self.module, name)) or _OwnHook(self.unit, name)
+
+    def _set_handle(self, name: str, handle: RemovableHandle) -> None:
+        hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+        key = "handle", self.module, name
+        if getattr(hook, "__self__", None) != self:
+            self.unit.notes[key] = handle
+            return
+        # A program that is done registers torch's own hooks again; the module's own call does this without hooks.
+        handle.remove()
+        self.unit.notes.pop(key, None)
+        self.unit.forward_hooks = None
 
     def _reset_iter_state(self) -> None:
         """Reset the tree after an exception in a step, as ``reset_iter_state`` of the outermost module."""

@@ -310,6 +310,14 @@ class Gradients:
         buffer = self._buffer
         return bytes(len(self._shown.params)) if buffer is None else bytes(buffer.grads_ready)
 
+    def waiting_grad(self, index: int) -> torch.Tensor | None:
+        """Return the gradient of parameter ``index`` that waits (its shape), or None; a copy of the layout's order."""
+        buffer, layout = self._buffer, self._shown.layout
+        if buffer is None or not buffer.grads_ready[index]:
+            return None
+        waiting = buffer.waiting.get(index)
+        return layout.views(layout.unsharded_of(buffer.tensor))[index] if waiting is None else waiting
+
     def take_flat(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
         """Return the flat gradient, with memory from the pool, and remove it.
 

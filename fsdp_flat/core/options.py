@@ -137,6 +137,7 @@ class UnitControl:
     Attributes:
         reshard_after_forward: free the unsharded parameters after forward; None: unless the unit is the outermost, or
             one that the tree's memory budget keeps.
+        reshards_evaluations: free them after a forward that no backward follows, whatever ``reshard_after_forward`` is.
         reshard_after_backward: free them after backward, or keep them for the next forward. None: keep them only where
             gradients are not reduced and ``reshard_after_forward`` is False (SHARD_GRAD_OP in ``no_sync``).
         sync_gradients: reduce gradients at the end of the unit's backward; False accumulates unreduced ones.
@@ -151,6 +152,7 @@ class UnitControl:
     """
 
     reshard_after_forward: bool | None = None
+    reshards_evaluations: bool = True
     reshard_after_backward: bool | None = None
     sync_gradients: bool = True
     unshard_in_backward: bool = True

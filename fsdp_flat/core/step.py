@@ -351,6 +351,8 @@ class Step:
         # Without a hooked output nothing may unshard the unit in backward.
         if may_follow and (is_open_ended or iteration is None or not wanted):
             return AfterForward.STAY_UNSHARDED
+        if not unit.control.reshards_evaluations:
+            return AfterForward.STAY_UNSHARDED
         # A reshard frees nothing if every buffer is a shard.
         if may_follow and not any(map(_OWNS_MEMORY, unit.param_groups)):
             return AfterForward.STAY_UNSHARDED
@@ -383,7 +385,7 @@ class Step:
             # Units of a method under no_grad may have kept buffers, as if in a re-entrant checkpoint.
             ran = () if iteration.is_open_ended else iteration.order
             for unit in dict.fromkeys([*self._replicated, *ran]):
-                if unit.phase is Phase.IDLE and not unit.holds_graph:
+                if unit.phase is Phase.IDLE and not unit.holds_graph and unit.control.reshards_evaluations:
                     unit.reshard()
             # No backward follows to wait for copies of shards, and the caller may write to shards next.
             self.streams.wait_for_host_copies()

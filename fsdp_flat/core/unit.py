@@ -76,6 +76,7 @@ class Unit:
         path_from_outer: the path of the module there.
         undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
         notes: what guards remember of the unit, by guard.
+        forward_hooks: hooks of a caller that run the unit's forwards in the place of the module's call; else None.
         unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
 
@@ -117,6 +118,7 @@ class Unit:
         self.path_from_outer = ""
         self.undo: list[Any] = []
         self.notes: dict[Any, Any] = {}
+        self.forward_hooks: Any = None
         self.unwritten: list[Any] | None = None
         self.step.root, self.step.units = self, [self]  # alone, until the first use of the tree
         self.use_step(self.step)

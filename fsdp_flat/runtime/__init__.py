@@ -27,6 +27,7 @@ from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties,
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of
 from fsdp_flat.runtime.other_forwards import (
+    ForwardHooks,
     UnshardHandle,
     participate,
     register_forward_method,

@@ -32,6 +32,48 @@ class UnshardHandle:
             unit.unshard()
 
 
+class ForwardHooks:
+    """Runs the forwards of a unit of one module by two hooks of a caller, in the place of the module's own call.
+
+    torch's memory tracker takes FSDP2's two hooks away from a module, and registers others around their functions.
+
+    Args:
+        unit: the unit, which uses this object until ``forward_hooks`` is None again.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._opened: list[UnitForward] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """Run ``call``, the module's own ``__call__``, in which the hooks call :meth:`enter` and :meth:`leave`."""
+        num_opened = len(self._opened)
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            step = self._unit.step
+            if len(self._opened) > num_opened:
+                self._opened.pop().fail(error)
+            elif step.is_built and step.iteration is None and not step.recomputes:
+                step.fail(error)  # a hook that torch always calls has ended the forward
+            raise
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a forward of the unit, and return its inputs."""
+        forward = UnitForward(module, self._unit)
+        try:
+            inputs = forward.enter(args, kwargs)
+        except BaseException as error:
+            forward.fail(error)
+            raise
+        self._opened.append(forward)
+        return inputs
+
+    def leave(self, output: Any) -> Any:
+        """End the forward that began last, and return its outputs."""
+        return self._opened.pop().leave(output) if self._opened else output
+
+
 @dynamo_disabled_here
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
     """Run ``call``, the module's own ``__call__``, with the parameters of the module's unit unsharded.
@@ -40,6 +82,8 @@ def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     them do not run. Otherwise each module's call is a forward of the unit.
     """
     unit = own_unit(module)
+    if unit.forward_hooks is not None:
+        return unit.forward_hooks.run(args, kwargs, call)
     if len(unit.members) > 1:
         step = step_of(module, unit)
         if not step.recomputes and step.iteration is not None:

@@ -146,6 +146,7 @@ class ShardedModule(UnitSettings):
             raise OptionError(f"reshard_after_forward must be True or False here; got {reshard_after_forward!r}.")
         for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_forward = reshard_after_forward
+            unit.control.reshards_evaluations = True
             if unit.state is MemoryState.SHARDED_POST_FORWARD:
                 unit.reshard()
             for param_group in unit.param_groups:

@@ -148,3 +148,65 @@ def test_states_tell_which_stages_share_streams() -> None:
     first, second, third = (stage._get_fsdp_state()._comm_ctx for stage in stages)
     assert first is second
     assert first is not third
+
+
+class Normed(nn.Module):
+    """A head behind a norm; one unit may hold both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+
+def toggled(fully_shard: Callable[..., Any], *, pairs: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Train with a loss in chunks, over which the unit of the head stays unsharded; return what its group says."""
+    torch.manual_seed(0)
+    model: Any = Normed()
+    fully_shard(model.body)
+    fully_shard([model.norm, model.head] if pairs else model.head, reshard_after_forward=False)
+    fully_shard(model)
+    head, seen = model.head, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def note() -> None:
+        group = head._get_fsdp_state()._fsdp_param_group
+        seen.append((group.is_unsharded, group.is_sharded, group.fsdp_params[0].sharded_state.name))
+
+    for step in range(NUM_STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        hidden = model(torch.randn(6, WIDTH))
+        head.set_reshard_after_forward(False)
+        head.set_reshard_after_backward(False)
+        head.set_requires_gradient_sync(False)
+        leaf = hidden.detach().requires_grad_()
+        for index, chunk in enumerate(leaf.chunk(3)):
+            head.set_requires_gradient_sync(index == 2)
+            head(chunk).square().mean().backward()
+            note()
+        head.set_reshard_after_backward(True)
+        head.reshard()
+        note()
+        hidden.backward(leaf.grad)
+        note()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+
+@on_ranks(2, 4)
+def test_a_head_that_stays_unsharded_over_chunks_says_so_as_torchs() -> None:
+    expected = toggled(torch.distributed.fsdp.fully_shard, pairs=False)
+    found = toggled(fsdp_flat.fully_shard, pairs=False)
+    assert found[0] == expected[0]
+    assert found[0][:4] == [(True, False, "UNSHARDED")] * 3 + [(False, True, "SHARDED")]
+    assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_one_of_two_modules_of_a_unit_that_stays_unsharded_over_chunks_says_so_as_torchs() -> None:
+    expected, _ = toggled(torch.distributed.fsdp.fully_shard, pairs=True)
+    found, _ = toggled(fsdp_flat.fully_shard, pairs=True)
+    assert found == expected
