@@ -12,6 +12,8 @@ from fsdp_flat.core.torch_core import place_function, swap_memory
 
 # Largest number of freed blocks of one size that the pool keeps.
 _MOST_IDLE = 2
+# torch's memory trackers replace it, and see no other way in which memory leaves a storage.
+_RESIZE = torch.UntypedStorage.resize_
 
 
 class MemoryPool:
@@ -19,7 +21,7 @@ class MemoryPool:
 
     The memory moves from one storage object to another: a view of a freed buffer, which autograd may hold, keeps an
     empty storage and never sees the data of another unit. Accelerators have caching allocators, so the pool keeps
-    nothing for them, nor if torch cannot move memory between storages.
+    nothing for them, nor if torch cannot move memory between storages, nor while a memory tracker of torch is on.
 
     Attributes:
         idle: the freed blocks, by their number of bytes.
@@ -37,7 +39,8 @@ class MemoryPool:
         if nbytes == 0 or not storage.resizable():
             return
         idle = self.idle.setdefault(nbytes, [])
-        if swap_memory is None or storage.device.type != "cpu" or len(idle) >= _MOST_IDLE:
+        is_tracked = torch.UntypedStorage.resize_ is not _RESIZE
+        if swap_memory is None or is_tracked or storage.device.type != "cpu" or len(idle) >= _MOST_IDLE:
             storage.resize_(0)
             return
         block = self.blank.pop() if self.blank else torch.UntypedStorage(0)

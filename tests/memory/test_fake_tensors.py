@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fsdp_flat
 from benchmarks.counting import Counter
 from fsdp_flat import (
     CPUOffload,
@@ -389,6 +392,35 @@ def test_torchs_memory_tracker_sees_buffers_come_and_go(original: bool | None) -
         peak, left = (tracker.get_tracker_snapshot(kind)[cpu] for kind in ("peak", "current"))
     assert peak["Total"] == pytest.approx(fake["peak of a step"], rel=TOLERANCE)
     assert left["Total"] == pytest.approx(fake["after a step"], rel=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable wrapper-subclass:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+def test_torchs_memory_tracker_of_fsdp2_finds_the_bytes_of_torchs_fully_shard(options: dict[str, Any]) -> None:
+    """Of a steady step; ours holds one more unsharded unit, which is all-gathered beside the compute of another."""
+    found = []
+    for shard in (fully_shard, torch_fsdp.fully_shard):
+        with fsdp_flat.installed(fully_shard=True) if shard is fully_shard else nullcontext(), FakeTensorMode():
+            model: Any = Stack(4, WIDTH)
+            for module in (*[child for child in model.modules() if isinstance(child, Block)], model):
+                shard(module, mesh=_mesh(1, NUM_RANKS)["shard"], **options)
+            optimizer, x = ADAM(model.parameters()), batch()
+            tracker = FSDPMemTracker(model, optimizer)
+            tracker.track_inputs((x,))
+            for _ in range(2):
+                tracker.reset_mod_stats()
+                with tracker:
+                    model(x).pow(2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append([tracker.get_tracker_snapshot(kind)[torch.device("cpu")] for kind in ("peak", "current")])
+    (peak, left), (torchs_peak, torchs_left) = found
+    assert {kind.value: nbytes for kind, nbytes in list(left.items())[:-1]} == {
+        kind.value: nbytes for kind, nbytes in list(torchs_left.items())[:-1]
+    }
+    assert left["Total"] == torchs_left["Total"]
+    unit = 4 * sum(param.numel() for param in Block(WIDTH).parameters())
+    assert torchs_peak["Total"] - unit <= peak["Total"] <= torchs_peak["Total"] + 1.2 * unit
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
