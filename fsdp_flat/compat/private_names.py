@@ -167,14 +167,3 @@ JOINED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("fsdp._fully_shard._fsdp_state", "FSDPState"): (_STATE,),
 }
 """Classes of torch that look-ups test for, by module and name, and our classes whose instances pass too."""
-
-
-def advice_of(module: str, name: str) -> str | None:
-    """Return what to call instead of a function that raises; None for any other."""
-    return next((advice for advice, found in RAISES.items() if name in found.get(module, "").split()), None)
-
-
-def does(module: str, name: str) -> list[str]:
-    """Return which of the three things the table has for a function: one, if the table is right."""
-    found = [kind for kind, names in (("works", WORKS), ("passes", PASSES)) if name in names.get(module, "").split()]
-    return found + ["raises" for each in RAISES.values() if name in each.get(module, "").split()]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_flat
-from fsdp_flat.compat.private_names import JOINED, PASSES, RAISES, WORKS, advice_of, does
+from fsdp_flat.compat.private_names import JOINED, PASSES, RAISES, WORKS
 from fsdp_flat.compat.torch_names import FSDP2_NAMES
 from fsdp_flat.errors import UsageError
 from fsdp_flat.fully_sharded_data_parallel import HandleTrainingState, TrainingState
@@ -55,6 +55,12 @@ def takes_ours(node: ast.FunctionDef) -> bool:
     classes = [ast.unparse(each.annotation) for each in arguments if each.annotation is not None]
     classes = [text.replace("type[nn.Module]", "") for text in classes]
     return any(each.arg in ARGUMENTS for each in arguments) or any(kind in text for kind in CLASSES for text in classes)
+
+
+def does(module: str, name: str) -> list[str]:
+    """Which of the three things the table has for a function: one, if the table is right."""
+    found = [kind for kind, names in (("works", WORKS), ("passes", PASSES)) if name in names.get(module, "").split()]
+    return found + ["raises" for each in RAISES.values() if name in each.get(module, "").split()]
 
 
 @needs_torch_2_13
@@ -115,7 +121,6 @@ def test_each_function_that_cannot_work_raises_an_error_with_its_name_and_what_t
                     assert text.startswith(f"{name} is a private function of torch's FSDP"), text
                     assert text.endswith(f"{advice}."), text
                     assert "Model" not in text
-                    assert advice == advice_of(module, name)
 
 
 # ------------------------------------------------------------------------------- torch's functions, which pass
