@@ -14,13 +14,13 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -50,8 +50,10 @@ def main(arguments: list[str]) -> int:
     paths = [argument for argument in arguments if not argument.startswith("-") and Path(argument).exists()]
     files = files_of(paths or ["tests"], () if paths else APART)
     options = [*QUIET, *(argument for argument in arguments if argument not in paths)]
-    # The server imports what ranks need, while this process imports the same for the sessions.
-    start_server()
+    # The server imports what ranks need, while this process imports the same for the sessions. Processes forked from it
+    # that are no warm ranks, which print to their pool, say nothing beside the line of progress.
+    with open(os.devnull, "wb") as nowhere, output_to(nowhere):
+        start_server()
     for module in PRELOADED:
         import_module(module)
     queue, queue_end = os.pipe()
@@ -92,14 +94,28 @@ def files_of(paths: Sequence[str], apart: Sequence[str]) -> list[Path]:
     return sorted(files, key=lambda file: not any(file.is_relative_to(folder) for folder in FIRST))
 
 
+@contextmanager
+def output_to(file: IO[Any]) -> Iterator[None]:
+    """Have this process, and processes that it starts, print to a file inside the block."""
+    kept = [(stream.fileno(), os.dup(stream.fileno())) for stream in (sys.stdout, sys.stderr)]
+    for descriptor, _ in kept:
+        os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for descriptor, before in kept:
+            os.dup2(before, descriptor)
+            os.close(before)
+
+
 def run_session(options: list[str], plugin: FilesOfQueue, log: IO[str]) -> None:
     """Run a session in this process, which is forked for it; its output goes to a file."""
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(log.fileno(), stream.fileno())
-    share_server()
-    status = pytest.main([*options, "tests"], plugins=[plugin])
-    # pytest unlocks its temporary folder there, which the end of a forked process leaves out.
-    atexit._run_exitfuncs()
+    with output_to(log):
+        share_server()
+        status = pytest.main([*options, "tests"], plugins=[plugin])
+        # pytest unlocks its temporary folder there, which the end of a forked process leaves out.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
     # Options may leave nothing to run of the files that this session has taken.
     sys.exit(0 if status is pytest.ExitCode.NO_TESTS_COLLECTED else status)
 

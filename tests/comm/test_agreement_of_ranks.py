@@ -25,7 +25,7 @@ from fsdp_flat.comm.failures import report_failure
 from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
-from tests.support.kit import patience
+from tests.support.patience import LATE_S, SHORT, impatient
 
 CPU = torch.device("cpu")
 TEXTS = ErrorTexts("counting", "Ranks count differently.", "Count alike.")
@@ -119,11 +119,11 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
     dist.barrier()
     begun = time.monotonic()
     if rank == 1:
-        time.sleep(2)
-    with patience(failures, 0.5):
+        time.sleep(LATE_S)
+    with impatient():
         payloads = exchange_if_different(b"of rank %d" % rank, rank_group, CPU)
         # Rank 0 has waited beyond its patience, so it has looked for failures.
-        assert time.monotonic() - begun > 1
+        assert time.monotonic() - begun > SHORT[failures]["LOOK_AFTER_S"]
         assert payloads == [b"of rank 0", b"of rank 1"]
         assert find_disagreement(["one"], None, [rank_group], CPU, TEXTS) is None
     dist.barrier()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import RankGroup, agreement, barrier, enter
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.kit import patience
+from tests.support.patience import alone_after
 
 
 def world() -> RankGroup:
@@ -56,7 +56,7 @@ def test_a_later_barrier_does_not_know_what_was_said_in_an_earlier_one() -> None
 
 @on_ranks(2, 4)
 def test_a_rank_that_has_entered_may_work_longer_than_a_rank_is_waited_for(rank: int) -> None:
-    with patience(agreement, 0.2):
+    with alone_after(0.2):
         enter(world())
         time.sleep(1.0 if rank else 0)
         assert barrier("a test", world(), "the same", is_entered=True)
@@ -66,7 +66,7 @@ def test_a_rank_that_has_entered_may_work_longer_than_a_rank_is_waited_for(rank:
 def test_a_rank_that_has_not_entered_is_still_found(rank: int) -> None:
     if rank == 0:
         enter(world())
-        with patience(agreement, 0.2), pytest.raises(UsageError, match=r"rank\(s\) \[1\] have not called it"):
+        with alone_after(0.2), pytest.raises(UsageError, match=r"rank\(s\) \[1\] have not called it"):
             barrier("a test", world(), "the same", is_entered=True)
     dist.barrier()
     for _ in range(2):

@@ -27,8 +27,9 @@ from fsdp_flat.comm.flat_collectives import BackendCollectives
 from fsdp_flat.errors import PeerFailureError, UsageError
 from tests.comm.test_faults import LIMIT_S, joined, save, step, told, trained, write_error
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, batch, patience, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, square_loss, wrapped
 from tests.support.models import Stack
+from tests.support.patience import LATE_S, impatient
 
 
 def forward(model: FSDP, _optimizer: torch.optim.Optimizer) -> None:
@@ -99,13 +100,6 @@ def test_a_call_on_rank_0_alone_beside_a_barrier_ends_on_all_ranks_in_seconds(
         assert re.search(CALLS[name][1], text), f"rank {rank}: {text}"
         assert "torch.distributed.barrier()" in text, f"rank {rank}: {text}"
         assert "Every rank must" in text, f"rank {rank}: {text}"
-
-
-@contextmanager
-def impatient() -> Iterator[None]:
-    """Have ranks look at each other within tenths of a second."""
-    with patience(failures, 0.2), mock.patch.object(failures, "LOOK_INTERVAL_S", 0.1):
-        yield
 
 
 @contextmanager
@@ -203,13 +197,13 @@ def test_ranks_that_are_late_around_barriers_are_never_refused(rank: int, num_ra
         for late in range(num_ranks):
             step(model, optimizer, str(tmp_path))
             if rank == late:  # loads data, or evaluates a plain module
-                time.sleep(1.5)
+                time.sleep(LATE_S)
                 square_loss(plain, batch(rank))
             dist.barrier()
-            time.sleep(1.5 * (rank == late))
+            time.sleep(LATE_S * (rank == late))
             model.state_dict()
             dist.barrier()
-            time.sleep(1.5 * (rank == (late + 1) % num_ranks))
+            time.sleep(LATE_S * (rank == (late + 1) % num_ranks))
             step(model, optimizer, str(tmp_path))
 
 
@@ -219,7 +213,7 @@ def test_a_barrier_that_is_begun_without_waiting_is_no_reason(rank: int) -> None
         model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
         forward(model, torch.optim.SGD(model.parameters()))
         dist.barrier()
-        time.sleep(2.0 * (rank == 2))
+        time.sleep(LATE_S * (rank == 2))
         if rank == 0:
             work = dist.barrier(async_op=True)
             forward(model, torch.optim.SGD(model.parameters()))
@@ -237,7 +231,7 @@ def test_a_barrier_of_other_ranks_is_no_reason(rank: int) -> None:
         model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
         dist.barrier()
         if rank >= 2:
-            time.sleep(2.0 * (rank == 3))
+            time.sleep(LATE_S * (rank == 3))
             dist.barrier(group)
         forward(model, torch.optim.SGD(model.parameters()))
 
@@ -249,9 +243,9 @@ def test_a_barrier_in_a_thread_of_the_program_is_no_reason(rank: int) -> None:
         model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
         dist.barrier()
         # As while a checkpoint is written: rank 0's part takes longer.
-        thread = threading.Thread(target=lambda: (time.sleep(3.0 * (rank == 0)), dist.barrier(group)))
+        thread = threading.Thread(target=lambda: (time.sleep(2 * LATE_S * (rank == 0)), dist.barrier(group)))
         thread.start()
-        time.sleep(2.0 * (rank == 1))
+        time.sleep(LATE_S * (rank == 1))
         forward(model, torch.optim.SGD(model.parameters()))
         thread.join()
 
@@ -306,7 +300,7 @@ def raises(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("operation", ["all_gather_single", "reduce_scatter_single"])
 @on_ranks(2)
 def test_an_error_of_nccl_names_the_unit_and_the_rank_and_stays_the_cause(operation: str, when: str, rank: int) -> None:
-    with as_of_nccl(), mock.patch.object(failures, "REPORT_TIMEOUT_S", 0.2):
+    with as_of_nccl(), impatient(REPORT_TIMEOUT_S=0.2):
         model = wrapped(Stack(), auto_wrap_policy=BLOCKS)
         loss = square_loss(model, batch(rank))
         fails = raises if when == "it is begun" else lambda *_, **__: FailedWork()

@@ -18,29 +18,31 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import save_checkpoint
-from fsdp_flat.comm import RankGroup, barrier, failures, torch_comm
+from fsdp_flat.comm import RankGroup, barrier, torch_comm
 from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
 from tests.support.hosts import on_hosts
-from tests.support.kit import BLOCKS, batch, patience, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, square_loss, wrapped
 from tests.support.models import Stack
+from tests.support.patience import LATE_S, give_up_soon, impatient
 from tests.support.pool import spawn
 
 # Within which a rank that has ended is named, with room for a loaded machine; and the timeout of the group, which must
 # not be what tells.
-LIMIT_S, TIMEOUT_S = 15.0, 60.0
+LIMIT_S, GROUP_TIMEOUT_S = 15.0, 60.0
 
 
 @on_ranks(3, timeout=50)
 def test_a_rank_that_gave_up_to_wait_and_ended_is_not_named_as_the_one_that_is_absent(rank: int) -> None:
-    group = RankGroup.of(dist.new_group(timeout=timedelta(seconds=3)))
+    group = RankGroup.of(dist.new_group())
     transport = transport_of(group)
     assert transport is not None
+    give_up_soon(group.group)
     if rank < 2:
-        time.sleep(rank)  # rank 0 gives up first
-        with pytest.raises(UsageError) as caught:
+        time.sleep(LATE_S * rank)  # rank 0 gives up first
+        with impatient(), pytest.raises(UsageError) as caught:
             barrier("saving", group)
         transport.leave()  # as the end of the process does
         text = str(caught.value)
@@ -70,15 +72,17 @@ TASKS: dict[str, Task] = {"a step": step, "save_checkpoint": save, "state_dict":
 
 
 @contextmanager
-def joined(rank: int, port: int, places: str) -> Iterator[dist.ProcessGroup]:
-    """Join a group with a rank on each of ``places`` and a store that is no rank's; the process ends with the block."""
+def joined(rank: int, port: int, places: str, *, real: bool = False) -> Iterator[dist.ProcessGroup]:
+    """Join a group with a rank on each of ``places`` and a store that is no rank's; the process ends with the block.
+
+    Ranks look at others as soon as in all tests, or as late as in programs if ``real``.
+    """
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False)
-    limit = timedelta(seconds=TIMEOUT_S)
+    limit = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(places), timeout=limit)
     assert dist.group.WORLD is not None
-    # A fifth of what ranks wait elsewhere before they look for the reports and calls of others.
-    with on_hosts(places), patience(failures, 2.0), mock.patch.object(failures, "LOOK_AFTER_S", 1.0):
+    with on_hosts(places), impatient(real=real):
         yield dist.group.WORLD
     # A rank that another one waits for in vain may not wait for it in turn.
     os._exit(0)
@@ -94,9 +98,9 @@ def trained(folder: str) -> tuple[FSDP, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def end_before(rank: int, port: int, task: str, places: str, folder: str) -> None:
+def end_before(rank: int, port: int, task: str, places: str, folder: str, *, real: bool = False) -> None:
     """Rank 2 ends before the task; each other rank writes its error, and after how many seconds."""
-    with joined(rank, port, places):
+    with joined(rank, port, places, real=real):
         model, optimizer = trained(folder)
         if rank == 2:
             return
@@ -123,7 +127,23 @@ def told(folder: Path, function: Callable[..., None], *arguments: str, num_ranks
 @pytest.mark.parametrize("places", ["aaaa", "aabb", "abcd"])
 @pytest.mark.parametrize("task", TASKS)
 def test_a_rank_that_ended_is_named_by_all_others_in_seconds(task: str, places: str, tmp_path: Path) -> None:
-    texts = told(tmp_path, end_before, task, places)
+    assert_rank_2_is_named(told(tmp_path, end_before, task, places))
+
+
+def end_before_as_in_programs(rank: int, port: int, task: str, places: str, folder: str) -> None:
+    end_before(rank, port, task, places, folder, real=True)
+
+
+@pytest.mark.from_size("all", "waits for as long as a program")
+@pytest.mark.parametrize("places", ["aaaa", "aabb", "abcd"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_rank_that_ended_is_named_with_the_patience_of_the_library_too(
+    task: str, places: str, tmp_path: Path
+) -> None:
+    assert_rank_2_is_named(told(tmp_path, end_before_as_in_programs, task, places))
+
+
+def assert_rank_2_is_named(texts: dict[int, str]) -> None:
     assert texts.keys() == {0, 1, 3}, texts
     for text in texts.values():
         assert float(text.partition(" ")[0]) < LIMIT_S, texts
@@ -212,14 +232,14 @@ def test_ranks_that_wait_in_different_collectives_end_in_seconds(task: str, plac
 def test_a_rank_that_is_late_ends_no_wait_of_the_others_wherever_they_are(
     places: str, rank: int, tmp_path: Path
 ) -> None:
-    with on_hosts(places), patience(failures, 0.2), mock.patch.object(failures, "LOOK_INTERVAL_S", 0.1):
+    with on_hosts(places), impatient():
         model = wrapped(Stack(), auto_wrap_policy=BLOCKS, process_group=dist.new_group())
         optimizer = torch.optim.AdamW(model.parameters())
         for late, task in enumerate([step, save, state_dict, step]):
             # Others wait in several collectives: of the forward, which some have left, and of what follows.
-            time.sleep(1.5 * (rank == late))
+            time.sleep(LATE_S * (rank == late))
             task(model, optimizer, str(tmp_path))
-            time.sleep(1.0 * (rank == (late + 1) % 4))
+            time.sleep(LATE_S * (rank == (late + 1) % 4))
 
 
 @on_ranks(2)

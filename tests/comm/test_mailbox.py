@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import RankGroup, failures
+from fsdp_flat.comm import RankGroup
 from fsdp_flat.comm.shm import connect, transport_of
 from fsdp_flat.comm.shm import transport as module
 from fsdp_flat.comm.shm.transport import Messages, SharedMemoryTransport, wait_for
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import RankFailure, assert_equal, on_ranks
+from tests.support.patience import LATE_S, TIMEOUT_S, impatient
 
 PAGE = 4096
 
@@ -39,8 +39,9 @@ EXACT = mock.patch.multiple(module, _SEGMENT_NBYTES=1, _IDLE_SENDS=64)
 
 def shared_memory(timeout_s: float = 60) -> SharedMemoryTransport:
     """A new one, of a group of its own over all ranks."""
-    made = transport_of(RankGroup.of(dist.new_group(timeout=timedelta(seconds=timeout_s))))
+    made = transport_of(RankGroup.of(dist.new_group()))
     assert made is not None
+    made.timeout_s = timeout_s  # of waits, and not of what connects ranks
     return made
 
 
@@ -354,27 +355,27 @@ def test_a_message_to_several_ranks_is_written_once(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) -> None:
-    box = shared_memory(timeout_s=2)
+    box = shared_memory(timeout_s=TIMEOUT_S)
 
     def send_many() -> None:
         for _ in range(100_000):
             box.send("gather", {1: torch.ones(1)})
 
     if rank == 0:
-        with pytest.raises(
-            PeerFailureError, match=r"was in an all-gather, which failed \(nothing has come from rank\(s\) \[1\]"
-        ):
+        told = r"was in an all-gather, which failed \(nothing has come from rank\(s\) \[1\]"
+        with impatient(), pytest.raises(PeerFailureError, match=told):
             send_many()
     dist.barrier()
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout(rank: int) -> None:
-    box = shared_memory(timeout_s=2)
+    box = shared_memory(timeout_s=TIMEOUT_S)
     if rank == 0:
         message = expected(box, "gather", 1, 4)
         assert not message.is_completed()
-        with pytest.raises(PeerFailureError, match=r"nothing has come from rank\(s\) \[1\] within the group's 2 s"):
+        told = r"nothing has come from rank\(s\) \[1\] within the group's 1 s"
+        with impatient(), pytest.raises(PeerFailureError, match=told):
             message.wait()
     dist.barrier()
 
@@ -385,20 +386,19 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
     box.names[7] = "layers.0"
     dist.barrier()
     if rank == 1:
-        time.sleep(1)
+        time.sleep(LATE_S)
         box.send("reduction", {0: torch.ones(1)}, unit=7)
     else:
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logger = logging.getLogger("fsdp_flat")
-        patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.25
         logger.addHandler(handler)
         try:
-            expected(box, "reduction", 1, 4, unit=7).wait()
+            with impatient():
+                expected(box, "reduction", 1, 4, unit=7).wait()
         finally:
             logger.removeHandler(handler)
-            failures.WARN_AFTER_S = patience
         assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
     dist.barrier()
 

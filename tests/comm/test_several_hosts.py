@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm import CollectiveChoice, RankGroup, failures
+from fsdp_flat.comm import CollectiveChoice, RankGroup
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.comm.shm.connect import hosts_of
 from fsdp_flat.errors import OptionError, PeerFailureError
@@ -25,6 +25,7 @@ from tests.support.beside import WRAPPER_FRONTS, Beside, sgd
 from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.models import Stack
+from tests.support.patience import impatient
 from tests.support.steps import MESSAGES, recorded
 
 # The host of each rank: pairs in order, and interleaved.
@@ -227,7 +228,7 @@ class Moody(Stack):
 @on_ranks(4, timeout=90)
 @pytest.mark.parametrize("bad", [0, 3])
 def test_ranks_of_both_hosts_name_the_one_that_raised(bad: int, rank: int) -> None:
-    with on_hosts("aabb"), mock.patch.object(failures, "WARN_AFTER_S", 0.5):
+    with on_hosts("aabb"), impatient():
         model = wrapped(Moody(), auto_wrap_policy=BLOCKS, process_group=dist.new_group(timeout=timedelta(seconds=60)))
         square_loss(model, batch(rank)).backward()
         model.module.bad = "forward" if rank == bad else ""

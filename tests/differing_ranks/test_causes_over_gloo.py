@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import failures
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.support import on_ranks
 from tests.support.beside import batch
 from tests.support.kit import BLOCKS, square_loss, wrapped
 from tests.support.models import Stack
+from tests.support.patience import LATE_S, give_up_soon, impatient
 
-TIMEOUT_S = 3
 TRANSPORTS = pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 
 
@@ -37,10 +35,10 @@ class Moody(Stack):
         return x
 
 
-def ready(timeout_s: float = TIMEOUT_S, *, shared: bool = False) -> FSDP:
+def ready(*, shared: bool = False) -> FSDP:
     """A model that has made a step over a group of its own."""
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(shared))
-    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group()
     model = wrapped(Moody().double(), auto_wrap_policy=BLOCKS, process_group=group, use_orig_params=True)
     square_loss(model, batch(dist.get_rank())).backward()
     return model
@@ -49,6 +47,7 @@ def ready(timeout_s: float = TIMEOUT_S, *, shared: bool = False) -> FSDP:
 @on_ranks(2, 3, timeout=50)
 def test_ranks_that_wait_for_one_that_raised_get_its_error_and_their_unit(rank: int) -> None:
     model = ready()
+    give_up_soon(model.process_group)
     if rank == 1:
         model.module.bad = 1
         with pytest.raises(ValueError, match="an odd batch"):
@@ -67,7 +66,8 @@ def test_ranks_that_wait_for_one_that_raised_get_its_error_and_their_unit(rank: 
 @TRANSPORTS
 def test_a_rank_that_cannot_build_a_unit_is_named_by_the_others_first_forward(shared: bool, rank: int) -> None:
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(shared))
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = dist.new_group()
+    give_up_soon(group)
     with torch.inference_mode(rank == 1):
         model = Stack()
     if rank == 1:
@@ -75,23 +75,25 @@ def test_a_rank_that_cannot_build_a_unit_is_named_by_the_others_first_forward(sh
             FSDP(model, process_group=group, use_orig_params=True)
     else:
         built = FSDP(model, process_group=group, use_orig_params=True)
-        with pytest.raises(PeerFailureError, match=r"rank 1 raised OptionError: Parameter 'first\.weight' of unit"):
+        with (
+            impatient(),
+            pytest.raises(PeerFailureError, match=r"rank 1 raised OptionError: Parameter 'first\.weight' of unit"),
+        ):
             built(batch(rank).float())
     dist.barrier()
 
 
 @on_ranks(3, timeout=50)
 def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
-    model = ready(timeout_s=20)
-    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
+    model = ready()
     if rank == 1:
         model.module.bad = 1
         with pytest.raises(ValueError, match="an odd batch"):
             model(batch(rank))
     else:
         # The last rank finds the reports of both others.
-        time.sleep(rank)
-        with pytest.raises(PeerFailureError) as caught:
+        time.sleep(LATE_S * rank)
+        with impatient(), pytest.raises(PeerFailureError) as caught:
             square_loss(model, batch(rank)).backward()
         text = str(caught.value)
         assert ".." not in text, text
@@ -102,34 +104,36 @@ def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
         assert text.endswith("that came first."), text
         if rank == 2:
             assert "rank 0 was in the all-gather of unit 'blocks." in text, text
-    failures.WARN_AFTER_S = patience
     dist.barrier()
 
 
 @on_ranks(2, timeout=50)
 def test_a_rank_that_makes_fewer_steps_leaves_the_others_with_their_unit_and_its_number(rank: int) -> None:
     model = ready()
+    give_up_soon(model.process_group)
     if rank == 0:
-        with pytest.raises(PeerFailureError, match=r"all-gather of unit 'Moody'.*rank\(s\) \[1\] reported nothing"):
+        with (
+            impatient(),
+            pytest.raises(PeerFailureError, match=r"all-gather of unit 'Moody'.*rank\(s\) \[1\] reported nothing"),
+        ):
             square_loss(model, batch(rank)).backward()
     dist.barrier()
 
 
 @on_ranks(2, timeout=50)
 def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> None:
-    model = ready(timeout_s=30)
+    model = ready()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("fsdp_flat")
-    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     logger.addHandler(handler)
     try:
         if rank == 1:
-            time.sleep(2)
-        square_loss(model, batch(rank)).backward()
+            time.sleep(LATE_S)
+        with impatient():
+            square_loss(model, batch(rank)).backward()
     finally:
-        failures.WARN_AFTER_S = patience
         logger.removeHandler(handler)
     waited = [text for text in said if "has waited" in text]
     if rank == 0:
@@ -142,33 +146,37 @@ def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> 
 @TRANSPORTS
 @on_ranks(2, timeout=50)
 def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(shared: bool, rank: int) -> None:
-    model = ready(timeout_s=40, shared=shared)
-    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
-    try:
-        if rank == 1:
-            model.module.bad = 0
-            with pytest.raises(ValueError, match="an odd batch"):
-                model(batch(rank))
-        else:
-            with pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
-                square_loss(model, batch(rank)).backward()
-    finally:
-        failures.WARN_AFTER_S = patience
+    waits_for_one_that_raised(shared, rank)
+
+
+@pytest.mark.from_size("all", "waits for as long as a program")
+@TRANSPORTS
+@on_ranks(2, timeout=50)
+def test_such_a_wait_ends_with_the_patience_of_the_library_too(shared: bool, rank: int) -> None:
+    waits_for_one_that_raised(shared, rank, real=True)
+
+
+def waits_for_one_that_raised(shared: bool, rank: int, *, real: bool = False) -> None:
+    model = ready(shared=shared)
+    if rank == 1:
+        model.module.bad = 0
+        with pytest.raises(ValueError, match="an odd batch"):
+            model(batch(rank))
+    else:
+        with impatient(real=real), pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
+            square_loss(model, batch(rank)).backward()
     dist.barrier()
 
 
 @TRANSPORTS
 @on_ranks(2, timeout=50)
 def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(shared: bool, rank: int) -> None:
-    model = ready(timeout_s=40, shared=shared)
+    model = ready(shared=shared)
     other = wrapped(Stack().double(), auto_wrap_policy=BLOCKS, process_group=model.process_group, use_orig_params=True)
     model.module.bad = 0
     with pytest.raises(ValueError, match="an odd batch"):
         model(batch(rank))
-    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
-    try:
-        for pause in (0, 2):
+    with impatient():
+        for pause in (0.0, LATE_S):
             time.sleep(pause * (1 - rank))
             square_loss(other, batch(rank)).backward()
-    finally:
-        failures.WARN_AFTER_S = patience

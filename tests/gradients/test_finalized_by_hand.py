@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_flat.comm import failures
 from fsdp_flat.composable import FSDPModule
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError, UsageError
 from tests.support import on_ranks
 from tests.support.beside import batch_of, blocks_and_root, by_steps
-from tests.support.kit import patience, square_loss
+from tests.support.kit import square_loss
 from tests.support.models import Stack
+from tests.support.patience import impatient
 
 
 @on_ranks(2, 4)
@@ -170,7 +170,7 @@ def test_a_backward_that_raised_is_an_error_of_finalize_backward(is_followed: bo
 @on_ranks(2)
 def test_a_backward_that_raised_on_one_rank_is_an_error_of_finalize_backward_on_all(rank: int) -> None:
     own = DeviceMesh.from_group(dist.new_group(), "cpu")  # its ranks are out of step afterwards
-    with patience(failures, 0.5):
+    with impatient():
         model = blocks_and_root(Stack().double(), mesh=own)
         model.set_manual_backward_finalization(True)
         if rank == 0:

@@ -35,8 +35,9 @@ from tests.memory.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
-from tests.support.kit import patience, square_loss
+from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Tied
+from tests.support.patience import alone_after
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, recorded
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
@@ -348,7 +349,7 @@ def test_a_save_on_rank_zero_alone_is_found_and_the_group_goes_on(kind: Any, ran
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, TASKS["uneven"], range(1))
     if rank == 0:
-        with FSDP.state_dict_type(model, kind), patience(agreement, 0.3):
+        with FSDP.state_dict_type(model, kind), alone_after(0.3):
             for what, call in (
                 ("state_dict", model.state_dict),
                 ("optim_state_dict", lambda: FSDP.optim_state_dict(model, optimizer)),
@@ -395,7 +396,7 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
         state = model.state_dict()
     else:
         with (
-            patience(agreement, 0.2),
+            alone_after(0.2),
             pytest.warns(UserWarning, match=r"state_dict on rank 1 of the group has waited .* for rank\(s\) \[0\]"),
         ):
             state = model.state_dict()

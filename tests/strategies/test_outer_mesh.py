@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.comm import failures
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError
@@ -28,6 +27,7 @@ from tests.support.beside import grads_of
 from tests.support.experts import Meshes, needs_mesh_infos
 from tests.support.kit import seeded, square_loss
 from tests.support.models import Block, Moe, MoeBlock
+from tests.support.patience import impatient
 
 
 class ExpertsFirst(MoeBlock):
@@ -90,11 +90,8 @@ def in_a_hurry() -> Iterator[None]:
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
     # One in which no rank waits for another that has failed.
     group = dist.new_group()
-    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
-    try:
+    with impatient():
         yield
-    finally:
-        failures.WARN_AFTER_S = patience
     dist.barrier(group)
 
 

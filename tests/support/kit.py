@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,14 +64,6 @@ def no_shard_allowed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
-        yield
-
-
-@contextmanager
-def patience(module: Any, seconds: float) -> Iterator[None]:
-    """Have a module warn of ranks that are late after fewer seconds inside the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WARN_AFTER_S", seconds)
         yield
 
 
