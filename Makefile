@@ -11,9 +11,17 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
 
 # One thread per process, since multi-rank tests run several processes on few cores.
-# One combination of the parameters of each test; every value of every parameter at least once; every combination.
-test test-cover test-all: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests --size $(if $(filter test,$@),quick,$(@:test-%=%))
+# One combination of the parameters of each test.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests --size quick
+
+# Every value of every parameter at least once.
+test-cover: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests --size cover
+
+# Every combination.
+test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests --size all
 
 # Ranks on two hosts: network namespaces joined by a link of 1 and 10 Gbit/s. Skipped without root, ip and tc.
 test-hosts: $(INSTALLED)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
-from tests.support.selection import ALL_COMBINATIONS, MARKS, SIZES, select
+from tests.support.selection import MARKS, SIZE, SIZES, select
 from tests.support.transport import TRANSPORTS
 
 # No deadline: on a busy machine the time of one example says nothing.
@@ -41,8 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make warnings errors from here on: in the modules of tests and in tests, not where plugins are configured."""
     if config.getoption("--transport") == "nccl" and not torch.cuda.is_available():
         raise pytest.UsageError("--transport nccl needs a CUDA device, and there is none here.")
-    if config.getoption("--size") == "all":
-        os.environ[ALL_COMBINATIONS] = "1"
+    os.environ[SIZE] = config.getoption("--size")
     for line in MARKS:
         config.addinivalue_line("markers", line)
     exceptions = list(config.getini("filterwarnings"))

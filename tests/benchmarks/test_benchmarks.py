@@ -31,6 +31,7 @@ SIZES = [
 ] + ["--rounds", "1"]
 
 
+@pytest.mark.from_size("cover", "runs benchmarks, which start their ranks themselves")
 def test_a_run_writes_json_and_a_table(tmp_path: Path) -> None:
     names = ["flat-full-orig"]
     path = bench.main([*SIZES, "--only", *names, "--out", str(tmp_path), "--name", "compute"])
@@ -128,6 +129,7 @@ def test_the_counter_counts_the_local_memory_of_dtensors_alone() -> None:
     assert 2 * 2000 <= alive < 4000 + 1000
 
 
+@pytest.mark.from_size("cover", "runs benchmarks, which start their ranks themselves")
 def test_saves_of_both_ways_are_measured(tmp_path: Path) -> None:
     saves.main(["--ranks", "2", "--preset", "tiny", "--rounds", "1", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "saves.json").read_text())

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
@@ -24,6 +26,7 @@ while time.monotonic() < end:
 """
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 def test_threads_of_gloo_that_wait_for_the_interpreter_do_not_abort_the_process(tmp_path: Path) -> None:
     script = SCRIPT.format(store=tmp_path / "store")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -185,6 +185,7 @@ def train_the_tutorial_on_the_peer(folder: Path) -> list[float]:
     return run_script(script, "train", dist.get_rank(), dist.get_world_size(), args)
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 def test_a_script_that_spawns_its_ranks_uses_the_library_in_all_of_them(ranks: Any, tmp_path: Path) -> None:
     script = SCRIPTS / "train_tutorial.py"
     options = ["--save", tmp_path / "ours.pt", "--init-method", f"file://{tmp_path}/store"]
@@ -195,6 +196,7 @@ def test_a_script_that_spawns_its_ranks_uses_the_library_in_all_of_them(ranks: A
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 def test_torchrun_runs_a_script_through_it(ranks: Any) -> None:
     script = SCRIPTS / "train_manual_wrap.py"
     output = torchrun(2, "-m", "fsdp_flat.run", script)

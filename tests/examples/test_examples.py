@@ -68,6 +68,7 @@ def losses_of(output: str) -> list[float]:
     return [float(text) for text in re.findall(r"validation loss[^\n]*?(\d+\.\d{4})", output)]
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 def test_checkpoints_are_saved_and_loaded_in_every_form_and_at_another_number_of_ranks(tmp_path: Path) -> None:
     losses = []
     for ranks in ("2", "3"):
@@ -80,6 +81,7 @@ def test_checkpoints_are_saved_and_loaded_in_every_form_and_at_another_number_of
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000009", "step-00000019"]
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 @needs_pictures
 def test_train_gpt_trains_with_two_ranks_and_resumes_with_three(tmp_path: Path) -> None:
     trained = train(tmp_path, *TINY, "--steps", "3", "--ranks", "2")
@@ -92,6 +94,7 @@ def test_train_gpt_trains_with_two_ranks_and_resumes_with_three(tmp_path: Path) 
     assert "_fsdp_wrapped_module" not in "".join(checkpoint["model"])
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 @needs_pictures
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the ranks of a job in /proc")
 def test_a_killed_rank_ends_the_job_within_seconds_with_its_number(tmp_path: Path) -> None:
@@ -119,6 +122,7 @@ def test_a_killed_rank_ends_the_job_within_seconds_with_its_number(tmp_path: Pat
             os.kill(pid, 0)
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 def test_minimal_runs_on_two_nodes_through_one_rendezvous_and_saves_the_whole_model(tmp_path: Path) -> None:
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     command = torchrun(
@@ -135,6 +139,7 @@ def test_minimal_runs_on_two_nodes_through_one_rendezvous_and_saves_the_whole_mo
     assert len(saved) == 16
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 def test_fully_shard_trains_and_saves_a_checkpoint_that_a_plain_model_reads(tmp_path: Path) -> None:
     command = torchrun("--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fully_shard.py"))
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", finish(start(command, tmp_path)))]

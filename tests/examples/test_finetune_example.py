@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 def test_the_example_trains_adapters_on_two_ranks_and_saves_them_alone(tmp_path: Path) -> None:
     environ = dict(os.environ, OMP_NUM_THREADS="1", ADAPTERS=str(tmp_path / "adapters.pt"))
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

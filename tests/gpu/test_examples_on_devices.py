@@ -75,6 +75,7 @@ on_accelerator = pytest.mark.parametrize("backend", [OVER_GLOO, OVER_NCCL])
 anywhere = pytest.mark.parametrize("backend", [pytest.param("gloo", id="cpu"), OVER_GLOO, OVER_NCCL])
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 @anywhere
 def test_the_shortest_program_learns_and_saves_the_whole_model_on_the_cpu(backend: str, tmp_path: Path) -> None:
     losses = losses_in(run_ranks(backend, tmp_path, str(ROOT / "examples" / "minimal.py")))

@@ -93,6 +93,7 @@ def ran(where: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.from_size("cover", "trains in every way in a process of its own")
 @on_devices("", [()], [()])
 def test_the_sanitizer_finds_no_race(where: str) -> None:
     done = ran(where, *(["--steps", "1"] if where == "cpu" else []))

@@ -50,6 +50,7 @@ def test_each_public_name_is_the_object_that_type_checkers_see() -> None:
         assert getattr(fsdp_flat, name) is getattr(import_module(module), name), name
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 def test_a_star_import_and_dir_give_all_public_names() -> None:
     assert in_a_new_process("import fsdp_flat as f\nprint(set(f.__all__) <= set(dir(f)))") == "True"
     program = "from fsdp_flat import *\nimport fsdp_flat\nprint(set(fsdp_flat.__all__) <= set(globals()))"

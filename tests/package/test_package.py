@@ -91,6 +91,7 @@ def run(*arguments: str, folder: Path, command: list[str] = COMMAND) -> subproce
     )
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 @pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-m", "fsdp_flat"]], ids=["installed", "module"])
 def test_the_command_runs_a_script_or_a_module_of_the_working_directory_on_fsdp_flat(
     command: list[str], tmp_path: Path
@@ -121,6 +122,7 @@ def test_the_command_says_its_version_and_its_use(tmp_path: Path) -> None:
         assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
 
 
+@pytest.mark.from_size("cover", "starts several programs that import torch")
 def test_without_the_extra_the_command_runs_and_migrates_and_names_the_extra_for_the_rest(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
     (tmp_path / "train.py").write_text("print('trained')\n")

@@ -70,6 +70,7 @@ def with_fully_shard(program: str, block: str) -> str:
     return program[:start] + block + lines
 
 
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 @pytest.mark.parametrize("front", ["FSDP", "fully_shard"])
 def test_the_program_trains_on_two_ranks_with_either_front(front: str, tmp_path: Path) -> None:
     program, block = (found.code for found in blocks_in(README, ROOT / "README.md"))

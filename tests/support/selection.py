@@ -12,10 +12,12 @@ import pytest
 
 # Of the suite: one combination of a test function, every value of its parameters at least once, all combinations.
 SIZES = ("quick", "cover", "all")
-# In the environment of worker ranks, where all combinations were asked for.
-ALL_COMBINATIONS = "FSDP_FLAT_TESTS_ALL_COMBINATIONS"
+# The variable of the environment with the size, for worker ranks.
+SIZE = "FSDP_FLAT_TESTS_SIZE"
 # The number of ranks on which the quick suite runs a test that may run on more.
 FEW_RANKS = 2
+# How many times fewer combinations a body tries in the quick suite: no common factor with usual numbers of values.
+FEWER = 5
 MARKS = (
     "from_size(size, why): the smallest size of the suite that runs the test, cover or all; by default quick",
     "every_value_in_quick(why): the quick suite too runs every value of the test's parameters",
@@ -86,13 +88,14 @@ def one(name: str, combinations: Sequence[Mapping[str, Any]], covering: Iterable
 
 
 def some(combinations: Iterable[Each], every: int) -> list[Each]:
-    """Return every so manieth combination that a test's body tries; all of them in ``make test-all``.
+    """Return every so manieth combination that a test's body tries; all in ``make test-all``, fewer in ``make test``.
 
     Args:
         combinations: such as a product of several values.
         every: without a common factor with the numbers of values, so that each value occurs.
     """
-    return list(combinations)[:: 1 if ALL_COMBINATIONS in os.environ else every]
+    size = os.environ.get(SIZE, "cover")
+    return list(combinations)[:: {"quick": FEWER * every, "cover": every, "all": 1}[size]]
 
 
 def cover(combinations: Sequence[Mapping[str, Any]]) -> set[int]:

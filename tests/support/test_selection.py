@@ -15,7 +15,7 @@ import torch
 from fsdp_flat import ShardingStrategy
 from tests.support.beside import APPLY
 from tests.support.both_sides import Layout
-from tests.support.selection import ALL_COMBINATIONS, cover, one, some
+from tests.support.selection import SIZE, cover, one, some
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
@@ -106,9 +106,11 @@ def test_some_combinations_of_a_body_have_every_value_and_all_are_there_on_reque
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     product = list(itertools.product(range(5), range(5), range(4)))
-    monkeypatch.delenv(ALL_COMBINATIONS, raising=False)
+    monkeypatch.setenv(SIZE, "cover")
     chosen = some(product, 7)
     assert len(chosen) == 15
     assert [len({each[position] for each in chosen}) for position in range(3)] == [5, 5, 4]
-    monkeypatch.setenv(ALL_COMBINATIONS, "1")
+    monkeypatch.setenv(SIZE, "quick")
+    assert some(product, 7) == [product[0], product[35], product[70]]
+    monkeypatch.setenv(SIZE, "all")
     assert some(product, 7) == product

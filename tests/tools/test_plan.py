@@ -220,7 +220,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("front", FRONTS)
 def test_states_and_temporaries_of_each_implementation_of_an_optimizer_are_those_counted(front: str) -> None:
     case = case_of("Stack")
-    for optimizer in OPTIMIZERS.values():
+    for optimizer in some(OPTIMIZERS.values(), 1):
         arguments: dict[str, Any] = {"checkpointing": False, "precision": None, "optimizer": optimizer}
         expected = planned(case, front, ShardingStrategy.FULL_SHARD, **arguments)
         peaks, _ = counted(case, front, ShardingStrategy.FULL_SHARD, **arguments)
@@ -233,7 +233,7 @@ def test_states_and_temporaries_of_each_implementation_of_an_optimizer_are_those
 def test_gradients_of_an_earlier_backward_count_in_each_phase(front: str) -> None:
     """The 439 MB are these, beside the workspaces of matrix multiplications."""
     case = case_of("Stack")
-    for strategy, checkpointing in itertools.product(COUNTED[:3], (False, True)):
+    for strategy, checkpointing in some(itertools.product(COUNTED[:3], (False, True)), 1):
         arguments: dict[str, Any] = {"checkpointing": checkpointing, "precision": precision_for(front)}
         arguments["accumulates"] = True
         expected = planned(case, front, strategy, **arguments)
@@ -280,13 +280,13 @@ def frozen_stack() -> nn.Module:
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize("front", ["original parameters", "fully_shard"])
 def test_frozen_repeated_nested_and_recomputed_units_are_counted_too(front: str) -> None:
-    for build, block in ((Several, (Block, Around)), (frozen_stack, (Block,))):
+    models = ((Several, (Block, Around)), (frozen_stack, (Block,)))
+    for (build, block), precision in some(itertools.product(models, (None, precision_for(front))), 1):
         case = Case(build, block, normal(0, 64, 64), square_loss)
-        for precision in (None, precision_for(front)):
-            arguments: dict[str, Any] = {"checkpointing": False, "precision": precision}
-            expected = planned(case, front, ShardingStrategy.FULL_SHARD, **arguments)
-            peaks, sent = counted(case, front, ShardingStrategy.FULL_SHARD, **arguments)
-            assert numbers_of(expected) == pytest.approx(largest([*peaks, sent]), rel=TOLERANCE), (build, precision)
+        arguments: dict[str, Any] = {"checkpointing": False, "precision": precision}
+        expected = planned(case, front, ShardingStrategy.FULL_SHARD, **arguments)
+        peaks, sent = counted(case, front, ShardingStrategy.FULL_SHARD, **arguments)
+        assert numbers_of(expected) == pytest.approx(largest([*peaks, sent]), rel=TOLERANCE), (build, precision)
 
 
 @on_ranks(2)
