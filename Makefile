@@ -4,8 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks docs setup.py)
 
-.PHONY: demo test test-cover test-all test-hosts test-clients test-versions test-newest gpu fuzz soak trace check fix docs
-.PHONY: bench bench-gpu bench-scale clean
+.PHONY: demo test test-cover test-all test-hosts test-clients test-versions test-newest gpu fuzz mutations soak trace
+.PHONY: check fix docs bench bench-gpu bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -55,6 +55,10 @@ FAILURES ?= fuzz-failures.txt
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/fuzz
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds $(SEEDS) --ranks $(RANKS) --failures $(FAILURES) $(FUZZ)
+
+# Random mistakes, each made in a copy of the project: which the quick suite finds of those that the cover finds.
+mutations: $(INSTALLED)
+	$(BIN)/python -m tests.mutations $(MUTATIONS)
 
 # Ten minutes of training through kills, stopped and slow ranks, full disks and other numbers of ranks.
 soak: $(INSTALLED)

@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
             stack.callback(session.terminate)
         os.close(progress_end)
         begun = time.monotonic()
-        show_progress(progress, sessions)
+        show_progress(progress, sessions, queue if "-x" in options else None)
         stop_server()  # so that the time of the ranks counts
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(f" {time.monotonic() - begun:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU", flush=True)
@@ -120,8 +120,8 @@ def run_session(options: list[str], plugin: FilesOfQueue, log: IO[str]) -> None:
     sys.exit(0 if status is pytest.ExitCode.NO_TESTS_COLLECTED else status)
 
 
-def show_progress(progress: int, sessions: Sequence[BaseProcess]) -> None:
-    """Print what sessions write to a pipe, on one line, until all have ended."""
+def show_progress(progress: int, sessions: Sequence[BaseProcess], queue: int | None) -> None:
+    """Print what sessions write to a pipe, on one line, until all have ended; empty a ``queue`` once one has."""
     running = {session.sentinel for session in sessions}
     while running:
         for ready in connection.wait([progress, *running]):
@@ -129,6 +129,8 @@ def show_progress(progress: int, sessions: Sequence[BaseProcess]) -> None:
                 print(os.read(progress, 4096).decode(), end="", flush=True)
             else:
                 running.discard(ready)
+                while queue is not None and os.read(queue, 4096):
+                    pass
 
 
 def report(sessions: Sequence[BaseProcess], logs: Sequence[IO[str]]) -> int:

@@ -1,0 +1,1 @@
+"""``python -m tests.mutations``: what the quick suite finds of the mistakes that ``make test-cover`` finds."""
