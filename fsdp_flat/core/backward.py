@@ -13,7 +13,8 @@ adds zeros to their gradients. The order of collectives therefore depends on the
 ranks. Gradients that appear after their unit's post-backward, or without a forward of the unit, are reduced at the end
 of the backward (see ``backward_exchange``).
 
-The backward of every rank must go through the same iterations.
+The backward of every rank of a shard group must go through the same iterations. Replicas have only the reductions in
+common, and must reduce the same units in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +31,6 @@ from fsdp_flat.core.memory import WeightsVersion
 from fsdp_flat.core.torch_core import graph_task_id, keeps_graph, node_will_run
 from fsdp_flat.core.unit import Unit
 
-# any_rank(flags): whether each is true on any of some ranks, all of which call this.
-AnyRank: TypeAlias = Callable[[Sequence[bool]], list[bool]]
 # Older iterations than this many are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32
 
@@ -63,7 +62,6 @@ class Iteration:
         post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not keep the graph alive.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
         trains: gradients were enabled when the iteration began, so a backward may follow.
-        is_evaluation: the outermost module was in evaluation mode, so one replica may have run it by itself.
         expects_backward: a backward may reach the outputs of a unit.
         is_open_ended: a backward may reach parameters of a unit without passing a hooked output.
     """
@@ -73,7 +71,6 @@ class Iteration:
         "compiler",
         "events",
         "expects_backward",
-        "is_evaluation",
         "is_open_ended",
         "order",
         "outputs",
@@ -81,8 +78,8 @@ class Iteration:
         "trains",
     )
 
-    def __init__(self, compiler: Any = None, *, is_evaluation: bool = False) -> None:
-        self.compiler, self.is_evaluation = compiler, is_evaluation
+    def __init__(self, compiler: Any = None) -> None:
+        self.compiler = compiler
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
@@ -109,7 +106,8 @@ class Iteration:
 class PendingIterations:
     """Holds the iterations that no backward has reached yet, the same on every rank of a replica.
 
-    They are the same on all ranks, but for evaluations of a replica by itself.
+    Replicas may hold others: a forward that no backward reaches all-gathers, and nothing else, so it concerns the ranks
+    of its shard groups alone.
     """
 
     def __init__(self) -> None:
@@ -127,30 +125,21 @@ class PendingIterations:
         """Add the iterations that are pending in ``other``."""
         self._iterations += [iteration for iteration in other._iterations if iteration not in self._iterations]
 
-    def of_backward(self, any_rank: AnyRank, any_of_replica: AnyRank | None) -> list[Iteration]:
-        """Return the iterations that the running backward goes through on any rank; drop those whose graphs are freed.
+    def of_backward(self, any_of_replica: Callable[[Sequence[bool]], list[bool]]) -> list[Iteration]:
+        """Return the iterations that the running backward goes through on any rank of this rank's replica.
 
-        If several are pending, ranks exchange flags, to agree on the first forward of each unit in this backward, where
-        its post-backward runs. Iterations that an earlier backward has removed are included when autograd reaches them.
-        Where there are replicas, ``any_of_replica`` asks the ranks of this rank's replica alone.
+        Drop those whose graphs are freed. If several are pending, ``any_of_replica`` exchanges flags: it returns for
+        each whether it is true on any rank of the replica. So the ranks of a shard group agree on the first forward of
+        each unit in this backward, where its post-backward runs. Iterations that an earlier backward has removed are
+        included when autograd reaches them.
         """
-        shared = self._iterations
-        evaluations = [iteration for iteration in shared if iteration.is_evaluation]
-        if any_of_replica is not None and evaluations and len(shared) > 1:
-            # Other replicas do not know those that a replica has run by itself, and runs no backward through.
-            apart = set(evaluations) - set(self._reached_on(any_of_replica, evaluations))
-            shared = [iteration for iteration in self._iterations if iteration not in apart]
-        if len(shared) < 2:
-            return [iteration for iteration in shared if iteration.is_in_backward]
-        return self._reached_on(any_rank, shared)
-
-    def _reached_on(self, any_rank: AnyRank, iterations: Sequence[Iteration]) -> list[Iteration]:
-        """Return those of ``iterations`` that the running backward goes through on any rank; drop the freed ones."""
-        reached = [iteration.is_in_backward for iteration in iterations]
-        flags = any_rank([*reached, *[iteration.is_alive for iteration in iterations]])
-        reached, alive = flags[: len(iterations)], flags[len(iterations) :]
-        self.remove(set(iterations) - set(compress(iterations, alive)))
-        return list(compress(iterations, reached))
+        pending = self._iterations
+        reached = [iteration.is_in_backward for iteration in pending]
+        if len(pending) > 1:
+            flags = any_of_replica([*reached, *[iteration.is_alive for iteration in pending]])
+            reached, alive = flags[: len(pending)], flags[len(pending) :]
+            self._iterations = list(compress(pending, alive))
+        return list(compress(pending, reached))
 
 
 @dataclass(slots=True, eq=False)

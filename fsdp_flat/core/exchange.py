@@ -10,6 +10,9 @@ The exchange is one small all-reduce of bytes over each group, on the host. It a
   order, train the same parameters, and are to average the same gradients that no unit manages;
 * whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
 
+Ranks of a shard group agree on forwards, replicas on reductions alone: a forward that no backward reaches may be that
+of one replica.
+
 A rank that needs no answer does not wait for the hosts of other ranks: all its trainable parameters have gradients, all
 of these are reduced, and autograd has freed the graph. It reads the answers before the next forward, or before a save;
 a difference is then raised on all ranks. Once a rank has needed an answer, all ranks wait in the next backward, since
@@ -85,21 +88,17 @@ class BackwardExchange:
         # The memory of their tensors, which no dispatch mode of a caller (FakeTensorMode) sees read.
         self._messages: dict[ShardingGroups, bytearray] = {}
 
-    def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
-        """Return for each flag whether it is true on any rank of ``over``, by default of every parameter group's."""
-        chosen = [groups for groups, some in self.param_groups.items() if some] if over is None else [over]
-        rank_groups = [rank_group for groups in chosen for rank_group in self._host_groups(groups)]
-        return true_on_any_rank(flags, rank_groups, torch.device("cpu"), collective=_DOING)
+    def any_rank(self, flags: Sequence[bool], over: ShardingGroups) -> list[bool]:
+        """Return for each flag whether it is true on any rank of ``over``."""
+        return true_on_any_rank(flags, self._host_groups(over), torch.device("cpu"), collective=_DOING)
 
     def any_rank_of_replica(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether it is true on any rank of the shard groups that this rank is in."""
+        """Return for each flag whether it is true on any rank of the shard groups that this rank is in.
+
+        They alone all-gather together, so one replica may ask while others, which ran other forwards, do not.
+        """
         shard_groups = [groups.shard for groups, some in self.param_groups.items() if some]
         return true_on_any_rank(flags, shard_groups, torch.device("cpu"), collective=_DOING)
-
-    @property
-    def has_replicas(self) -> bool:
-        """True if several ranks hold the same shard of some parameters."""
-        return any(groups.replicate.size > 1 for groups in self.param_groups)
 
     def begin(
         self,

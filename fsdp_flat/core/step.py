@@ -210,7 +210,7 @@ class Step:
             return ForwardRecord(unit, None, weights)
         if self.iteration is None:
             self._begin_iteration(compiler)
-            # Replicas may evaluate by themselves; all of them train.
+            # An evaluation may run other units than a forward that a backward follows.
             if self._unspent_nbytes is not None and unit is self.root and torch.is_grad_enabled():
                 self._spend_budget(self._unspent_nbytes)
         iteration = self.iteration
@@ -224,8 +224,7 @@ class Step:
         """Begin an outermost forward."""
         self.recover()
         self._take_over_units()
-        module = self.root_module()
-        iteration = Iteration(compiler, is_evaluation=module is not None and not module.training)
+        iteration = Iteration(compiler)
         for guard in EVENTS.tree_built:
             guard(self, iteration)
         self.iteration = iteration
@@ -243,8 +242,8 @@ class Step:
     def _spend_budget(self, nbytes: int) -> None:
         """Choose the units that stay unsharded from forward to backward: the last to run, as far as ``nbytes`` go.
 
-        The order is that of the root's last forward, so nothing is chosen before the second one. Ranks keep what all of
-        them have chosen, since a failed forward may have ended on some.
+        The order is that of the root's last forward, so nothing is chosen before the second one. The ranks of a replica
+        keep what all of them have chosen, since a failed forward may have ended on some.
         """
         order, chosen = self.last_order.get(self.root, []), set()
         for unit in dict.fromkeys(reversed(order)):
@@ -252,7 +251,8 @@ class Step:
             if is_free and unit.buffer_nbytes <= nbytes:
                 nbytes -= unit.buffer_nbytes
                 chosen.add(unit)
-        is_unknown, *freed = self._exchange.any_rank([not order, *[unit not in chosen for unit in self.units]])
+        flags = [not order, *[unit not in chosen for unit in self.units]]
+        is_unknown, *freed = self._exchange.any_rank_of_replica(flags)
         if not is_unknown:
             self._unspent_nbytes = None
             self.kept_for_backward = frozenset(compress(self.units, map(not_, freed)))
@@ -478,9 +478,7 @@ class Step:
         if self.backward is not None:
             self.abort()  # autograd, which alone holds the callback at the end of the backward, has dropped it
         backward = self._begin_backward()
-        exchange = self._exchange
-        of_replica = exchange.any_rank_of_replica if exchange.has_replicas else None
-        backward.include(self._pending.of_backward(exchange.any_rank, of_replica))
+        backward.include(self._pending.of_backward(self._exchange.any_rank_of_replica))
         callback = partial(self._end_of_backward)
         self._callback = weakref.ref(callback)
         queue_callback(callback)
