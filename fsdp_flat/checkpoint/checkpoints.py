@@ -36,7 +36,7 @@ from fsdp_flat.checkpoint.format import (
     writing_path,
 )
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
-from fsdp_flat.comm import digest_of, fingerprints, outliving_group, while_ranks_live
+from fsdp_flat.comm import HostCopies, digest_of, fingerprints, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -163,8 +163,9 @@ def save_checkpoint(
         keep_last: number of checkpoints to keep; older ones are removed once this one is complete. One that cannot be
             removed is logged, and the save succeeds.
         background: begin to copy the shards to the CPU and return; a thread writes them while training continues. On
-            an accelerator later work of the current stream waits for the copies, which go to pinned memory; that is
-            kept for the next save, as long as the model. The next save of the model waits for this one. Call
+            an accelerator later work of the current stream waits for the copies, which go to pinned memory of this
+            save; once it is written that is kept for the next one, as long as the model. The next save of the model
+            waits for this one. Call
             ``wait()`` on the result to find out whether it succeeded; a failure is also logged. The process does not
             end before, and may destroy its process groups meanwhile.
         progress: show a progress bar on rank 0, if tqdm is installed. By default on a terminal only, for a save in the
@@ -246,7 +247,7 @@ def save_checkpoint(
         failed = raised
     if shares:
         together.fail(failed)
-    copies = units_of(model)[0].step.streams.kept_copies
+    copies = units_of(model)[0].step.streams.host_copies()
     rows, rows_text = dict[str, dict[str, Any]](), ""
     try:
         share = _Share(index, together.rank, is_alike=len({*names}) == 1)
@@ -271,7 +272,7 @@ def save_checkpoint(
     replicated.compare([together.rank_group], together.device, are_equal=len({*prints}) == 1)
     save = CheckpointSave(numbers[0], path_of(path, numbers[0]))
     bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
-    values = _Values(tensors, plain, rows_text, copies.wait, bool(prepared[0]), failed or unprepared)
+    values = _Values(tensors, plain, rows_text, copies, bool(prepared[0]), failed or unprepared)
     if not background:
         _write(save, values, bar, keep_last, together)
         save._work.set_result(None)
@@ -430,7 +431,7 @@ class _Values:
         tensors: nested dicts of this rank's tensors, and of ``extra`` as bytes.
         plain: values that are no tensors; rank 0's are saved.
         rows_text: the optimizer states that are no tensors and that this rank sends.
-        wait_for_copies: waits until copies of the tensors are complete.
+        copies: has the memory of the tensors, if they are copies.
         is_prepared: rank 0 has removed the files of an earlier attempt.
         error: why this rank cannot write.
     """
@@ -438,7 +439,7 @@ class _Values:
     tensors: dict[str, Any]
     plain: dict[str, Any]
     rows_text: str
-    wait_for_copies: Callable[[], None]
+    copies: HostCopies
     is_prepared: bool
     error: Exception | None
 
@@ -453,10 +454,11 @@ def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: i
         nbytes += sum(part.nbytes for part in parts)
     with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
         try:
-            values.wait_for_copies()
+            values.copies.wait()
             if error is None and values.is_prepared:
                 written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])
+            values.copies.release()
         except Exception as raised:
             error = raised
         texts = together.texts(text, only_on_rank0=True)

@@ -55,6 +55,7 @@ from fsdp_flat.comm.streams import (
     PLANNED,
     HostSwap,
     Pending,
+    HostCopies,
     Streams,
     is_accelerator,
     profiled,

@@ -104,7 +104,8 @@ class Streams:
         self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
-        self._kept_copies: HostCopies | None = None
+        self._stream_of_copies: Any = None
+        self._kept_blocks: list[torch.Tensor] = []
         self._swap: HostSwap | None = None
         self.all_gathers: AbstractContextManager[Any] = _NOTHING
         self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
@@ -198,11 +199,14 @@ class Streams:
         self._host_copies = self._current().record_event()
         return copy
 
-    @property
-    def kept_copies(self) -> HostCopies:
-        """Copies of the tree's tensors on the host; their memory is kept as long as this object."""
-        self._kept_copies = self._kept_copies or HostCopies(self._device, self._new_stream)
-        return self._kept_copies
+    def host_copies(self) -> HostCopies:
+        """Return copies of the tree's tensors on the host, for one save; memory is kept as long as this object."""
+
+        def stream(device: torch.device) -> Any:
+            self._stream_of_copies = self._stream_of_copies or self._new_stream(device)
+            return self._stream_of_copies
+
+        return HostCopies(self._device, stream, self._kept_blocks)
 
     @property
     def swap(self) -> HostSwap:
@@ -224,22 +228,26 @@ class Streams:
 
 
 class HostCopies:
-    """Copies tensors to the host without a wait, into pinned memory that is kept for the next copies.
+    """Copies tensors to the host without a wait, into pinned memory that belongs to these copies until :meth:`release`.
 
-    Copies run on a stream of their own. As much memory is kept as the last copies took, in blocks of 64 MiB, and one of
-    its own for a larger tensor: torch rounds pinned memory up to a power of two.
+    Then it is ``kept``, a list that may be common to several such objects, for the next copies of any. Copies run on a
+    stream of their own. As much memory is kept as the last copies took, in blocks of 64 MiB, and one of its own for a
+    larger tensor: torch rounds pinned memory up to a power of two.
     """
 
-    def __init__(self, device: torch.device, new_stream: Callable[[torch.device], Any]) -> None:
+    def __init__(
+        self, device: torch.device, new_stream: Callable[[torch.device], Any], kept: list[torch.Tensor]
+    ) -> None:
         self._device = device
         self._new_stream = new_stream
+        self._kept = kept
         self._stream: Any = None
         self._complete: Any = None
         self._sources: Sequence[torch.Tensor] = ()
         self._blocks: list[torch.Tensor] = []
 
     def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies on the host, to be read after :meth:`wait`, which no copy made before may be read after.
+        """Return copies on the host, to be read after :meth:`wait` and until :meth:`release`.
 
         Work issued to the current stream from now on runs after the copies, so that it may overwrite the tensors.
         """
@@ -260,7 +268,8 @@ class HostCopies:
 
     def _places(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return pinned memory for each tensor, from the kept blocks in their order as far as these suffice."""
-        kept, self._blocks = self._blocks, []
+        kept = self._kept[:]
+        self._kept.clear()
         found, used = list[torch.Tensor](), 0
         for tensor in tensors:
             if not self._blocks or used + tensor.nbytes > self._blocks[-1].numel():
@@ -280,6 +289,11 @@ class HostCopies:
         if complete is not None:
             complete.synchronize()
         self._sources = ()
+
+    def release(self) -> None:
+        """Keep the memory for other copies: these are complete, and nobody reads them any more."""
+        if self._blocks:
+            self._kept[:], self._blocks = self._blocks, []
 
 
 class HostSwap:

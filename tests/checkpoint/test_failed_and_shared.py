@@ -20,11 +20,12 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint import commit as disk
 from fsdp_flat.checkpoint import dcp_files
+from fsdp_flat.comm import HostCopies
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.held_saves import held
 from tests.support import assert_equal, on_ranks
 from tests.support.pool import spawn
-from tests.support.wrapper_models import seeded, shard, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
 WRITE = "fsdp_flat.checkpoint.dcp_files.write_files"
 
@@ -223,6 +224,35 @@ def test_saves_of_several_models_share_a_group_and_a_thread(tmp_path: Path, rank
         assert_equal(whole_state(loaded), whole_state(shard(seeded(seed=number))))
     assert len(os.listdir("/proc/self/fd")) <= len(opened)
     assert len(os.listdir("/proc/self/task")) <= len(threads)
+
+
+@on_ranks(1, 2)
+def test_saves_of_a_model_and_of_a_unit_of_it_share_no_memory_while_both_are_written(tmp_path: Path) -> None:
+    """Their copies go to memory of one tree, as on an accelerator; here it is not pinned."""
+    model, may_write, empty = shard(seeded(), use_orig_params=True), threading.Event(), torch.empty
+    model(batch(0)).sum().backward()  # joins the units to a tree
+    expected = whole_state(model)
+
+    def copied(copies: HostCopies, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
+            places = copies._places(tensors)
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        return places
+
+    with pytest.MonkeyPatch.context() as patch, held(may_write):
+        patch.setattr(HostCopies, "copied", copied)
+        first = save_checkpoint(tmp_path / "model", model, background=True)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7.0)
+        second = save_checkpoint(tmp_path / "block", model.module.blocks[0], background=True)
+    may_write.set()
+    for save in (first, second):
+        save.wait()
+    load_checkpoint(tmp_path / "model", model)
+    assert_equal(whole_state(model), expected)
 
 
 @on_ranks(2)

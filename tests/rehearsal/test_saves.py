@@ -132,18 +132,33 @@ def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
 def test_copies_take_blocks_that_fit_and_give_others_back() -> None:
     """What is kept is bounded by what the last copies took."""
     with rehearsal() as run, mock.patch("fsdp_flat.comm.streams._BLOCK_NBYTES", 1024):
-        copies = HostCopies(run.machine.device, run.machine.new_stream)
+        copies = HostCopies(run.machine.device, run.machine.new_stream, [])
 
         def sizes(*numels: int) -> list[int]:
             found = copies.copied([torch.zeros(numel, device=run.machine.device) for numel in numels])
             assert [each.numel() for each in found] == list(numels)
             assert len({each.data_ptr() for each in found}) == len(numels)
             copies.wait()
-            return sorted(block.numel() for block in copies._blocks)
+            copies.release()
+            return sorted(block.numel() for block in copies._kept)
 
         assert sizes(100, 100, 1000) == [1024, 4000]
         assert sizes(100, 100, 200, 1000) == [1024, 1024, 4000]
         assert sizes(3) == [1024]
+
+
+def test_copies_that_are_not_released_share_no_memory_with_later_ones_of_the_tree() -> None:
+    with rehearsal() as run:
+        streams, tensor = run.wrap(use_orig_params=True)._unit.step.streams, torch.zeros(5, device=run.machine.device)
+        places: list[int] = []
+        first, second, third = (streams.host_copies() for _ in range(3))
+        for copies in (first, second, third):
+            (copy,) = copies.copied([tensor])
+            places.append(copy.data_ptr())
+            if copies is second:
+                first.wait()
+                first.release()
+    assert places[1] != places[0] == places[2]
 
 
 @BOTH_KINDS
