@@ -119,11 +119,11 @@ def live_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def settled_bytes() -> int:
-    """Live bytes once threads of collectives have let go of what they held."""
+def settled_bytes(readings: int = 10) -> int:
+    """Live bytes once threads of collectives have let go of what they held: the least of several readings."""
     gc.collect()
     lowest = live_bytes()
-    for _ in range(10):
+    for _ in range(readings):
         time.sleep(0.01)
         lowest = min(lowest, live_bytes())
     return lowest

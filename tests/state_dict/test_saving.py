@@ -37,7 +37,7 @@ from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Tied
-from tests.support.patience import alone_after
+from tests.support.patience import alone_after, impatient
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, recorded
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
@@ -152,7 +152,7 @@ def _bytes_of_a_save(model: nn.Module, group: RankGroup) -> tuple[int, int]:
     assert transport is not None
     peaks: list[int] = []
     before = settled_bytes()
-    with recorded(on_call=lambda: peaks.append(settled_bytes() + transport.nbytes)):
+    with recorded(on_call=lambda: peaks.append(settled_bytes(readings=2) + transport.nbytes)):
         state = model.state_dict()
     kept = settled_bytes() - before
     del state
@@ -382,7 +382,7 @@ def test_other_ranks_are_told_of_a_hook_that_raises_on_one(kind: Any, rank: int)
     inner.register_state_dict_pre_hook(fail if rank == 1 else lambda *_: None)
     begun = time.monotonic()
     told = pytest.raises(ValueError if rank == 1 else PeerFailureError, match="no disk")
-    with FSDP.state_dict_type(model, kind), told:
+    with FSDP.state_dict_type(model, kind), impatient(), told:
         model.state_dict()
     assert time.monotonic() - begun < 30
     dist.barrier()

@@ -427,6 +427,7 @@ def test_activations_on_the_host_leave_those_of_a_few_units(api: str) -> None:
         plan(meta(partial(Stack, 4, 64)), 2, api=api, offload_activations=True, batch=LONG["batch"])
 
 
+@pytest.mark.from_size("cover", "plans a step in many ways")
 def test_a_search_takes_optimizer_states_to_the_host_before_everything() -> None:
     arguments: dict[str, Any] = {"batch": torch.empty(512, 64, device="meta"), "checkpointing": True}
     build = partial(Stack, 8, 64)
@@ -446,6 +447,7 @@ def test_a_search_with_offloaded_activations_compares_plans_of_several_units() -
     assert {choice.wrapping for choice in found.choices} == {"units of Block"}
 
 
+@pytest.mark.from_size("cover", "plans a step in many ways")
 def test_a_search_takes_the_plan_that_fits_at_the_least_cost() -> None:
     arguments: dict[str, Any] = {"batch": torch.empty(512, 64, device="meta")}
     largest = plan(meta(partial(Stack, 8, 64)), 4, fit="1TB", **arguments)
