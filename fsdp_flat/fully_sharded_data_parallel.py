@@ -249,6 +249,7 @@ class FullyShardedDataParallel(ShardedModule):
             UsageError: not the root, or a backward has left its gradients to a later one.
         """
         step = self._require_root("clip_grad_norm_")
+        step.read_exchange()
         step.check_gradients_set("clip_grad_norm_")
         return clip_grads(step.units, core.unmanaged_params(self, step.units).values(), max_norm, norm_type)
 

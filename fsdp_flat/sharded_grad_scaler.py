@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_flat.comm import RankGroup, backend_of, begin_all_reduce
+from fsdp_flat.core import read_exchanges, units_holding
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError, counted
 
 __all__ = ["ShardedGradScaler"]
@@ -172,6 +173,7 @@ class ShardedGradScaler(GradScaler):
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply gradients by ``inv_scale``; return this rank's flag for each device, of at least one device."""
+        read_exchanges(units_holding(param for group in optimizer.param_groups for param in group["params"]))
         flags: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
             for device, grads in _gradients_to_unscale(optimizer, allow_fp16):

@@ -48,7 +48,7 @@ from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import SHARDED_HINTS, ShardedPlaceholder
 from fsdp_flat.core.reduction import predivide_factor
 from fsdp_flat.core.shown_dtensors import DTensorShown, InnerPart
-from fsdp_flat.core.step import Step, outermost_of, reset_step, step_of
+from fsdp_flat.core.step import Step, outermost_of, read_exchanges, read_exchanges_on, reset_step, step_of
 from fsdp_flat.core.torch_core import (
     LOW_PRECISION_HOOKS,
     VERSION_OF,

@@ -149,6 +149,33 @@ def late_gradients(param_groups: Iterable[ParamGroup]) -> RankMismatchError:
     )
 
 
+def log_unread_difference(
+    root: Unit, collectives: CollectiveLog, groups: ShardingGroups | None, unreduced: Iterable[ParamGroup]
+) -> None:
+    """Log at the end of the process that ranks differed in the last backward of a tree, since no call has raised it.
+
+    Args:
+        root: the outermost unit.
+        collectives: those that this rank has issued.
+        groups: groups whose ranks issued different collectives, or train or average different parameters, or None.
+        unreduced: parameter groups whose gradients some ranks alone had to reduce when others had set theirs.
+    """
+    names = some_of(sorted(f"{param_group.spec.unit_name!r}" for param_group in unreduced), 4)
+    how = f"some ranks alone had gradients of these units that were not reduced: {names}"
+    if groups is not None:
+        own = some_of(collectives.lines(groups, groups.shard), 8) or "no collective of a unit"
+        how = (
+            "ranks ran units in different orders, trained different parameters, or averaged different ones outside of "
+            f"units. This rank issued {own}"
+        )
+    _logger.error(
+        f"Rank {root.options.groups.shard.rank} of the shard group ends, and in the last backward of unit "
+        f"{root.name!r} {how}. If an optimizer has stepped since, weights are wrong, and so is all that was written of "
+        "them: go on from an earlier checkpoint. A state dict, save_checkpoint, clip_grad_norm_ or full_tensor() after "
+        "the last backward raises this as an error that says how ranks differ."
+    )
+
+
 def log_units(units: Sequence[Unit]) -> None:
     """Log strategy, ranks, parameters and bytes of each unit, one line per unit."""
     for unit in units if _logger.isEnabledFor(logging.INFO) else ():

@@ -14,9 +14,9 @@ Ranks of a shard group agree on forwards, replicas on reductions alone: a forwar
 of one replica.
 
 A rank that needs no answer does not wait for the hosts of other ranks: all its trainable parameters have gradients, all
-of these are reduced, and autograd has freed the graph. It reads the answers before the next forward, or before a save;
-a difference is then raised on all ranks. Once a rank has needed an answer, all ranks wait in the next backward, since
-such a rank may hold gradients that all have to reduce. So they do in the first backward.
+of these are reduced, and autograd has freed the graph. It reads the answers before the next forward, before a save, or
+where ranks meet anyway; a difference is then raised on all ranks. Once a rank has needed an answer, all ranks wait in
+the next backward, since such a rank may hold gradients that all have to reduce. So they do in the first backward.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
 """
@@ -24,6 +24,7 @@ The tensors are on the CPU for every compute device, so the host never waits for
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -45,6 +46,7 @@ from fsdp_flat.core.unit import Unit
 
 _DOING = "the exchange of ranks in a backward"
 _DIGEST_NBYTES = 8
+_POLL_INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,14 @@ class BackwardExchange:
                 if any(place) and place[:_DIGEST_NBYTES] != _complement(place[_DIGEST_NBYTES:]):
                     differing = differing or groups
         return Outcome(differing, *map(bool, found))
+
+    def finish_by(self, until: float, unreduced: set[ParamGroup]) -> Outcome | None:
+        """Return what :meth:`finish` does, or None if not all ranks have begun by ``until`` (``time.monotonic``)."""
+        while not all(pending.is_completed() for pending in self._in_flight.values()):
+            if time.monotonic() > until:
+                return None
+            time.sleep(_POLL_INTERVAL_S)
+        return self.finish({}, unreduced)
 
 
 def _by_replica(own: bytes, groups: ShardingGroups) -> list[bytes]:

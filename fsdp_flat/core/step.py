@@ -11,7 +11,9 @@ bytes with other ranks and sets the gradients.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -22,13 +24,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.buffers import MemoryPool
-from fsdp_flat.core.checks import budget_of, check_units, late_gradients, log_units, raise_difference
+from fsdp_flat.core.checks import (
+    budget_of,
+    check_units,
+    late_gradients,
+    log_units,
+    log_unread_difference,
+    raise_difference,
+)
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.exchange import BackwardExchange, Outcome
 from fsdp_flat.core.gradients import without
@@ -45,6 +56,8 @@ from fsdp_flat.layout import clean_fqn
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
 _IN_USE = (MemoryState.GATHERING, MemoryState.UNSHARDED)
+# Seconds that a process which ends waits for other ranks to end their last backwards.
+_EXIT_PATIENCE_S = 2.0
 
 
 class _Unread(NamedTuple):
@@ -85,7 +98,7 @@ class Step:
         kept_for_backward: the units that the memory budget keeps unsharded from forward to backward.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
-        unread: what :meth:`recover` has yet to read of the exchange of ranks in the last backward, or None.
+        unread: the last backward whose exchange of ranks this rank has not read (:meth:`read_exchange`), or None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,6 +144,7 @@ class Step:
         self._replicated = [unit for unit in self.units if unit.param_groups and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self.is_built = True
+        _built_steps.add(self)
         self._cast_buffers()
         log_units(self.units)
         return self
@@ -400,7 +414,7 @@ class Step:
         if self.backward is not None and (graph_task_id() == -1 or self._lost_callback):
             self.abort()
         if self.unread is not None:
-            self._read_exchange()
+            self.read_exchange()
 
     @property
     def _lost_callback(self) -> bool:
@@ -761,10 +775,14 @@ class Step:
             for param_group in unit.param_groups
         )
 
-    def _read_exchange(self) -> None:
-        """Read what ranks exchanged in the last backward, which has not waited for it; raise if they differ."""
+    def read_exchange(self) -> None:
+        """Read what ranks exchanged in the last backward, if this rank has not waited for it; raise if they differ.
+
+        It waits until every rank has ended that backward.
+        """
+        if self.unread is None:
+            return
         unread, self.unread = self.unread, None
-        assert unread is not None
         outcome, unreduced = unread.outcome, set(unread.unreduced)
         if outcome is None:
             outcome = self._exchange.finish({}, unreduced)
@@ -774,6 +792,25 @@ class Step:
         if unreduced:
             self.abort()
             raise late_gradients(unreduced)
+
+    def log_unread(self, until: float) -> None:
+        """Log how ranks differed in the last backward if no call has read it; wait for them until ``until``.
+
+        That is a time of ``time.monotonic``.
+        """
+        if self.unread is None:
+            return
+        unreduced = set(self.unread.unreduced)
+        outcome = self.unread.outcome or self._exchange.finish_by(until, unreduced)
+        if outcome is None:
+            LOGGER.warning(
+                "Rank %d of the shard group ends before other ranks have ended the last backward of unit %r, so it is "
+                "not known whether all ranks ran the same in it.",
+                self.root.options.groups.shard.rank,
+                self.root.name,
+            )
+        elif outcome.differing is not None or unreduced:
+            log_unread_difference(self.root, self.collectives, outcome.differing, unreduced)
 
     def _take_outcome(self, outcome: Outcome, backward: Backward, averaged: list[str], *, is_late: bool) -> None:
         """Follow the answers of other ranks; raise if ranks differ. It ``is_late`` if gradients are set already."""
@@ -786,6 +823,40 @@ class Step:
             finally:
                 self.collectives.clear()
         self.collectives.clear()
+
+
+# The steps of trees that were used, for which a mesh, or the end of the process, asks.
+_built_steps: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+def read_exchanges(units: Iterable[Unit]) -> None:
+    """Raise on every rank if ranks differed in the last backward of a tree of ``units``, where all ranks meet anyway.
+
+    Every rank must call this. It waits until all of them have ended that backward.
+    """
+    for step in sorted({unit.step for unit in units}, key=lambda step: step.root.unit_id):
+        step.read_exchange()
+
+
+def read_exchanges_on(mesh: DeviceMesh) -> None:
+    """Raise as :func:`read_exchanges` for trees with parameters that are DTensors on ``mesh``."""
+    units = [step.root for step in _built_steps if step.unread is not None and mesh in _meshes_of(step)]
+    read_exchanges(units)
+
+
+def _meshes_of(step: Step) -> list[DeviceMesh]:
+    shown = [
+        param for unit in step.units for param_group in unit.param_groups for param in param_group.shown.visible_params
+    ]
+    return list(dict.fromkeys(param.device_mesh for param in shown if isinstance(param, DTensor)))
+
+
+@atexit.register
+def _log_unread() -> None:
+    until = time.monotonic() + _EXIT_PATIENCE_S
+    for step in list(_built_steps):
+        with suppress(Exception):  # process groups may be gone
+            step.log_unread(until)
 
 
 def step_of(module: nn.Module, unit: Unit) -> Step:

@@ -8,6 +8,8 @@ unit manages. They are replaced in every module that has imported them. These ar
 * ``torch.autograd.grad``: gradients of sharded parameters are this rank's, of the unsharded shape, not averaged.
 * ``torch.autograd.backward``, which ``Tensor.backward`` calls: ``inputs`` may be sharded parameters.
 * ``torch.optim.Optimizer.zero_grad``: gradients that no ``.grad`` shows yet are cleared too.
+* ``torch.distributed.tensor.DTensor.full_tensor``: it raises first if ranks differed in the last backward of a tree on
+  the tensor's mesh, which they compare without waiting.
 * ``torch.distributed.barrier``: a rank that waits for long is seen by ranks that wait for it elsewhere.
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
@@ -46,6 +48,8 @@ from fsdp_flat.core import (
     is_managed,
     outermost_of,
     owner_of,
+    read_exchanges,
+    read_exchanges_on,
     units_holding,
 )
 from fsdp_flat.errors import UnsupportedError, UsageError
@@ -60,6 +64,7 @@ _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
 _UNSCALE = "_unscale_grads_"
 _torch_unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = getattr(GradScaler, _UNSCALE)
 _torch_zero_grad: Callable[..., None] = torch.optim.Optimizer.zero_grad
+_torch_full_tensor: Callable[..., torch.Tensor] = DTensor.full_tensor
 _torch_barrier: Callable[..., Any] = dist.barrier
 _BARRIER = inspect.signature(_torch_barrier)
 _torch_ddp_init: Callable[..., None] = DistributedDataParallel.__init__
@@ -92,6 +97,7 @@ def replace_torch_functions() -> None:
         _rebind(_REPLACEMENTS)
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
         if _Muon is not None:
             _Muon.__init__ = _muon_init
@@ -120,6 +126,7 @@ def restore_torch_functions() -> None:
         _rebind({new: old for old, new in _REPLACEMENTS.items()})
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
+        DTensor.full_tensor = _torch_full_tensor  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
         if _Muon is not None:
             _Muon.__init__ = _torch_muon_init
@@ -191,12 +198,14 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     units = units_holding(given)
+    is_whole = isinstance(parameters, torch.Tensor) and bool(units) and _is_on_one_rank(parameters, units[0])
+    if not is_whole:
+        read_exchanges(units)
     if not units or _suits_torch(given, units):
         # torch warns of an empty generator.
         return _torch_clip_grad_norm_(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     trees = _trees_of(units)
     steps = {unit.step for unit in trees}
-    is_whole = isinstance(parameters, torch.Tensor) and _is_on_one_rank(parameters, units[0])
     if is_whole or any(step.shows_unreduced for step in steps):
         return _torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     for step in steps:
@@ -236,6 +245,21 @@ def _groups_of(unit: Unit) -> list[RankGroup]:
     return [group for group in (*shard, *tensor_parallel) if group.size > 1]
 
 
+# -- full tensors ------------------------------------------------------------------------------------------------------
+
+
+@functools.wraps(_torch_full_tensor)
+def _full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the full tensor as ``DTensor.full_tensor``, which ranks of its mesh call together.
+
+    Raises:
+        RankMismatchError: (a ValueError) ranks differed in the last backward of a tree on this mesh.
+    """
+    if not torch.compiler.is_compiling():
+        read_exchanges_on(self.device_mesh)
+    return _torch_full_tensor(self, *args, **kwargs)
+
+
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +268,9 @@ def _unscale_grads_(
     self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *args: Any
 ) -> dict[torch.device, torch.Tensor]:
     """Unscale the gradients of an optimizer; return for each device whether any rank has found an inf or NaN."""
-    found = _torch_unscale_grads_(self, optimizer, inv_scale, found_inf, *args)
     units = _trees_of(units_holding(param for group in optimizer.param_groups for param in group["params"]))
+    read_exchanges(units)
+    found = _torch_unscale_grads_(self, optimizer, inv_scale, found_inf, *args)
     groups = dict.fromkeys(
         group
         for unit in units

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
@@ -20,9 +21,10 @@ from fsdp_flat import ShardingStrategy, save_checkpoint, unshard_for
 from fsdp_flat.core import units_of
 from fsdp_flat.core.exchange import BackwardExchange
 from fsdp_flat.errors import RankMismatchError
+from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import on_ranks
-from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch
-from tests.support.kit import square_loss
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, placed
+from tests.support.kit import mesh, square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import mesh_for
 
@@ -128,7 +130,28 @@ READERS: dict[str, Callable[[FSDP, Any, Path], object]] = {
     "check_replicas": lambda model, _optimizer, _folder: fsdp_flat.check_replicas(model),
     "unshard": lambda model, _optimizer, _folder: model.unshard(),
     "summon_full_params": lambda model, _optimizer, _folder: FSDP.summon_full_params(model).__enter__(),
+    "clip_grad_norm_": lambda model, _optimizer, _folder: model.clip_grad_norm_(1.0),
+    "torch's clip_grad_norm_": lambda model, _optimizer, _folder: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
 }
+
+
+def _first(model: nn.Module) -> Any:
+    return next(model.parameters())
+
+
+FULLY_SHARD_READERS: dict[str, Callable[[Any, Any], object]] = {
+    "clip_grad_norm_": lambda model, _optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "full_tensor": lambda model, _optimizer: _first(model).full_tensor(),
+    "full_tensor of values": lambda model, _optimizer: _first(model).detach().full_tensor(),
+    "full_tensor of a gradient": lambda model, _optimizer: _first(model).grad.full_tensor(),
+    "GradScaler": lambda _model, optimizer: _scaler(torch.amp.GradScaler("cpu")).unscale_(optimizer),
+    "ShardedGradScaler": lambda _model, optimizer: _scaler(ShardedGradScaler("cpu")).unscale_(optimizer),
+}
+
+
+def _scaler(scaler: Any) -> Any:
+    scaler.scale(torch.ones(()))
+    return scaler
 
 
 @on_ranks(2)
@@ -152,6 +175,43 @@ def test_ranks_that_train_different_parameters_are_told_before_anything_is_saved
     assert "'blocks.1.down.weight'" in text or "'down.weight' of unit 'blocks.1'" in text
     assert "if an optimizer has stepped since, weights are wrong" in text
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x1"])
+@pytest.mark.parametrize("reader", FULLY_SHARD_READERS)
+def test_ranks_of_fully_shard_that_train_different_parameters_are_told_before_a_call_where_all_meet(
+    reader: str, layout: str, rank: int
+) -> None:
+    beside = Beside(Stack(3), "fully_shard", **placed(layout, "fully_shard"))
+    model, optimizer = beside.ours, beside.optimizer
+    for _ in range(2):
+        optimizer.zero_grad()
+        square_loss(model, batch(rank)).backward()
+    FULLY_SHARD_READERS[reader](model, optimizer)
+    assert units_of(model)[0].step.unread is None
+    if rank == 1:
+        model.blocks[1].down.weight.requires_grad_(False)
+    square_loss(model, batch(rank)).backward()
+    assert units_of(model)[0].step.unread is not None
+    optimizer.step()
+    with pytest.raises(RankMismatchError, match="if an optimizer has stepped since, weights are wrong") as raised:
+        FULLY_SHARD_READERS[reader](model, optimizer)
+    assert "'blocks.1.down.weight'" in str(raised.value) or "'down.weight' of unit 'blocks.1'" in str(raised.value)
+
+
+@on_ranks(4)
+def test_full_tensor_on_another_mesh_reads_nothing(rank: int) -> None:
+    pairs = mesh(2, 2)
+    other = distribute_tensor(torch.ones(4), pairs["shard"], [Shard(0)])
+    beside = Beside(Stack(2), "fully_shard")
+    beside.train()
+    square_loss(beside.ours, batch(rank)).backward()
+    square_loss(beside.ours, batch(rank)).backward()
+    other.full_tensor()
+    assert units_of(beside.ours)[0].step.unread is not None
+    _first(beside.ours).full_tensor()
+    assert units_of(beside.ours)[0].step.unread is None
 
 
 def _late_loss(model: FSDP, x: torch.Tensor, *, is_late: bool) -> torch.Tensor:
