@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import param_actions, row_actions, state_actions, step_actions, unit_actions  # noqa: F401
+from . import alone_actions, param_actions, row_actions, state_actions, step_actions, unit_actions  # noqa: F401
 from .action_kinds import ACTIONS as ACTIONS
 from .session import Session
 

@@ -115,6 +115,9 @@ def run_here(case_text: str, directory: str, environ: dict[str, str], plant: str
                 report.refused[f"{action.kind} not legal here"] += 1
                 continue
 
+            if not kind.is_basic:
+                session.alone.clear()  # it may need units without graphs
+
             def act(kind: Any = kind, action: Any = action) -> None:
                 try:
                     kind.run(session, action)

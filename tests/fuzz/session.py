@@ -154,6 +154,8 @@ class Session(State):
             {name: buffer.clone() for name, buffer in self.plain.named_buffers()} for _ in range(self.num_ranks)
         ]
         self.pending: list[Pending] = []
+        # Outputs, with their graphs, of forwards that this rank's replica has run alone.
+        self.alone: list[torch.Tensor] = []
         self.snapshot: Any = None
         self.ema: Any = None
         self.num_saves = 0

@@ -167,6 +167,15 @@ def test_a_backward_after_one_that_kept_its_graph_and_reached_no_inputs(fuzzer: 
     check(from_json((Path(__file__).parent / "found_kept_graph.json").read_text()), fuzzer(3))
 
 
+@pytest.mark.parametrize("rows", [None, Rows(units=((2, 3),))])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_replica_runs_forwards_alone(keep: bool, rows: Rows | None, fuzzer: Callable[..., Fuzzer]) -> None:
+    args = {"replica": 1, "count": 2, "train": True, "grad": True, "keep": keep}
+    alone = Action(kind="alone", args=args)
+    options = Options(strategy="HYBRID_SHARD", mesh=(2, 1))
+    check(small_case(TRAIN, alone, FORWARD, alone, BACKWARD, TRAIN, options=options, rows=rows), fuzzer(2))
+
+
 @pytest.mark.parametrize("compares_by", ["summon", "slices"])
 @pytest.mark.parametrize(
     "plant, actions, kind",
