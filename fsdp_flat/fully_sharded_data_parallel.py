@@ -388,7 +388,7 @@ class FullyShardedDataParallel(ShardedModule):
         """
         if not isinstance(state_dict, Mapping):
             raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
-        loads = state.all_or_nothing(self, strict=strict, assign=assign)
+        loads = state.all_or_nothing(self, state_dict, strict=strict, assign=assign)
         with state.with_advice(self, state_dict), loads:
             return super().load_state_dict(state.with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
 

@@ -36,7 +36,7 @@ from fsdp_flat.checkpoint.format import (
     writing_path,
 )
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
-from fsdp_flat.comm import HostCopies, digest_of, fingerprints, outliving_group, while_ranks_live
+from fsdp_flat.comm import HostCopies, UntilRanksMeet, digest_of, fingerprints, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -178,8 +178,8 @@ def save_checkpoint(
         OptionError: bad arguments, an optimizer of another model, a directory that is not shared by all ranks, or
             values that cannot be read back safely: in ``extra``, of the optimizer, or from a module's
             ``get_extra_state``.
-        RankMismatchError: (an OptionError) the optimizer's settings, its learning rate for instance, or constants of a
-            quantized parameter differ between ranks.
+        RankMismatchError: (an OptionError) ``step``, ``keep_last`` or ``background``, the optimizer's settings, its
+            learning rate for instance, or constants of a quantized parameter differ between ranks.
         UnsupportedError: the model has a tensor made of others that no unit shards or whose parts are not those of a
             whole, or the optimizer has a state of a parameter's class that is made of several tensors.
         OptionTypeError: an argument of the wrong type.
@@ -188,21 +188,25 @@ def save_checkpoint(
     """
     from fsdp_flat.checkpoint.dcp_files import check_optim, packed
 
-    together, index, replicated = Consensus.of(model, SAVING), ParamIndex(model), ReplicatedTensors(model)
+    together, until_met = Consensus.of(model, SAVING), UntilRanksMeet()
     tensors, plain, settings = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-    constants = dict[str, Any]()
     states: OptimStates | None = None
     # In the background, an error of the file system is one of wait(): it may come while files are written too.
-    refused = unprepared = failed = None
-    number, quantized = -1, False
-    try:
+    unprepared = None
+    own, same = list[int](), list[str]()
+    with until_met:
+        same += [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
+        same += [f"step={step!r}", f"keep_last={keep_last!r}"]
+        handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+        same.append(f"a handler of {some_of(list(map(repr, handled)), 6)}" if handled else "no handler")
+        index, replicated = ParamIndex(model), ReplicatedTensors(model)
         path = path_of_user(directory, "directory")
         _wait_for_background(model, path)
         check_step(step)
-        number = number if step is None else step
         check_number(keep_last, "keep_last", 1)
         tensors["model"], plain["model"], constants = _model_values(model)
         tensors["extra"] = {str(together.rank): packed(extra, "extra", "extra")}
+        quantized = False
         if optim is not None:
             settings, contents = group_settings(model, optim), contents_of(optim, index)
             check_optim(contents, index)
@@ -210,25 +214,22 @@ def save_checkpoint(
             states = OptimStates.read(index, contents, compares=True, keeps_dtensors=False, in_boxes=True)
             # Copies of quantized states may not fit in the memory of one rank, so this is before ranks meet.
             encodings = encoded_states(states.states, BOXES, _LIVE, on_owner=True)
+        number = -1 if step is None else step
         if together.rank == 0:
             number = next_step(path) if step is None else step
             try:
                 prepare(path, number)
             except OSError as raised:
                 unprepared = raised
-    except Exception as raised:
-        refused = raised
+        # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
+        unmanaged = [name for name in tensors["model"] if name not in index.by_name]
+        told = [json.dumps(each, sort_keys=True) for each in (unmanaged, replicated.prints, [settings, constants])]
+        of_states = [0] * (1 + len(index.params)) if states is None else states.digests()
+        own = [number, int(unprepared is None), int(quantized), *(digest_of(each.encode()) for each in told)]
+        own += of_states
 
     # Ranks meet, and know of each other what they have to before they write.
-    handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
-    same = [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
-    same += [f"a handler of {name!r}" for name in handled]
-    # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
-    unmanaged = [name for name in tensors.get("model", ()) if name not in index.by_name]
-    told = [json.dumps(each, sort_keys=True).encode() for each in (unmanaged, replicated.prints, [settings, constants])]
-    of_states = [0] * (1 + len(index.params)) if states is None else states.digests()
-    own = [number, int(unprepared is None), int(quantized), *map(digest_of, told), *of_states]
-    everyone = together.meet("save_checkpoint", own, refused, same)
+    everyone = together.meet("save_checkpoint", own, until_met.error, same)
     numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*everyone, strict=True)
     if len({*each_settings}) > 1:
         _check_settings(settings, constants, together)
@@ -239,22 +240,20 @@ def save_checkpoint(
         states.complete(together.ranks, list(map(json.loads, texts)))
 
     # What follows may fail on one rank alone.
-    merged: dict[Any, torch.Tensor] = {}
-    try:
+    merged, until_written = dict[Any, torch.Tensor](), UntilRanksMeet()
+    with until_written:
         if states is not None:
             merged = merged_states(states.states, _LIVE, in_turn=True)
-    except Exception as raised:
-        failed = raised
     if shares:
-        together.fail(failed)
+        together.fail(until_written.error)
     copies = units_of(model)[0].step.streams.host_copies()
     rows, rows_text = dict[str, dict[str, Any]](), ""
-    try:
+    with until_written:
         share = _Share(index, together.rank, is_alike=len({*names}) == 1)
         for name, value in list(tensors["model"].items()):
             if not share.has(name, value):
                 del tensors["model"][name]
-        if states is not None and failed is None:
+        if states is not None and until_written.error is None:
             tensors["optim"], plain["optim"] = {"state": {}}, {"param_groups": named_groups(states)}
             if any(each_quantized):
                 plain["optim"]["has_wrappers"] = True
@@ -267,12 +266,10 @@ def save_checkpoint(
         rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
         if background:
             _copy(tensors, copies.copied)
-    except Exception as raised:
-        failed = raised
     replicated.compare([together.rank_group], together.device, are_equal=len({*prints}) == 1)
     save = CheckpointSave(numbers[0], path_of(path, numbers[0]))
     bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
-    values = _Values(tensors, plain, rows_text, copies, bool(prepared[0]), failed or unprepared)
+    values = _Values(tensors, plain, rows_text, copies, bool(prepared[0]), until_written.error or unprepared)
     if not background:
         _write(save, values, bar, keep_last, together)
         save._work.set_result(None)
@@ -448,21 +445,19 @@ def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: i
     """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
-    directory, text, error = save.path.parent, "", values.error
+    directory, text, until_met = save.path.parent, "", UntilRanksMeet(values.error)
     writing, nbytes = writing_path(directory, save.step), 0
     for *_, parts in _parts(values.tensors):
         nbytes += sum(part.nbytes for part in parts)
     with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
-        try:
+        with until_met:
             values.copies.wait()
-            if error is None and values.is_prepared:
+            if values.error is None and values.is_prepared:
                 written, records = write_files(values.tensors, writing, together.rank, update)
                 text = json.dumps([written, records, values.rows_text])
             values.copies.release()
-        except Exception as raised:
-            error = raised
         texts = together.texts(text, only_on_rank0=True)
-        try:
+        with until_met:
             if texts and all(texts):
                 each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
                 check_all_here(writing, each_records)
@@ -472,9 +467,7 @@ def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: i
                 own |= write_metadata([*each_written, last], writing)
                 commit(directory, save.step, dict(ChainMap(own, *each_records)))
                 _prune(directory, save.step, keep_last)
-        except Exception as raised:
-            error = raised
-        together.fail(error)
+        together.fail(until_met.error)
 
 
 def _packed_plain(plain: dict[str, Any], each_rows: Sequence[str]) -> bytes:
@@ -616,6 +609,8 @@ def load_checkpoint(
     Raises:
         LoadError: (a RuntimeError) no checkpoint is complete, none has the number ``step``, ``directory`` is a file or
             holds only other files, or names or shapes do not fit the model; on every rank.
+        RankMismatchError: (an OptionError) ranks pass another ``step``, an optimizer on some ranks only, or directories
+            of different checkpoints.
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
 
@@ -630,9 +625,9 @@ def load_checkpoint(
     from fsdp_flat.checkpoint.dcp_files import SafeReader, load_files
 
     together = Consensus.of(model, LOADING)
-    names: list[str] = []
-    cut_off: list[str] = []
-    with together.propagate_errors("load_checkpoint"):
+    names, cut_off, until_met = list[str](), list[str](), UntilRanksMeet()
+    same = [f"step={step!r}", f"{'an' if optim is not None else 'no'} optimizer"]
+    with until_met:
         directory = path_of_user(directory, "directory")
         _wait_for_background(model, directory)
         for unit in units_of(model):
@@ -642,6 +637,7 @@ def load_checkpoint(
             raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
         if together.rank == 0:
             names, cut_off = candidates(directory, step)
+    together.meet("load_checkpoint", [], until_met.error, same)
     names, cut_off = json.loads(together.texts(json.dumps([names, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
     bar = progress_bar("Verifying", asked=progress, here=together.rank == 0)
@@ -649,7 +645,9 @@ def load_checkpoint(
         path = directory / name
         # Each rank reads some files; the first rank's problem counts.
         found, problem = verified(path, together.rank, together.size, bar)
-        problems = together.texts(problem)
+        record = "" if found is None else json.dumps([found.step, found.order, found.files], sort_keys=True)
+        told = map(json.loads, together.texts(json.dumps([problem, digest_of(record.encode()), str(path)])))
+        problems, records, paths = zip(*told, strict=True)
         if not any(problems):
             break
         skipped.append(next(filter(None, problems)))
@@ -657,8 +655,17 @@ def load_checkpoint(
         if not names and not skipped:
             return None
         raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
-    if skipped and together.rank == 0:
-        warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.")
+    if len({*records}) > 1:
+        of_ranks = [f"{name} of rank {rank}" for rank, name in zip(together.ranks, paths, strict=True)]
+        raise RankMismatchError(
+            f"Ranks find different checkpoints, so nothing was loaded: {some_of(of_ranks, 8)} have different records. "
+            "Expected one checkpoint, or copies of it. Pass the same directory on every rank."
+        )
+    if skipped:
+        # A warning may raise.
+        with together.propagate_errors():
+            if together.rank == 0:
+                warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.")
     assert found is not None
     parts = ("model.", "plain", "extra.") if optim is None else ()
     extra = load_files(SafeReader(path, parts), model, optim, together=together)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.comm import (
     ErrorTexts,
     RankGroup,
+    UntilRanksMeet,
     agree,
     barrier,
     decoded,
@@ -25,6 +26,7 @@ from fsdp_flat.comm import (
     enter,
     exchange_bytes,
     exchange_ints,
+    find_disagreement,
     global_ranks,
 )
 from fsdp_flat.core import no_units, units_of
@@ -110,27 +112,26 @@ class Consensus:
 
         After it ranks wait for each other if ``what`` names the caller's operation.
         """
-        error: Exception | None = None
-        try:
+        block = UntilRanksMeet()
+        with block:
             yield
-        except Exception as raised:
-            error = raised
         if what:
-            self.meet(what, [], error)
+            self.meet(what, [], block.error)
         else:
-            self.fail(error)
+            self.fail(block.error)
 
     def meet(
         self, what: str, values: Sequence[int], error: Exception | None, same: Sequence[str] = ()
     ) -> list[list[int]]:
         """Wait for the other ranks, and return the :meth:`integers` of all; nothing is sent if all have the same.
 
-        Raises within seconds if a rank does not call this. Errors name ``what``, the caller's operation.
+        Raises within seconds if a rank does not call this. Errors name ``what``, the caller's operation. A rank with an
+        ``error`` may pass other ``values`` than it would have without.
         """
-        said = json.dumps([values, repr(error), same])
-        if barrier(what, self.rank_group, said, is_entered=True) and error is None:
-            return [list(values)] * self.size
-        return self.integers(values, error, same)
+        are_alike = barrier(what, self.rank_group, json.dumps([values, same]), is_entered=True, error=error)
+        if are_alike is None:
+            self.integers([], error, same)
+        return [list(values)] * self.size if are_alike else self.integers(values, None, same)
 
     def fail(self, error: Exception | None) -> None:
         """Raise on every rank if any rank has an error. Every rank must call this."""
@@ -143,14 +144,17 @@ class Consensus:
         """
         if error is not None and self.size == 1:
             raise error
-        own = [int(error is None), digest_of(encoded("\n".join(same))), *values]
+        own = [int(error is None), len(same), digest_of(encoded("\n".join(same))), *values]
         rows = exchange_ints(own, self.group, self.device, self._words.doing)
-        flags, digests, *_ = zip(*rows, strict=True)
-        differ = len({*digests}) > 1
-        if differ or not all(flags):
-            # A difference may be the cause of an error.
-            agree(same, None if differ else error, [self.rank_group], self.device, self._words)
-        return [row[2:] for row in rows]
+        flags, numbers, digests, *_ = zip(*rows, strict=True)
+        if not all(flags):
+            # A difference may be the cause of an error; a rank may have failed before it knew all of its lines.
+            known, groups = same[: min(numbers)], [self.rank_group]
+            if (difference := find_disagreement(known, None, groups, self.device, self._words)) is not None:
+                raise difference from error
+        if len({*digests}) > 1 or not all(flags):
+            agree(same, error, [self.rank_group], self.device, self._words)
+        return [row[3:] for row in rows]
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""

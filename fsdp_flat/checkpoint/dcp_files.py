@@ -391,7 +391,8 @@ def load_files(
         with together.propagate_errors():
             optim.load_state_dict(loaded)
     values = {**template["model"], **plain["model"]}
-    model.load_state_dict(apart.join({own_names.get(name, name): value for name, value in values.items()}))
+    with together.propagate_errors():
+        model.load_state_dict(apart.join({own_names.get(name, name): value for name, value in values.items()}))
     return extra
 
 

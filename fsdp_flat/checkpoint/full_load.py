@@ -20,11 +20,12 @@ from fsdp_flat.checkpoint.format import COMMIT_NAME, check_file, check_sums, ord
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, files_in_index, read_safetensors
-from fsdp_flat.core import ExtendedGroup, copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
+from fsdp_flat.comm import RankGroup, UntilRanksMeet, agree, digest_of
+from fsdp_flat.core import ExtendedGroup, Unit, copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, counted, some_of
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, RankMismatchError, counted, some_of
 from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, owners_of_constants
-from fsdp_flat.state import distributed_param, settings_for, state_dict_settings
+from fsdp_flat.state import distributed_param, rank_groups_of, settings_for, state_dict_settings
 from fsdp_flat.state.plain_states import is_wrapper
 
 
@@ -71,14 +72,16 @@ def load_full(
         LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit, or a quantized parameter
             that no unit manages and whose class takes no plain values; on every rank.
         UnsupportedError: a ``.safetensors`` file, and the package safetensors is not installed.
+        RankMismatchError: (an OptionError) ranks pass another ``strict``, load a parameter from other names, or files
+            with other checksums.
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
     """
-    together = Consensus.of(model, LOADING)
-    with together.propagate_errors("load_full"):
+    together, until_met, sums = Consensus.of(model, LOADING), UntilRanksMeet(), 0
+    with until_met:
         path = path_of_user(path, "path")
         paths = _files_of(path)
-        _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))
+        sums = _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))
         tensors, names = _stored_in(paths)
         if prefix or rename is not None:
             names = _renamed(names, prefix, rename)
@@ -107,24 +110,48 @@ def load_full(
                 f"takes a plain tensor. Leave these out with keep=... and strict=False, "
                 "and load them by themselves, by copy_ of tensors of their class. Nothing was loaded."
             )
-    given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
-    error: Exception | None = None
+        given = [(entry, found.get(entry.same_as or entry.name)) for entry in entries]
+        undo = _copied(model)
+    each_sums = together.meet("load_full", [sums], until_met.error, [f"strict={bool(strict)}"])
+    if len({each for (each,) in each_sums if each}) > 1:
+        each_path = zip(together.texts(str(path)), together.ranks, strict=True)
+        told = [f"{name} of rank {rank}" for name, rank in each_path]
+        raise RankMismatchError(
+            f"Ranks load different files, so nothing was loaded: {some_of(told, 8)} have different checksums. "
+            "Expected the same files, or copies of them. Pass the same path on every rank."
+        )
+    _compare_names(given, units_of(model), together.device)
     # Modules and hooks may raise after others have loaded, on one rank alone too.
-    undo = _copied(model)
-    try:
+    until_loaded = UntilRanksMeet()
+    with until_loaded:
         state = {entry.key: _loadable(entry, tensors[name]) for entry, name in given if name is not None}
         not_taken = _load(model, state)
         if strict and not_taken:
             raise LoadError(f"No module has taken {some_of(not_taken, 5)} of {path}. Nothing was loaded.")
         unexpected += not_taken
-    except Exception as raised:
-        error = raised
     try:
-        together.fail(error)
+        together.fail(until_loaded.error)
     except Exception:
         undo()
         raise
     return missing, unexpected
+
+
+def _compare_names(given: Sequence[tuple[Entry, str | None]], units: Sequence[Unit], device: torch.device) -> None:
+    """Raise on all ranks if some load a parameter from another name in their files. Every rank must call this.
+
+    Ranks of other groups may do so: those with other experts.
+    """
+    groups_of = {unit: set(rank_groups_of([unit])) for unit in units}
+
+    def lines_of(rank_group: RankGroup) -> list[str]:
+        return [
+            f"{entry.name!r} from {name!r}"
+            for entry, name in given
+            if name is not None and entry.param is not None and rank_group in groups_of[entry.param.unit]
+        ]
+
+    agree(lines_of, None, rank_groups_of(units), device, LOADING)
 
 
 def _renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str | None] | None) -> dict[str, str]:
@@ -286,12 +313,12 @@ def _held_instead(path: Path) -> str:
     return ""
 
 
-def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> None:
-    """Compare this rank's share of the files with the checksums beside them, if these are there."""
+def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> int:
+    """Compare this rank's share of the files with the checksums beside them; return a digest of all, 0 without any."""
     directory = paths[0].parent
     sums = directory / (ADAPTER_CHECKSUMS_NAME if paths[0].name == ADAPTER_NAME else CHECKSUMS_NAME)
     if not os.path.lexists(sums):
-        return
+        return 0
     check_file(sums)
     try:
         found = json.loads(sums.read_text())
@@ -303,6 +330,7 @@ def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -
         raise LoadError(f"{error} If the file was replaced on purpose, remove {sums}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{sums} cannot be read: {error!r}. Without it, files are loaded as they are.") from error
+    return digest_of(json.dumps(records, sort_keys=True).encode()) if records else 0
 
 
 def _stored_in(paths: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

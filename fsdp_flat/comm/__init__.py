@@ -3,6 +3,7 @@
 from fsdp_flat.comm.agreement import (
     CollectiveLog,
     ErrorTexts,
+    UntilRanksMeet,
     agree,
     barrier,
     digest_of,
@@ -11,6 +12,7 @@ from fsdp_flat.comm.agreement import (
     find_disagreement,
     fingerprint,
     fingerprints,
+    meet,
 )
 from fsdp_flat.comm.calls import barrier_begun, doing, unit_names
 from fsdp_flat.comm.custom import (
@@ -53,9 +55,9 @@ from fsdp_flat.comm.rank_groups import (
 from fsdp_flat.comm.routes import collectives_by, collectives_for
 from fsdp_flat.comm.streams import (
     PLANNED,
+    HostCopies,
     HostSwap,
     Pending,
-    HostCopies,
     Streams,
     is_accelerator,
     profiled,

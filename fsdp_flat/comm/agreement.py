@@ -8,6 +8,7 @@ detects a collective that was called on one rank only, before any data is sent.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_other
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
-from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError, some_of
 from fsdp_flat.user_warnings import warn_user
 
 WARN_AFTER_S = 20.0
@@ -40,11 +41,12 @@ _CODES = {"all-gather": 1, "reduction": 2}
 _LEAVING = "fsdp_flat/leaving"
 _LEFT = "fsdp_flat/left/%d"
 # Key, in the store of a group, for a digest of what the first rank has said that has come to a barrier; and what is
-# added to the barrier's count for a rank that says something else.
+# added to the barrier's count for a rank that says something else, and for one that has failed.
 _SAID = "fsdp_flat/said/%d"
 # Key, in the store of a group, for the number of operations that a rank has entered.
 _ENTERED = "fsdp_flat/entered/%d"
 _DISSENT = 1 << 32
+_FAILURE = 1 << 48
 
 # -- digests ---------------------------------------------------------------------------------------------------------
 
@@ -241,19 +243,22 @@ def _compared(line: str) -> str:
 
 
 def _first_error(by_rank: list[list[str]], texts: ErrorTexts) -> Exception | None:
-    """Return the error for the first rank that has one, else for the first rank whose lines differ from rank 0's."""
+    """Return the error of the first rank that has one, else of the first line in which ranks differ from rank 0."""
     for kind, *lines in by_rank:
         if kind:
             return {each.__name__: each for each in (PeerFailureError, RankMismatchError)}[kind]("\n".join(lines))
-    for rank, lines in enumerate(by_rank):
-        for first, other in zip_longest(by_rank[0], lines, fillvalue="nothing more"):
-            if _compared(first) != _compared(other):
-                shown, other = (text.rpartition("\t")[2] for text in (first, other))
-                other = other if other != shown else f"another {other}"
-                return RankMismatchError(
-                    f"{texts.differ} First difference: rank 0 of the group has {shown}, rank {rank} has {other}. "
-                    f"{texts.advice}"
-                )
+    for first, *others in zip_longest(*by_rank, fillvalue="nothing more"):
+        shown = first.rpartition("\t")[2]
+        differing = {rank: line for rank, line in enumerate(others, 1) if _compared(line) != _compared(first)}
+        found = [
+            f"rank {rank} has {'another ' * (other == shown)}{other}"
+            for rank, line in differing.items()
+            if (other := line.rpartition("\t")[2])
+        ]
+        if differing:
+            return RankMismatchError(
+                f"{texts.differ} First difference: rank 0 of the group has {shown}, {some_of(found, 8)}. {texts.advice}"
+            )
     return None
 
 
@@ -270,10 +275,51 @@ def enter(rank_group: RankGroup) -> None:
         group_store(rank_group.group).add(_ENTERED % rank_group.rank, 1)
 
 
-def barrier(what: str, rank_group: RankGroup, said: str = "", *, is_entered: bool = False) -> bool:
+class UntilRanksMeet:
+    """Holds the first exception of blocks that a rank runs before it meets others, where all ranks raise it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
+
+
+def meet(
+    what: str,
+    rank_groups: Sequence[RankGroup],
+    error: Exception | None,
+    device: torch.device,
+    texts: ErrorTexts,
+    *,
+    lines: Sequence[str] = (),
+    said: str = "",
+) -> list[bool]:
+    """Wait for the ranks of all groups, and return for each whether all of its ranks have ``said`` the same.
+
+    Raises on every rank if any passes an ``error``, which it raises itself, or other ``lines``, as in :func:`agree`.
+    Otherwise as :func:`barrier`.
+    """
+    told = json.dumps([said, *lines])
+    met = [bool(barrier(what, rank_group, told, error=error)) for rank_group in rank_groups]
+    if error is not None or not all(met) or len(connected(rank_groups)) > 1:
+        agree(lines, error, rank_groups, device, texts)
+    return met
+
+
+def barrier(
+    what: str, rank_group: RankGroup, said: str = "", *, is_entered: bool = False, error: Exception | None = None
+) -> bool | None:
     """Wait for all ranks of a group through its store, without a collective; return whether all have ``said`` the same.
 
-    Errors name the caller's operation. Every rank of the group must call this. Each rank sends two requests to the
+    Errors name the caller's operation. Every rank of the group must call this, also one that has failed in the
+    operation before: it passes its ``error``, and the result is None on all ranks. Each rank sends two requests to the
     store, a third one if it says something, and one or two whenever it looks again. After a barrier that ranks have
     given up, the result may be False of ranks that have said the same.
 
@@ -288,12 +334,13 @@ def barrier(what: str, rank_group: RankGroup, said: str = "", *, is_entered: boo
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
             if a rank has not arrived within the group's timeout.
         PeerFailureError: if a rank has ended that has not arrived.
+        Exception: ``error``, in the place of these.
     """
     if rank_group.group is None or rank_group.size == 1 or is_fake(rank_group.group):
-        return True
+        return True if error is None else None
     calls = calls_of(rank_group.group)
     calls.add(f"the barrier of {what}")
-    store_barrier = _StoreBarrier(rank_group, said)
+    store_barrier = _StoreBarrier(rank_group, said, has_failed=error is not None)
     if store_barrier.is_complete:
         return store_barrier.is_unanimous
     limit = timeout_of(rank_group.group).total_seconds()
@@ -336,6 +383,8 @@ def barrier(what: str, rank_group: RankGroup, said: str = "", *, is_entered: boo
             if not is_alone:
                 report_failure(rank_group, f"was in {what}, and {reason}")
             told = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
+            if error is not None:
+                raise error
             raise difference or kind(
                 f"{what} was called on rank {rank_group.rank} of the group, and {reason}.{told} It is a collective: "
                 "every rank of the group must call it, at the same point, also one that does not use the result "
@@ -349,18 +398,19 @@ class _StoreBarrier:
     """Implements the n-th barrier of a group, where n counts this rank's arrivals.
 
     Each rank increments its counter and the barrier's in the store. The first to arrive leaves a digest of what it has
-    said; the barrier's counter has a second one, in its upper bits, of the ranks that have said something else.
+    said; the barrier's counter has two more, in its upper bits, of the ranks that have said something else and of those
+    that have failed.
     """
 
-    def __init__(self, rank_group: RankGroup, said: str = "") -> None:
+    def __init__(self, rank_group: RankGroup, said: str = "", *, has_failed: bool = False) -> None:
         assert rank_group.group is not None
         self._store = store = group_store(rank_group.group)
         self._rank_group = rank_group
         self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
         self._index = index = store.add(self._arrived, 1)
         self._counts = f"fsdp_flat/barrier/{index}"
-        self._arrival, digest = 1, _digest(said.encode()).hex()
-        if said and store.compare_set(_SAID % index, "", digest) != digest.encode():
+        self._arrival, digest = 1 + has_failed * _FAILURE, _digest(said.encode()).hex()
+        if said and not has_failed and store.compare_set(_SAID % index, "", digest) != digest.encode():
             self._arrival += _DISSENT
         self._count(self._arrival)
         if self.is_complete:
@@ -372,7 +422,8 @@ class _StoreBarrier:
         """Add to the barrier's counters; return the number of ranks that have arrived."""
         count = self._store.add(self._counts, added)
         num_arrived = count % _DISSENT
-        self.is_complete, self.is_unanimous = num_arrived >= self._rank_group.size, count < _DISSENT
+        self.is_complete = num_arrived >= self._rank_group.size
+        self.is_unanimous = None if count >= _FAILURE else count < _DISSENT
         return num_arrived
 
     def poll(self, seconds: float) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
+from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement, meet
 from fsdp_flat.core import Site, Unit, copy_of, local_of, modules_of, own_unit, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, counted
@@ -54,7 +54,7 @@ class ModelLoad:
 
     ``missing`` and ``errors`` are the lists from which torch builds its error, once it has begun. The ``writes`` are
     made if everything fits. Ranks of ``units`` may have to exchange values; ``has_chunks`` if some take an exchange,
-    and ``has_own`` if some can be loaded without another rank.
+    and ``has_own`` if some can be loaded without another rank. They have met for that once it ``has_met``.
     """
 
     def __init__(self, wrapper: nn.Module, *, strict: bool, assign: bool) -> None:
@@ -65,7 +65,7 @@ class ModelLoad:
         self._sharded: list[str] = []
         self.writes = PendingWrites()
         self.units: list[Unit] = []
-        self.has_chunks = self.has_own = False
+        self.has_chunks = self.has_own = self.has_met = False
         # The codec is None where the kind of the value decides.
         self._placeholders: list[tuple[StateShard, StatePlaceholder, StateDictCodec | None]] = []
         self._strict = strict
@@ -237,6 +237,7 @@ class ModelLoad:
         error: Exception | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
         if self._is_put_off and error is None:
             error = LoadError("keys are missing or unexpected")
+        self.has_met = bool(self.exchanging_units)
         if units := self.exchanging_units:
             rank_groups = rank_groups_of(units)
             for rank_group in rank_groups:
@@ -254,21 +255,41 @@ class ModelLoad:
 
 
 @contextmanager
-def all_or_nothing(wrapper: nn.Module, *, strict: bool, assign: bool) -> Iterator[None]:
-    """Load ``wrapper`` by torch's ``load_state_dict`` inside the block; after an exception nothing has changed."""
+def all_or_nothing(wrapper: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool) -> Iterator[None]:
+    """Load ``wrapper`` by torch's ``load_state_dict`` inside the block; after an exception nothing has changed.
+
+    Ranks that exchange the chunks of ``state_dict`` raise too.
+    """
     outer: ModelLoad | None = wrapper._load  # type: ignore[assignment]
     if outer is not None:
         # A hook of that load calls this: its values come first, as in torch.
         outer.write_late()
-    load = ModelLoad(wrapper, strict=strict, assign=assign)
+    load: ModelLoad | None = None
     try:
+        load = ModelLoad(wrapper, strict=strict, assign=assign)
         yield
         load.write_late()
-    except BaseException:
-        load.undo()
+    except BaseException as error:
+        if load is not None:
+            load.undo()
+        if isinstance(error, Exception) and (load is None or not load.has_met):
+            _meet_with(error, wrapper, state_dict)
         raise
     finally:
-        load.release()
+        if load is not None:
+            load.release()
+
+
+def _meet_with(error: Exception, wrapper: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Raise the error of this rank where other ranks wait for it, before they exchange chunks of ``state_dict``."""
+    units, decoders = dict[Unit, None](), list[StateDictCodec]()
+    for name, param in ParamIndex(wrapper).by_name.items():
+        settings = settings_of(param.unit)
+        if not isinstance(codec_of(settings.state_dict_type, settings.state_dict_config), FullCodec):
+            units[param.unit] = None
+            decoders += [decoder_of(state_dict[name])] if name in state_dict else []
+    if units and (any(decoder.exchanges for decoder in decoders) or not decoders):
+        meet("load_state_dict", rank_groups_of([*units]), error, next(iter(units)).options.device, LOADING_STATE)
 
 
 @contextmanager

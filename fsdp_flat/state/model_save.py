@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy as copy_of
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -22,7 +24,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import RankGroup, barrier, reported_failure, true_on_any_rank
+from fsdp_flat.comm import ErrorTexts, UntilRanksMeet, meet, reported_failure, true_on_any_rank
 from fsdp_flat.core import ParamGroup, Unit, modules_of, own_unit, units_of
 from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
@@ -32,7 +34,7 @@ from fsdp_flat.runtime import full_params
 from fsdp_flat.state.apart import TakenApart
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
 from fsdp_flat.state.plain_states import is_wrapper, values_of
-from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
+from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of, rank_groups_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.user_warnings import warn_user
 
@@ -138,6 +140,11 @@ def is_own_save() -> bool:
 TEMPLATE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
 
 
+SAVING_STATE = ErrorTexts(
+    "saving a state dict",
+    "Ranks save different state dicts.",
+    "Set the same state-dict type and options on every rank.",
+)
 _LIVE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), None)
 _COPIED = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(True, boxes=True), None)
 
@@ -159,8 +166,29 @@ def boxed_state_dict(model: nn.Module, apart: TakenApart | None = None, *, copy:
     return found
 
 
-# For each unit of the saves in progress, the tensors gathered for the save that it belongs to.
-_saves: ContextVar[Mapping[Unit, dict[Unit, Any]]] = ContextVar("fsdp_flat_saves", default=MappingProxyType({}))
+@dataclass(slots=True)
+class _Save:
+    """Holds what the units of one save have in common.
+
+    Attributes:
+        gathered: the tensors gathered for it, by unit.
+        sends_to_all: full tensors go to every rank, since one that is not the first keeps them (``rank0_only`` is an
+            option of each rank).
+    """
+
+    gathered: dict[Unit, Any] = field(default_factory=dict)
+    sends_to_all: bool = False
+
+    def sent(self, config: StateDictConfig) -> StateDictConfig:
+        """Return the options by which full tensors are sent."""
+        if config.rank0_only and self.sends_to_all:
+            config = copy_of(config)
+            config.rank0_only = False
+        return config
+
+
+# For each unit of the saves in progress, the save that it belongs to.
+_saves: ContextVar[Mapping[Unit, _Save]] = ContextVar("fsdp_flat_saves", default=MappingProxyType({}))
 
 
 def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -174,54 +202,63 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
     unit = own_unit(wrapper)
     prefix = kwargs.get("prefix", "")
-    for pre_hook in wrapper._state_dict_pre_hooks.values():
-        pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
-    saves, settings = _saves.get(), settings_of(unit)
+    saves, until_met = _saves.get(), UntilRanksMeet()
+    outermost = unit not in saves
+    with until_met:
+        for pre_hook in wrapper._state_dict_pre_hooks.values():
+            pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
+    settings = settings_of(unit)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
-    outermost, is_full = unit not in saves, isinstance(codec, FullCodec)
+    is_full = isinstance(codec, FullCodec)
     # Units of fully_shard save themselves, as torch's modules do.
     every_unit = units_of(wrapper) if outermost else []
     units = [each for each in every_unit if each.options.front.has_wrapper]
-    gathered: dict[Unit, Any] = {} if outermost else saves[unit]
+    # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
+    sent = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
+    rank_groups = list(dict.fromkeys(each.options.groups.shard for each in sent if codec.communicates))
+    # Full tensors are gathered over the groups of tensor parallelism too.
+    groups = list(dict.fromkeys([*rank_groups, *(rank_groups_of(sent, of_replicas=False) if is_full else ())]))
+    own_save = _Save() if outermost else saves[unit]
     unmanaged: ReplicatedTensors | None = None
-    rank_groups: list[RankGroup] = []
-    token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
+    token = _saves.set({**saves, **dict.fromkeys(units, own_save)})
     try:
-        if outermost and codec.communicates:
-            # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
-            alike: list[Unit] = []
-            for each in units:
-                if each.param_groups and not (is_full and each.full is not None):
-                    rank_groups.append(each.options.groups.shard)
-                    # A nested wrapper with different settings all-gathers by itself.
-                    if settings_of(each) == settings:
-                        alike.append(each)
-            rank_groups = list(dict.fromkeys(rank_groups))
-            # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
-            # all-gather.
-            is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
-            if rank_groups:
+        # A nested wrapper with different settings all-gathers by itself.
+        alike = [each for each in sent if settings_of(each) == settings]
+        is_hooked, shards, said = False, list[StateShard](), ""
+        with until_met if rank_groups else nullcontext():
+            if rank_groups and until_met.error is None:
+                # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
+                # all-gather.
+                is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
                 unmanaged = ReplicatedTensors(wrapper)
-                said, device = json.dumps([is_hooked, unmanaged.prints]), unit.options.device
-                are_unanimous = [barrier("state_dict", rank_group, said) for rank_group in rank_groups]
-                # Ranks of several groups may have found different answers.
-                are_equal = are_unanimous == [True]
-                unmanaged.compare(rank_groups, device, are_equal=are_equal)
-                is_hooked = is_hooked if are_equal else any(true_on_any_rank([is_hooked], rank_groups, device))
+                said = json.dumps([is_hooked, config.rank0_only, unmanaged.prints])
+                shards = [] if is_hooked else list(_shards_of(alike, codec, ""))
+        if rank_groups:
+            device, lines = unit.options.device, [str(settings_of(each).state_dict_type) for each in sent]
+            met = meet("state_dict", groups, until_met.error, device, SAVING_STATE, lines=lines, said=said)
+            assert unmanaged is not None
+            # Ranks of several groups may have found different answers.
+            are_equal = met[: len(rank_groups)] == [True]
+            unmanaged.compare(rank_groups, device, are_equal=are_equal)
+            if not are_equal:
+                flags = [is_hooked, not config.rank0_only]
+                is_hooked, own_save.sends_to_all = true_on_any_rank(flags, rank_groups, device)
+        elif until_met.error is not None:
+            raise until_met.error
+        # A hook may raise on one rank alone, or its memory not suffice, while others wait in an all-gather.
+        with reported_failure(rank_groups):
             # Device memory might not hold the values of several units at once.
             is_large = config.offload_to_cpu and any(each.step.streams.is_accelerator for each in alike)
-            if not is_hooked and not is_large:
-                values = iter(codec.gather(_shards_of(alike, codec, ""), config))
+            if rank_groups and not is_hooked and not is_large:
+                values = iter(codec.gather(shards, own_save.sent(config)))
                 for each in alike:
-                    gathered[each] = []
-                    for param_group in each.param_groups:
-                        gathered[each] += islice(values, len(param_group.params))
-        inner = partial(wrapped.state_dict, **kwargs)
-        # A hook may raise on one rank alone, while others wait in an all-gather.
-        with reported_failure(rank_groups):
-            save: Any = _save_full if is_full else _save_parts
-            state = save(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered.pop(unit, None))
+                    num = sum(len(param_group.params) for param_group in each.param_groups)
+                    own_save.gathered[each] = list(islice(values, num))
+            del shards
+            inner, gathered = partial(wrapped.state_dict, **kwargs), own_save.gathered.pop(unit, None)
+            save: Any = partial(_save_full, sent=own_save.sent(config)) if is_full else _save_parts
+            state = save(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     finally:
         _saves.reset(token)
     if outermost:
@@ -323,7 +360,7 @@ def _save_parts(
             "tensors."
         )
         if codec.is_flat:
-            return _save_full(unit, FULL, config=config, prefix=prefix, inner=inner, gathered=None)
+            return _save_full(unit, FULL, config=config, sent=config, prefix=prefix, inner=inner, gathered=None)
     if unit.full is not None:
         return _save_summoned(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
     shards = list(_shards_of([unit], codec, prefix))
@@ -419,14 +456,15 @@ def _save_full(
     codec: FullCodec,
     *,
     config: StateDictConfig,
+    sent: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
-    """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
+    """Save full tensors, sent as the options ``sent`` say, which modules and their hooks see as their parameters."""
     keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
     if gathered is None and not is_summoned:
-        gathered = codec.gather(_shards_of([unit], codec, ""), config)
+        gathered = codec.gather(_shards_of([unit], codec, ""), sent)
     params = params_of(unit, prefix)
     with ExitStack() as shown:
         if is_summoned:

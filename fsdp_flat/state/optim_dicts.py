@@ -18,6 +18,7 @@ from fsdp_flat.api import (
     StatePart,
     member_of,
 )
+from fsdp_flat.comm import UntilRanksMeet
 from fsdp_flat.core import check_module, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, counted
 from fsdp_flat.layout import clean_fqn
@@ -73,15 +74,13 @@ def optim_state_dict(
 def _saved(
     model: nn.Module, optim: Any, state_dict: Any, *, codec: StateDictCodec, config: OptimStateDictConfig
 ) -> dict[str, Any]:
-    index, contents, error = ParamIndex(model), OptimContents(()), None
-    try:
+    index, contents, until_met = ParamIndex(model), OptimContents(()), UntilRanksMeet()
+    with until_met:
         for unit in units_of(model):
             unit.step.recover()
         contents = held_by(optim)
         contents = contents_of(optim, index, state_dict)
-    except Exception as raised:
-        error = raised  # on every rank
-    return save_optim_state(index, contents, codec=codec, config=config, error=error)
+    return save_optim_state(index, contents, codec=codec, config=config, error=until_met.error)
 
 
 def optim_state_dict_to_load(
@@ -121,10 +120,12 @@ def optim_state_dict_to_load(
             "optim_state_dict_to_load takes (model, optim, optim_state_dict); got a dict as the model. The order "
             "(optim_state_dict, model, optim) was that in torch 2.0: pass arguments by name, which fits both."
         )
-    held = held_by(optim)
     codec, config = _codec_for(model)
-    if not isinstance(codec, FullCodec):
-        _warn_if_empty(optim, optim_state_dict)
+    held, until_met = OptimContents(()), UntilRanksMeet()
+    with until_met:
+        held = held_by(optim)
+        if not isinstance(codec, FullCodec):
+            _warn_if_empty(optim, optim_state_dict)
     loaded = load_optim_state(
         model,
         held,
@@ -133,6 +134,7 @@ def optim_state_dict_to_load(
         from_rank_zero=config.rank0_only,
         expects_chunks=codec.exchanges,
         is_final=load_directly,
+        error=until_met.error,
     )
     if load_directly:
         if "param_groups" not in loaded:

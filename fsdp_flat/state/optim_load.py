@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import agree, barrier
+from fsdp_flat.comm import UntilRanksMeet, agree, barrier
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
@@ -34,6 +34,7 @@ from fsdp_flat.state.shards import (
     copied_state,
     dtype_of,
     is_scalar,
+    rank_groups_of,
     refuse_split,
     shape_of,
 )
@@ -71,6 +72,7 @@ def load_optim_state(
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
     is_final: bool = False,
+    error: Exception | None = None,
 ) -> dict[str, Any]:
     """Convert ``given``, which is keyed by names, to the state dict that an optimizer loads.
 
@@ -85,26 +87,25 @@ def load_optim_state(
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` holds no tensors, other ranks were given chunks.
         is_final: the result is loaded as it is; else a caller may add parameters that its groups lack.
+        error: why this rank cannot load; every rank must call this with one too.
     """
-    index = ParamIndex(model)
-    if from_rank_zero and index.units:
+    units = [unit for unit in units_of(model) if unit.param_groups]
+    if from_rank_zero and units:
         # The groups of some units may be smaller: those of experts.
         widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
         given = shared_from_rank_zero(widest, given)
-    loading = _OptimLoad(index, contents)
+    until_met, writes = UntilRanksMeet(error), PendingWrites()
     result: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        result = loading.planned(given, named=named, is_final=is_final)
-    except Exception as found:
-        error = found
-    if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
-        for rank_group in index.rank_groups:
-            barrier("optim_state_dict_to_load", rank_group)
-        agree(loading.writes.lines_of, error, index.rank_groups, index.device, LOADING_STATE)
-    elif error is not None:
-        raise error
-    loading.writes.commit()
+    with until_met:
+        result = _OptimLoad(ParamIndex(model), contents, writes).planned(given, named=named, is_final=is_final)
+    if units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
+        rank_groups = rank_groups_of(units)
+        for rank_group in rank_groups:
+            barrier("optim_state_dict_to_load", rank_group, error=until_met.error)
+        agree(writes.lines_of, until_met.error, rank_groups, units[0].options.device, LOADING_STATE)
+    elif until_met.error is not None:
+        raise until_met.error
+    writes.commit()
     return result
 
 
@@ -119,8 +120,8 @@ def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
 class _OptimLoad:
     """Plans the load of one optimizer state dict; ``writes`` fill the tensors of the result."""
 
-    def __init__(self, index: ParamIndex, contents: OptimContents) -> None:
-        self.writes = PendingWrites()
+    def __init__(self, index: ParamIndex, contents: OptimContents, writes: PendingWrites) -> None:
+        self.writes = writes
         self._index = index
         self._contents = contents
         self._elementwise: set[str] = set()

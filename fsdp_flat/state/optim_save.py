@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.api import OptimStateDictConfig, StatePart
-from fsdp_flat.comm import ErrorTexts, RankGroup, agree, dtype_from_name, exchange_bytes
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    UntilRanksMeet,
+    agree,
+    dtype_from_name,
+    exchange_bytes,
+    reported_failure,
+)
 from fsdp_flat.errors import some_of
 from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state.codecs import FULL, FullCodec
@@ -60,20 +68,22 @@ def save_optim_state(
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     compares = codec.communicates or bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
     own: OptimStates | None = None
-    try:
-        own = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not isinstance(codec, FullCodec))
-    except Exception as raised:
-        error = error or raised
+    until_met, is_full, sent = UntilRanksMeet(error), isinstance(codec, FullCodec), config
+    with until_met:
+        own = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not is_full)
     if compares:
-        complete_over_groups(index, own, error)
-    elif error is not None:
-        raise error
+        if config.rank0_only > complete_over_groups(index, own, until_met.error, rank0_only=config.rank0_only):
+            # An option of each rank: those that keep nothing send to all.
+            sent = copy.copy(config)
+            sent.rank0_only = False
+    elif until_met.error is not None:
+        raise until_met.error
     assert own is not None
     if not compares and contents.state:
         _warn_of_gaps(own.states)
-    with torch.no_grad():
-        values = encoded_states(own.states, codec, config)
-        values |= merged_states(own.states, config)
+    with torch.no_grad(), reported_failure(index.rank_groups if compares else ()):
+        values = encoded_states(own.states, codec, sent)
+        values |= merged_states(own.states, sent)
     rows = rows_of(own, values, codec, config)
     if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}

@@ -362,11 +362,13 @@ def are_equal(digests: Sequence[Sequence[int]]) -> bool:
     return len({*digests[0]}) == 1 and all(len({*each} - {0}) <= 1 for each in digests[1:])
 
 
-def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exception | None) -> None:
+def complete_over_groups(
+    index: ParamIndex, own: OptimStates | None, error: Exception | None, *, rank0_only: bool
+) -> bool:
     """Complete the states and names of this rank from those of the others, group by group.
 
     Every rank must call this, even one that could not read its states and has an error: then all raise. If all ranks
-    have the same states they meet once, and exchange nothing.
+    have the same states they meet once, and exchange nothing. Returns whether all ranks have said ``rank0_only``.
     """
     rank_groups, lines = index.rank_groups, list[str]()
     for visible, param in index.dtensors.items():
@@ -379,14 +381,16 @@ def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exce
     for rank_group in rank_groups:
         here = None if own is None or error is not None else own if is_grid else own.over(rank_group)
         described = None if here is None else here.described()
-        if barrier("optim_state_dict", rank_group, json.dumps([must_agree, lines, described])):
+        told = json.dumps([must_agree, lines, described, rank0_only])
+        if barrier("optim_state_dict", rank_group, told, error=error):
             continue
         assert rank_group.group is not None
-        payload = None if here is None or described is None else [*described, here.numels(), lines]
+        payload = None if here is None or described is None else [*described, here.numels(), rank0_only, lines]
         everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group, index.device)))
         must_agree = must_agree or len(rank_groups) > 1 or None in everyone
         if here is not None and None not in everyone:
             must_agree = must_agree or any(of_rank != lines for *_, of_rank in everyone)
+            rank0_only = all(said for *_, said, _ in everyone)
             try:
                 here.complete(global_ranks(rank_group.group), everyone)
             except FsdpFlatError as found:
@@ -395,6 +399,7 @@ def complete_over_groups(index: ParamIndex, own: OptimStates | None, error: Exce
         agree(lines, error, rank_groups, index.device, _SAVING)
     if error is not None:
         raise error
+    return rank0_only
 
 
 def _container_error(name: str, where: str, value: Any) -> UnsupportedError:

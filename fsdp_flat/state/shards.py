@@ -251,11 +251,15 @@ class ParamIndex:
         )
 
 
-def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
-    """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
+def rank_groups_of(units: Sequence[Unit], *, of_replicas: bool = True) -> list[RankGroup]:
+    """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism.
+
+    Without those ``of_replicas`` they are the groups over which parameters are sharded.
+    """
     found: dict[RankGroup, None] = {}
     for unit in units:
-        found.update(dict.fromkeys(group for options, _ in unit.by_mesh() for group in options.groups.rank_groups))
+        for options, _ in unit.by_mesh():
+            found.update(dict.fromkeys(options.groups.rank_groups if of_replicas else [options.groups.shard]))
         for param_group in unit.param_groups:
             for entry in param_group.params:
                 found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))

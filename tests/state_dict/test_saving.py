@@ -333,9 +333,9 @@ def calls_of(kind: type, name: str) -> Iterator[list[tuple[Any, ...]]]:
     found: list[tuple[Any, ...]] = []
     original = getattr(kind, name)
 
-    def recorded(self: Any, *args: Any) -> Any:
+    def recorded(self: Any, *args: Any, **options: Any) -> Any:
         found.append(args)
-        return original(self, *args)
+        return original(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, name, recorded)
