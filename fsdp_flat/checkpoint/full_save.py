@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -19,14 +18,24 @@ from fsdp_flat.checkpoint.format import Records, path_of_user
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of, no_values
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, FileWriter, PartialFile, divided, index_of
-from fsdp_flat.comm import ALONE, P2PChannels, RankGroup, digest_of
+from fsdp_flat.comm import (
+    ALONE,
+    P2PChannels,
+    RankGroup,
+    UntilRanksMeet,
+    agree,
+    digest_of,
+    meet,
+    reported_failure,
+)
 from fsdp_flat.core import local_of, no_units, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.guards import ReplicatedTensors
-from fsdp_flat.state import StateShard, full_tensor
-from fsdp_flat.state.plain_states import filled_like, full_precision, is_wrapper
+from fsdp_flat.state import StateShard, full_tensor, rank_groups_of
+from fsdp_flat.state.plain_states import full_precision, is_wrapper
 
 CONFIG_NAME = "config.json"
+_LEAST_NBYTES, _MOST_NBYTES = 1 << 18, 1 << 26
 
 
 def _shard_group(model: nn.Module, entries: list[Entry]) -> RankGroup:
@@ -54,41 +63,108 @@ def _is_replica(model: nn.Module) -> bool:
     return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
-def _full_tensor_on(entry: Entry, dst: int | None, failures: list[Exception]) -> torch.Tensor | None:
-    """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
+class _Gathering:
+    """Gathers one entry on rank ``dst`` of its shard group (None: on every rank), in steps that all its ranks make.
 
-    Every rank of the shard group, and of the groups of tensor parallelism, must call this. A rank that cannot make the
-    values of its part adds the error to ``failures``, and takes part nevertheless, so that no other waits in vain.
+    Only making this object, with the values of this rank and the memory of the result, may fail on one rank alone.
     """
-    param, value = entry.param, entry.value
-    rank_group = ALONE if param is None else param.rank_group
-    # An unsharded tensor is complete on every rank already.
-    dst = dst if rank_group.size > 1 else None
-    is_here = dst in (None, rank_group.rank)
-    if value is not None:
-        if is_wrapper(value):
-            value = _values_of(entry.name, value, failures)
-        full = full_tensor(value) if isinstance(value, DTensor) else value.clone()
-        return full if is_here else None
-    assert param is not None
-    shard = StateShard(param, param.local, param.shape)
-    part = shard.local.new_empty(shard.shape) if is_here else None
-    channels = P2PChannels()
-    shard.send(dst, part, channels)
-    channels.wait()
-    return None if part is None else param.adapter.full_tensor(param.adapter.from_local(part))
+
+    def __init__(self, entry: Entry, dst: int | None) -> None:
+        param, value = entry.param, entry.value
+        rank_group = ALONE if param is None else param.rank_group
+        # An unsharded tensor is complete on every rank already.
+        self._dst = dst if rank_group.size > 1 else None
+        self._is_here = self._dst in (None, rank_group.rank)
+        self._shard: StateShard | None = None
+        if value is None:
+            assert param is not None
+            self._shard = shard = StateShard(param, param.local, param.shape)
+            self._value = shard.local.new_empty(shard.shape) if self._is_here else None
+        else:
+            value = _values_of(entry.name, value) if is_wrapper(value) else value
+            self._value = value if isinstance(value, DTensor) else value.clone() if self._is_here else None
+
+    def begin(self, channels: P2PChannels) -> None:
+        """Begin the transfer of a part of a unit."""
+        if self._shard is not None:
+            self._shard.send(self._dst, self._value, channels)
+
+    def end(self) -> torch.Tensor | None:
+        """Return the full tensor, after the transfer; None on other ranks."""
+        if isinstance(self._value, DTensor):
+            full = full_tensor(self._value)
+            return full if self._is_here else None
+        if self._shard is None or self._value is None:
+            return self._value
+        adapter = self._shard.param.adapter
+        return adapter.full_tensor(adapter.from_local(self._value))
 
 
-def _values_of(name: str, value: torch.Tensor, failures: list[Exception]) -> torch.Tensor:
-    """Return the plain values of a tensor made of others, or, after an error, what nobody takes for values."""
+def _values_of(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the plain values of a tensor made of others."""
     try:
-        if (made := full_precision(value)) is not None:
-            return made
-        failures.append(no_values(name, value))
+        made = full_precision(value)
     except torch.OutOfMemoryError as error:
         kind = type(local_of(value)).__name__
-        failures.append(torch.OutOfMemoryError(f"No memory for the values of {name!r}, a {kind}: {error}"))
-    return filled_like(value, math.nan if value.is_floating_point() else 0)
+        raise torch.OutOfMemoryError(f"No memory for the values of {name!r}, a {kind}: {error}") from error
+    if made is None:
+        raise no_values(name, value)
+    return made
+
+
+def _together(entries: Sequence[Entry]) -> Iterator[range]:
+    """Yield the positions of successive entries that are gathered together: in no more memory than the largest takes.
+
+    These are up to 64 MiB, since ranks meet before each transfer, and at least 256 KiB.
+    """
+    sizes = [entry.template.nbytes for entry in entries]
+    most = max(_LEAST_NBYTES, min(_MOST_NBYTES, max(sizes, default=0)))
+    start = nbytes = 0
+    for at, size in enumerate(sizes):
+        if at > start and nbytes + size > most:
+            yield range(start, at)
+            start, nbytes = at, 0
+        nbytes += size
+    yield range(start, len(sizes))
+
+
+def _full_tensors(
+    wanted: Sequence[tuple[Entry, int | None]],
+    rank_groups: Sequence[RankGroup],
+    fail: Callable[[Exception | None], None],
+) -> Iterator[torch.Tensor | None]:
+    """Yield each entry's full tensor, in the dtype to store, on the given rank of its shard group, None on the others.
+
+    Every rank of ``rank_groups``, over which entries are sharded, must take all. Before each transfer, and after the
+    last, ranks ``fail`` together if one has an error, so that nothing is yielded that is not whole.
+    """
+    until_met = UntilRanksMeet()
+    for positions in _together([entry for entry, _ in wanted]):
+        gatherings: list[_Gathering] = []
+        with until_met:
+            gatherings += [_Gathering(*wanted[at]) for at in positions]
+        fail(until_met.error)
+        with reported_failure(rank_groups):
+            channels = P2PChannels()
+            for each in gatherings:
+                each.begin(channels)
+            channels.wait()
+        for at in positions:
+            full: torch.Tensor | None = None
+            # After an error too: another rank may need this one's part of what follows.
+            with until_met:
+                full = gatherings.pop(0).end()
+                full = None if full is None else full.to(wanted[at][0].template.dtype)
+            if until_met.error is None:
+                yield full
+    fail(until_met.error)
+
+
+def _lines_of(entries: Iterable[Entry]) -> list[str]:
+    """Describe the entries of which ranks have parts, in the order in which they are gathered."""
+    return [
+        f"the entry {entry.name!r}" for entry in entries if entry.param is not None or isinstance(entry.value, DTensor)
+    ]
 
 
 def iter_full_state_dict(
@@ -100,6 +176,9 @@ def iter_full_state_dict(
     trainable_only: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Iterate over the full state dict as ``(name, full tensor)``, with one parameter in memory at a time.
+
+    Small ones are gathered together, in no more memory than the largest takes (or 256 KiB, and at most 64 MiB). An
+    error of a rank is raised on all, before they gather what it cannot give or take: what was yielded is whole.
 
     Every rank must iterate, with the same arguments. If a rank leaves the loop early, closing the iterator runs the
     remaining transfers (and drops their tensors), so that the other ranks do not hang.
@@ -123,23 +202,30 @@ def iter_full_state_dict(
         UnsupportedError: units sharded over different groups, or an entry that is no tensor and has no plain values.
         PhaseError: called in the middle of a step.
     """
-    entries = entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
-    rank_group = _shard_group(model, entries)
-    if dst is not None and not isinstance(dst, int):
-        raise OptionTypeError(f"dst must be a rank of the shard group, or None; got {dst!r}.")
-    if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
-        raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
-    remaining = iter(entries)
+    until_met, units = UntilRanksMeet(), units_of(model)
+    rank_groups = rank_groups_of(units, of_replicas=False)
+    device = units[0].options.device if units else torch.device("cpu")
+    entries, lines = list[Entry](), list[str]()
+    with until_met:
+        entries = entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
+        size = _shard_group(model, entries).size
+        if dst is not None and not isinstance(dst, int):
+            raise OptionTypeError(f"dst must be a rank of the shard group, or None; got {dst!r}.")
+        if dst is not None and not 0 <= dst < size and size > 1:
+            raise OptionError(f"dst must be a rank of the shard group, 0 to {size - 1}, or None; got {dst!r}.")
+        lines += [f"dst={dst!r}", *_lines_of(entries)]
+    meet("iter_full_state_dict", rank_groups, until_met.error, device, SAVING, lines=lines)
+
+    def fail(error: Exception | None) -> None:
+        agree((), error, rank_groups, device, SAVING)
+
+    fulls = _full_tensors([(entry, dst) for entry in entries], rank_groups, fail)
     try:
-        for entry in remaining:
-            failures: list[Exception] = []
-            full = _full_tensor_on(entry, dst, failures)
-            if failures:
-                raise failures[0]
-            yield entry.name, None if full is None else full.to(entry.template.dtype)
+        for entry, full in zip(entries, fulls, strict=True):
+            yield entry.name, full
     finally:
-        for entry in remaining:
-            _full_tensor_on(entry, dst, [])
+        for _ in fulls:
+            pass
 
 
 def save_full(
@@ -187,12 +273,14 @@ def save_full(
         OptionTypeError: an argument of the wrong type.
         UnsupportedError: units sharded over different groups, an entry that is no tensor and has no plain values, or a
             dtype that safetensors does not have.
+        RankMismatchError: (an OptionError) ranks pass other arguments.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together, error = Consensus.of(model, SAVING), None
-    replicated: ReplicatedTensors | None = None
-    try:
+    together, until_met = Consensus.of(model, SAVING), UntilRanksMeet()
+    same, prints = [f"dtype={dtype!r}", f"max_file_bytes={max_file_bytes!r}", f"spread={bool(spread)}"], ""
+    with until_met:
         replicated = ReplicatedTensors(model)
+        prints = json.dumps(replicated.prints, sort_keys=True)
         if not isinstance(max_file_bytes, (int, float)):
             raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:
@@ -210,18 +298,15 @@ def save_full(
         files = list(plan)
         own = [file for index, file in enumerate(files) if index % num_writers == rank]
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
-    except Exception as raised:
-        error = raised
-    digest = 0 if replicated is None else digest_of(json.dumps(replicated.prints, sort_keys=True).encode())
-    each_digest = together.meet("save_full", [digest], error)
-    assert replicated is not None
-    replicated.compare([together.rank_group], together.device, are_equal=each_digest == [[digest]] * together.size)
-    with bar(sum(file.nbytes for file in files)) as update:
-        turns = _in_turn(files, num_writers)
-        error = _write_in_turn(turns, plan, rank=rank, update=update)
+        turns = list(_in_turn(files, num_writers))
+        same += _lines_of(plan[file][name] for _, file, name in turns)
+    each_digest = together.meet("save_full", [digest_of(prints.encode())], until_met.error, same)
+    are_equal = each_digest.count(each_digest[0]) == together.size
+    replicated.compare([together.rank_group], together.device, are_equal=are_equal)
     texts: dict[str, PartialFile] = {}
     try:
-        together.fail(error)
+        with bar(sum(file.nbytes for file in files)) as update:
+            _write_in_turn(turns, plan, rank=rank, update=update, together=together)
         records = together.texts(json.dumps({_name_in(path, file.path): file.record for file in own}))
         with together.propagate_errors():
             if rank == 0:
@@ -294,28 +379,25 @@ def _in_turn(files: list[FileWriter], num_writers: int) -> Iterator[tuple[int, F
 
 
 def _write_in_turn(
-    turns: Iterable[tuple[int, FileWriter, str]],
+    turns: Sequence[tuple[int, FileWriter, str]],
     plan: _Plan,
     *,
     rank: int | None,
     update: Callable[[int], object],
-) -> Exception | None:
-    """Gather each tensor on its writer, which appends it to its file; return the error of this rank's first failure.
+    together: Consensus,
+) -> None:
+    """Gather each tensor on its writer, which appends it to its file; an error of a rank is raised on all."""
+    until_met = UntilRanksMeet()
 
-    Every rank of the shard group must call this.
-    """
-    failures: list[Exception] = []
-    for writer, file, name in turns:
-        template = file.tensors[name]
-        full = _full_tensor_on(plan[file][name], writer, failures)
-        update(template.nbytes)
-        # A rank that has failed still takes part in the remaining transfers.
-        if writer == rank and full is not None and not failures:
-            try:
-                file.write(name, full.to(template.dtype))
-            except Exception as raised:
-                failures.append(raised)
-    return failures[0] if failures else None
+    def fail(error: Exception | None) -> None:
+        together.fail(error or until_met.error)
+
+    fulls = _full_tensors([(plan[file][name], writer) for writer, file, name in turns], [together.rank_group], fail)
+    for (writer, file, name), full in zip(turns, fulls, strict=True):
+        update(file.tensors[name].nbytes)
+        if writer == rank and full is not None and until_met.error is None:
+            with until_met:
+                file.write(name, full)
 
 
 def _texts_of(model: nn.Module, files: Sequence[FileWriter]) -> dict[str, Any]:

@@ -124,13 +124,9 @@ def full_precision(value: torch.Tensor) -> torch.Tensor | None:
         if is_plain(made) and made.shape == local.shape:
             # Parts of one dtype on all ranks, whatever their class makes.
             return _plain_like(made.to(local.dtype), value)
-    return None if local.numel() else filled_like(value, 0)
-
-
-def filled_like(value: torch.Tensor, fill: float) -> torch.Tensor:
-    """Return a plain tensor like the one that :func:`full_precision` returns, with one number everywhere."""
-    local = local_of(value)
-    return _plain_like(torch.full(local.shape, fill, dtype=local.dtype, device=local.device), value)
+    if local.numel():
+        return None
+    return _plain_like(torch.empty(local.shape, dtype=local.dtype, device=local.device), value)
 
 
 def _plain_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

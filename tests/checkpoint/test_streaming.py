@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_full
-from fsdp_flat.checkpoint import dcp_files
+from fsdp_flat.checkpoint import dcp_files, full_save
 from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.core import units_of
@@ -31,6 +32,7 @@ from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import Tied
+from tests.support.steps import recorded
 from tests.support.wrapper_models import batch, mesh_options, seeded, shard, whole_state
 
 RanksOf = Callable[..., Ranks]
@@ -95,6 +97,53 @@ def test_a_rank_that_stops_early_leaves_no_other_waiting(rank: int) -> None:
         assert_equal(found, expected)
     # Both are at the same collective again.
     assert_equal(whole_state(model), expected)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("where", ["values", "memory", "dtype"])
+@on_ranks(2)
+def test_an_error_of_one_rank_in_the_middle_is_raised_on_all_and_what_was_yielded_is_whole(
+    where: str, failing: int, rank: int
+) -> None:
+    """It may lack the memory of a tensor, its part or the result, or of the result in another dtype."""
+    layers = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]))
+    # Messages that a rank has sent may be left in the group.
+    model = FSDP(layers, process_group=dist.new_group())
+    expected, made = whole_state(model), list[int]()
+    name = {"values": "__init__", "memory": "begin", "dtype": "end"}[where]
+    step = getattr(full_save._Gathering, name)
+
+    def fails_at_the_third(self: Any, *args: Any) -> Any:
+        made.append(1)
+        if rank == failing and len(made) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return step(self, *args)
+
+    begun, found = time.monotonic(), dict[str, torch.Tensor]()
+    with (
+        patch.object(full_save, "_LEAST_NBYTES", 0),
+        patch.object(full_save._Gathering, name, fails_at_the_third),
+        pytest.raises((torch.OutOfMemoryError, PeerFailureError), match="no memory"),
+    ):
+        found.update(iter_full_state_dict(model, dst=None))
+    assert time.monotonic() - begun < 15
+    # The rank that has the result in its hands goes on until ranks meet again.
+    assert len(found) == (3 if where == "dtype" and rank != failing else 2)
+    assert_equal(found, {key: expected[key] for key in found})
+
+
+@on_ranks(2)
+def test_small_tensors_are_sent_together_and_large_ones_by_themselves(rank: int) -> None:
+    """Ranks meet before each transfer, so many small ones would cost more to meet for than to send."""
+    sizes = [300, 300, 4, 4, 4, 300]
+    model = shard(seeded(lambda: nn.Sequential(*[nn.Linear(300, size, bias=False) for size in sizes])), by_blocks=False)
+    expected = whole_state(model)  # connects the ranks
+    with recorded() as record:
+        assert [name for name, _ in iter_full_state_dict(model)] == [f"{at}.weight" for at in range(6)]
+    assert record.counts()["all_gather"] == 5
+    with patch.object(full_save, "_LEAST_NBYTES", 3 << 20), recorded() as record:
+        assert_equal(dict(iter_full_state_dict(model, dst=None)), expected)
+    assert record.counts()["all_gather"] == 2
 
 
 @on_ranks(2)
