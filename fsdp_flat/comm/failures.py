@@ -143,8 +143,8 @@ def ended_ranks(rank_group: RankGroup) -> list[int]:
     return found
 
 
-def while_ranks_live(make: Callable[[], Made], rank_group: RankGroup) -> Made:
-    """Return what ``make`` returns, which needs all ranks of a group; raise a PeerFailureError once one has ended."""
+def _begun(make: Callable[[], Made]) -> Future[Made]:
+    """Begin to call ``make`` in a thread, which ends by the group's timeout only, if a rank is missing."""
     made: Future[Made] = Future()
 
     def run() -> None:
@@ -153,8 +153,13 @@ def while_ranks_live(make: Callable[[], Made], rank_group: RankGroup) -> Made:
         except BaseException as error:
             made.set_exception(error)
 
-    # A daemon: it ends by the group's timeout only, if a rank is missing.
     threading.Thread(target=run, name="fsdp_flat_make", daemon=True).start()
+    return made
+
+
+def while_ranks_live(make: Callable[[], Made], rank_group: RankGroup) -> Made:
+    """Return what ``make`` returns, which needs all ranks of a group; raise a PeerFailureError once one has ended."""
+    made = _begun(make)
     while not wait([made], LOOK_INTERVAL_S).done:
         if ended := ended_ranks(rank_group):
             raise PeerFailureError(
@@ -221,6 +226,20 @@ def keep_waiting(
             raise error
         if is_over(max(LOOK_INTERVAL_S, waited / 10)):
             return
+
+
+def keep_waiting_in_thread(
+    make: Callable[[], None], rank_group: RankGroup, sources: Collection[int], collective: str
+) -> None:
+    """Wait as :func:`keep_waiting` for a function that blocks, and that no timeout may end: gloo closes connections."""
+    made = _begun(make)
+
+    def is_over(seconds: float) -> bool:
+        return bool(wait([made], seconds).done)
+
+    if not is_over(min(LOOK_AFTER_S, WARN_AFTER_S)):
+        keep_waiting(is_over, rank_group, sources, collective)
+    made.result()
 
 
 def reason_of(error: BaseException) -> str:

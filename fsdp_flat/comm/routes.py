@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import irecv, isend
 
-from fsdp_flat.comm.failures import ended_ranks, named_errors
+from fsdp_flat.comm.failures import ended_ranks, keep_waiting_in_thread, named_errors
 from fsdp_flat.comm.flat_collectives import (
     BackendCollectives,
     CollectiveChoice,
@@ -22,6 +22,7 @@ from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transp
 from fsdp_flat.errors import PeerFailureError
 
 _OWN = CollectiveChoice()
+TRANSFER = "a transfer between ranks, for a state dict"
 
 
 def collectives_for(
@@ -106,9 +107,18 @@ class GroupChannel:
         if not batch:
             return
         assert self._group is not None
-        with named_errors("a transfer between ranks, for a state dict", RankGroup.of(self._group)):
-            for work in dist.batch_isend_irecv(batch):
-                work.wait()
+        rank_group = RankGroup.of(self._group)
+        with named_errors(TRANSFER, rank_group):
+            works = dist.batch_isend_irecv(batch)
+
+            def wait() -> None:
+                for work in works:
+                    work.wait()
+
+            if moves_by_gloo(self._group, self.device):
+                keep_waiting_in_thread(wait, rank_group, {each.group_peer for each in batch}, TRANSFER)
+            else:
+                wait()
 
 
 def absences(rank_group: RankGroup, *, asks_gloo: bool) -> dict[int, tuple[type[Exception], str]]:

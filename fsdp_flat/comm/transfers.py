@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_flat.comm.calls import calls_of
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.routes import Channel, channel_for
+from fsdp_flat.comm.routes import TRANSFER, Channel, channel_for
 from fsdp_flat.layout import TransferPlan
 
 # Sender and receiver have to use the same threshold.
@@ -47,7 +48,7 @@ class P2PChannels:
         rank of the group; 0 if the caller limits the bytes in flight.
         """
         if rank_group not in self._packing:
-            self._packing[rank_group] = _PackingChannel(channel_for(rank_group, device, self._to_read))
+            self._packing[rank_group] = _PackingChannel(channel_for(rank_group, device, self._to_read), rank_group)
         self._packing[rank_group].add(transfer_plan, source, target, nbytes)
 
     def wait(self) -> None:
@@ -60,11 +61,14 @@ class _PackingChannel:
     """Executes transfer plans in the channel of one group, and packs short runs until it waits.
 
     Ranks pack alike because they wait after the same tensors: when the bytes in flight would exceed the limit, and when
-    all tensors have been added.
+    all tensors have been added. What they add before each wait is one call of the group, also on a rank that sends and
+    receives nothing of it.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, rank_group: RankGroup) -> None:
         self._channel = channel
+        self._calls = None if rank_group.group is None else calls_of(rank_group.group)
+        self._has_begun = False
         self._nbytes = 0
         # Runs to pack, by other rank and dtype.
         self._short_receives: _Runs = {}
@@ -77,6 +81,9 @@ class _PackingChannel:
     ) -> None:
         if self._nbytes + nbytes > _MAX_IN_FLIGHT_NBYTES:
             self.wait()
+        if not self._has_begun and self._calls is not None:
+            self._calls.add(TRANSFER)
+        self._has_begun = True
         self._nbytes += nbytes
         if transfer_plan.kept is not None and source is not None and target is not None:
             target[transfer_plan.kept[1]].copy_(source[transfer_plan.kept[0]])
@@ -118,6 +125,7 @@ class _PackingChannel:
             for target, part in zip(targets, received.split([target.numel() for target in targets]), strict=True):
                 target.copy_(part)
         self._short_receives, self._short_sends, self._copies, self._nbytes = {}, {}, [], 0
+        self._has_begun = False
 
 
 _Runs = dict[tuple[int, torch.dtype], list[torch.Tensor]]

@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_flat import FullStateDictConfig, check_replicas, iter_full_state_dict
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import check_replicas
+from fsdp_flat.checkpoint import full_save
 from fsdp_flat.comm import RankGroup, calls, failures, host_group, rank_groups, torch_barriers, torch_comm
 from fsdp_flat.comm.failures import named_errors
 from fsdp_flat.comm.flat_collectives import BackendCollectives
 from fsdp_flat.errors import PeerFailureError, UsageError
+from fsdp_flat.state.codecs import FULL
+from fsdp_flat.state.model_save import _shards_of
 from tests.comm.test_faults import LIMIT_S, joined, save, step, told, trained, write_error
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, batch, square_loss, wrapped
@@ -66,6 +69,16 @@ def optimizer_state(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     FSDP.optim_state_dict(model, optimizer)
 
 
+def iterate(model: FSDP, _optimizer: torch.optim.Optimizer) -> None:
+    list(iter_full_state_dict(model))
+
+
+def transfer(model: FSDP, _optimizer: torch.optim.Optimizer) -> None:
+    """Gather the full parameters on this rank, without a meeting before."""
+    assert model._unit is not None
+    FULL.gather(_shards_of([model._unit], FULL, ""), FullStateDictConfig())
+
+
 Call = Callable[[FSDP, torch.optim.Optimizer], None]
 # Calls by rank 0 alone, and what the error names.
 CALLS: dict[str, tuple[Call, str]] = {
@@ -76,6 +89,8 @@ CALLS: dict[str, tuple[Call, str]] = {
     "clip_grad_norm_": (clip, "clip_grad_norm_"),
     "torch's clip_grad_norm_": (clip_by_torch, "clip_grad_norm_"),
     "state_dict": (state_dict, "state_dict"),
+    "iter_full_state_dict": (iterate, "iter_full_state_dict"),
+    "a transfer": (transfer, "a transfer between ranks, for a state dict"),
     "optim_state_dict": (optimizer_state, "optim_state_dict|an optimizer state dict"),
 }
 
@@ -100,6 +115,24 @@ def test_a_call_on_rank_0_alone_beside_a_barrier_ends_on_all_ranks_in_seconds(
         assert re.search(CALLS[name][1], text), f"rank {rank}: {text}"
         assert "torch.distributed.barrier()" in text, f"rank {rank}: {text}"
         assert "Every rank must" in text, f"rank {rank}: {text}"
+
+
+def leave_an_iteration(rank: int, port: int, places: str, folder: str) -> None:
+    """Rank 0 iterates over all entries; the others leave after the first. Each writes its error."""
+    with joined(rank, port, places):
+        model, _ = trained(folder)
+        with mock.patch.object(full_save, "_LEAST_NBYTES", 0):  # one tensor at a time
+            remaining = iter_full_state_dict(model)
+            next(remaining)
+            write_error(folder, dist.barrier if rank else lambda: list(remaining))
+
+
+@pytest.mark.parametrize("places", ["aaaa", "ab"])
+def test_an_iterator_that_ranks_leave_for_a_barrier_is_named_in_seconds(places: str, tmp_path: Path) -> None:
+    texts = told(tmp_path, leave_an_iteration, places, num_ranks=len(places))
+    for rank, text in texts.items():
+        assert float(text.partition(" ")[0]) < LIMIT_S, texts
+        assert "an exchange between ranks while saving" in text, f"rank {rank}: {text}"
 
 
 @contextmanager
