@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         0 if all pass, else the exit status of a session that failed.
     """
+    begun = time.monotonic()
     os.chdir(ROOT)
     paths = [argument for argument in arguments if not argument.startswith("-") and Path(argument).exists()]
     files = files_of(paths or ["tests"], () if paths else APART)
@@ -72,11 +73,14 @@ def main(arguments: list[str]) -> int:
             session.start()
             stack.callback(session.terminate)
         os.close(progress_end)
-        begun = time.monotonic()
         show_progress(progress, sessions, queue if "-x" in options else None)
-        stop_server()  # so that the time of the ranks counts
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        print(f" {time.monotonic() - begun:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU", flush=True)
+        # The time of processes counts once they have been waited for.
+        for session in sessions:
+            session.join()
+        stop_server()
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        used_s = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        print(f" {time.monotonic() - begun:.0f} s, {used_s:.0f} s of CPU", flush=True)
         return report(sessions, logs)
 
 
