@@ -209,7 +209,7 @@ def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(front: str)
 @WRAPPER_FRONTS
 @MEMORY
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x1"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_ranks_that_use_other_units_in_no_sync_get_the_mean_with_zeros(
     layout: str, shared_memory: bool, front: str, mode: Any, rank: int
 ) -> None:

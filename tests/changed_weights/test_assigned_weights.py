@@ -97,7 +97,7 @@ class HalfUsed(nn.Module):
 
 @MEMORY
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_step_after_a_forward_without_backward_is_seen_where_this_rank_has_no_gradients(
     layout: str, shared_memory: bool
 ) -> None:

@@ -108,7 +108,7 @@ def test_a_recorded_sequence_has_names_sizes_and_the_order(rank: int) -> None:
 
 @WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything(
     layout: str, front: str, rank: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything
 @pytest.mark.parametrize(
     "layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 1x2"]
 )
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_the_collectives_of_a_step_are_the_same_on_both_ranks_whatever_their_losses_use(
     layout: str, front: str, rank: int
 ) -> None:
@@ -127,6 +127,6 @@ def test_the_collectives_of_a_step_are_the_same_on_both_ranks_whatever_their_los
 
 
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x2"])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_the_collectives_of_a_step_are_the_same_on_four_ranks_whatever_their_losses_use(layout: str, rank: int) -> None:
     check(layout, "originals", rank, USES)

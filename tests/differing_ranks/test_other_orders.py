@@ -73,7 +73,7 @@ def check(layout: str, wrap: Callable[..., FSDP], when: str, front: str, shared_
 @WHENS
 @WRAPS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_units_in_another_order_raise_on_every_rank_without_shared_memory(
     layout: str, wrap: Callable[..., FSDP], when: str, front: str
 ) -> None:
@@ -83,7 +83,7 @@ def test_units_in_another_order_raise_on_every_rank_without_shared_memory(
 @WHENS
 @WRAPS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
     layout: str, wrap: Callable[..., FSDP], when: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
 @WRAPPER_FRONTS
 @WHENS
 @pytest.mark.parametrize("layout", NOTHING_GATHERED)
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
     layout: str, when: str, front: str
 ) -> None:
@@ -104,7 +104,7 @@ def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
 @WHENS
 @WRAPS
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_replica_that_runs_units_in_another_order_makes_every_rank_raise(
     shared_memory: bool, wrap: Callable[..., FSDP], when: str, front: str
 ) -> None:
@@ -113,11 +113,11 @@ def test_a_replica_that_runs_units_in_another_order_makes_every_rank_raise(
 
 @WRAPPER_FRONTS
 @WHENS
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_rank_of_one_replica_that_runs_units_in_another_order_makes_every_rank_raise(when: str, front: str) -> None:
     check("HYBRID_SHARD 2x2", by_policy, when, front, False, [1])
 
 
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_one_of_four_ranks_that_runs_units_in_another_order_makes_every_rank_raise() -> None:
     check("FULL_SHARD", by_policy, "after two steps", "originals", False, [2])

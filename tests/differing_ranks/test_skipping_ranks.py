@@ -91,14 +91,14 @@ LAYOUTS = pytest.mark.parametrize(
 
 @WRAPPER_FRONTS
 @LAYOUTS
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_unit_that_only_some_ranks_use_gets_the_mean_with_zeros(layout: str, front: str, shared_memory: bool) -> None:
     train(Beside(Skipping(), front, **placed(layout, shared_memory=shared_memory)))
 
 
 @MEMORY
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x2", "HYBRID_SHARD 4x1"])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_unit_that_only_some_of_four_ranks_use_gets_the_mean_with_zeros(layout: str, shared_memory: bool) -> None:
     train(Beside(Skipping(), "originals", **placed(layout, shared_memory=shared_memory)))
 
@@ -106,7 +106,7 @@ def test_a_unit_that_only_some_of_four_ranks_use_gets_the_mean_with_zeros(layout
 @MEMORY
 @pytest.mark.parametrize("front, layout", [("flat", "FULL_SHARD"), ("originals", "SHARD_GRAD_OP")])
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_POST, None], ids=["after", "none"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_the_same_holds_for_other_prefetches(
     prefetch: BackwardPrefetch | None, layout: str, front: str, shared_memory: bool
 ) -> None:
@@ -117,14 +117,14 @@ def test_the_same_holds_for_other_prefetches(
 @WRAPPER_FRONTS
 @pytest.mark.parametrize("wrap", [by_policy, by_hand])
 @pytest.mark.parametrize("skips", [SKIPS[0], SKIPS[2], SKIPS[5], SKIPS[7]], ids=str)
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_the_same_holds_in_the_very_first_step(skips: Skips, wrap: Any, front: str) -> None:
     Beside(Skipping(), front, shard=wrap).train(loss_with(skips), num_steps=2)
 
 
 @WRAPPER_FRONTS
 @LAYOUTS
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_two_forwards_that_skip_different_units_before_one_backward_equal_the_replica(
     layout: str, front: str, shared_memory: bool
 ) -> None:
@@ -134,7 +134,7 @@ def test_two_forwards_that_skip_different_units_before_one_backward_equal_the_re
 
 
 @WRAPPER_FRONTS
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_unit_that_every_rank_runs_and_none_uses_keeps_no_gradient(front: str) -> None:
     beside = Beside(Skipping(), front)
     for block in (0, 1, 2, 1):
@@ -168,7 +168,7 @@ class StochasticDepth(nn.Module):
 
 @WRAPPER_FRONTS
 @MEMORY
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_loss_of_the_step_before_that_is_still_held_changes_nothing(front: str, shared_memory: bool) -> None:
     options = placed("FULL_SHARD", shared_memory=shared_memory)
     beside = Beside(StochasticDepth(), front, units=(SkippingItself,), **options)
@@ -203,7 +203,7 @@ class Wide(nn.Module):
     "front, layout", [("flat", "FULL_SHARD"), ("originals", "FULL_SHARD"), ("originals", "NO_SHARD")]
 )
 @pytest.mark.parametrize("skipping", [0, 1])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_unit_inside_another_that_one_rank_skips_equals_the_replica(
     skipping: int, layout: str, front: str, shared_memory: bool
 ) -> None:
@@ -240,7 +240,7 @@ class Detached(nn.Module):
 
 @MEMORY
 @WRAPPER_FRONTS
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_another_forward_follows_one_whose_outputs_need_gradients_on_some_ranks_only(
     front: str, shared_memory: bool
 ) -> None:

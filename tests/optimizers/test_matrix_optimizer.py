@@ -372,7 +372,7 @@ def test_low_precision_and_offload_step_as_the_unwrapped_optimizer_on_the_same_g
 
 
 @pytest.mark.parametrize("make", [Adafactor, torch.optim.Adagrad, torch.optim.SGD], ids=["adafactor", "adagrad", "sgd"])
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_torchs_state_dict_functions_work_on_a_rank_that_owns_nothing(make: Any, rank: int) -> None:
     model = shard(nn.Sequential(nn.Linear(3, 4, bias=False)), by_blocks=False, use_orig_params=True)
     optimizer = MatrixOptimizer(model, make)

@@ -37,7 +37,7 @@ from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Tied
-from tests.support.patience import alone_after, impatient
+from tests.support.patience import SECONDS, alone_after, impatient
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, recorded
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
@@ -357,7 +357,7 @@ def test_a_save_on_rank_zero_alone_is_found_and_the_group_goes_on(kind: Any, ran
                 begun = time.monotonic()
                 with pytest.raises(UsageError, match=rf"^{what} was called on rank 0 .* rank\(s\) \[1\] have not"):
                     call()
-                assert time.monotonic() - begun < 5
+                assert time.monotonic() - begun < SECONDS
     dist.barrier()
     other = shard(seeded(seed=1))
     other_optimizer = OPTIMIZERS["adamw"](other.parameters())
@@ -448,7 +448,7 @@ def test_a_save_on_another_rank_alone_is_found_when_rank_zero_goes_on_to_train(k
             ),
         ):
             model.state_dict()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < SECONDS
     # Rank 0's gather waits for it, and nothing is lost.
     train(model, optimizer, TASKS["uneven"], range(1, 2))
     whole_state(model)

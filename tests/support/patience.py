@@ -25,6 +25,8 @@ SHORT: dict[ModuleType, dict[str, float]] = {
 }
 # How much later than others a rank comes that is waited for: several times what they wait before they look.
 LATE_S = 0.3
+# Within which ranks are told of a failure, on a loaded machine too; much less than the minute of a group's timeout.
+SECONDS = 15.0
 # The timeout of a group in which ranks wait in vain.
 TIMEOUT_S = 1.0
 

@@ -184,7 +184,7 @@ AROUND = (around_the_wrapper, around_a_parent, around_a_unit, around_a_parent_of
 @WHEN
 @pytest.mark.parametrize("then", ["forward", "state_dict"])
 @pytest.mark.parametrize("around", AROUND)
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used(
     around: Callable[[FSDP, Any], nn.Module],
     then: str,
