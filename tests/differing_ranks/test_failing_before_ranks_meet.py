@@ -34,10 +34,9 @@ from fsdp_flat import (
     save_full,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import agreement
 from fsdp_flat.errors import PeerFailureError
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import patience
+from tests.support.patience import alone_after
 from tests.support.wrapper_models import seeded, shard, whole_state
 
 LIMIT_S = 8.0
@@ -226,7 +225,7 @@ def test_a_rank_that_no_other_rank_meets_raises_its_own_error(tmp_path: Path, ra
     """What it failed with says more than that it was alone."""
     model = fully_shard(seeded())
     if rank == 0:
-        with patience(agreement, 0.2), pytest.MonkeyPatch.context() as patch:
+        with alone_after(0.2), pytest.MonkeyPatch.context() as patch:
             patch.setattr(PRINT, fail)
             with pytest.raises(MemoryError, match="no room"):
                 save_checkpoint(tmp_path, model)

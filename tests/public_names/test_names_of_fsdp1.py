@@ -13,10 +13,10 @@ import torch.distributed.fsdp
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.compat.private_names import does
 from fsdp_flat.compat.torch_names import PEER, home_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.fully_sharded_data_parallel import HandleTrainingState, ProcessGroupType, TrainingState
+from tests.compat.test_private_names import does
 from tests.support import on_ranks
 from tests.support.wrapper_models import seeded, shard
 

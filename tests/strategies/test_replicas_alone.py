@@ -57,7 +57,7 @@ def run_alone(model: Any, *, trains: bool, num_forwards: int = 1) -> list[torch.
 @pytest.mark.parametrize("layout", ["HYBRID_SHARD 2x2", "_HYBRID_SHARD_ZERO2 2x2", "NO_SHARD"])
 @pytest.mark.parametrize("trains", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("keeps_outputs", [False, True], ids=["dropped", "kept"])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_replica_may_run_forwards_with_gradients_that_no_backward_reaches(
     keeps_outputs: bool, trains: bool, layout: str, front: str, shared_memory: bool
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_replica_may_run_forwards_with_gradients_that_no_backward_reaches(
 
 @FRONTS
 @pytest.mark.parametrize("reentrant", [False, True])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_replica_may_run_checkpointed_forwards_that_no_backward_reaches(reentrant: bool, front: str) -> None:
     class Recomputed(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_a_replica_may_run_checkpointed_forwards_that_no_backward_reaches(reentr
 
 
 @FRONTS
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_replica_may_run_a_forward_with_gradients_before_the_first_step(front: str) -> None:
     pair = Beside(Stack(), front, **placed("HYBRID_SHARD 2x2", front))
     run_alone(pair.ours, trains=True)
@@ -100,7 +100,7 @@ def test_a_replica_may_run_a_forward_with_gradients_before_the_first_step(front:
 
 @FRONTS
 @pytest.mark.parametrize("accumulates", [False, True])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_replica_may_run_a_forward_with_gradients_between_a_forward_and_its_backward(
     accumulates: bool, front: str
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_replica_may_run_a_forward_with_gradients_between_a_forward_and_its_ba
 
 
 @FRONTS
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_replicas_may_run_different_numbers_of_forwards_before_one_backward(front: str) -> None:
     pair = Beside(Stack(), front, note_outputs=False, **placed("HYBRID_SHARD 2x2", front))
     num_forwards = 3 if dist.get_rank() < 2 else 1
@@ -134,7 +134,7 @@ def test_replicas_may_run_different_numbers_of_forwards_before_one_backward(fron
 
 
 @pytest.mark.parametrize("front", ["originals", "fully_shard"])
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_replica_may_run_a_forward_with_gradients_before_a_memory_budget_is_spent(front: str) -> None:
     options = placed("HYBRID_SHARD 2x2", front)
     budget = {"reshard_after_forward": "1MB"} if front == "fully_shard" else {"sharding_strategy": "HYBRID_SHARD:1MB"}
