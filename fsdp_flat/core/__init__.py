@@ -12,7 +12,15 @@ from fsdp_flat.core.gradients import FlatGradBuffer, without
 from fsdp_flat.core.group_collectives import SmallerGroup
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.guard import Guard, guards_in_use, use_guards
-from fsdp_flat.core.inner_tensors import assign, copy_of, inner_tensors, made_like, plain_tensors_in, seeded_alike
+from fsdp_flat.core.inner_tensors import (
+    assign,
+    copy_of,
+    inner_tensors,
+    made_like,
+    made_on,
+    plain_tensors_in,
+    seeded_alike,
+)
 from fsdp_flat.core.layout import FlatLayout, Layout, LocalShard, ParamInfo, PerParamLayout, alignment_numel
 from fsdp_flat.core.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.core.optimizer_grads import (
@@ -53,6 +61,7 @@ from fsdp_flat.core.torch_core import (
     LOW_PRECISION_HOOKS,
     VERSION_OF,
     active_compiler,
+    attributes_of,
     concatenated_mesh,
     dtensor_of,
     dynamo_disabled,

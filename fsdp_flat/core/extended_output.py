@@ -7,20 +7,34 @@ unsharded parameter of what all ranks have sent. So weights may be sent, and com
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, agree, unrecorded
 from fsdp_flat.core.buffers import AllGatherOutput, FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
 from fsdp_flat.core.group_spec import ParamGroupSpec
+from fsdp_flat.core.inner_tensors import made_on, plain_tensors_in
 from fsdp_flat.core.layout import Layout
 from fsdp_flat.core.params import ManagedParam
-from fsdp_flat.core.torch_core import VERSION_OF, attributes_of, has_inner_tensors, local_of, set_versions
+from fsdp_flat.core.torch_core import (
+    VERSION_OF,
+    attributes_of,
+    fake_mode,
+    has_inner_tensors,
+    has_values,
+    is_plain,
+    local_of,
+    set_versions,
+)
 from fsdp_flat.errors import ShardingError, UnsupportedError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -39,6 +53,15 @@ _SENT = ErrorTexts(
 def has_extension(local: torch.Tensor) -> bool:
     """Return whether a local tensor is all-gathered by functions of its own."""
     return hasattr(local, _PRE) or hasattr(local, _POST)
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all memory of a tensor's storage as bytes (1-D)."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class _BytesTarget(GatherTarget):
@@ -81,7 +104,7 @@ class _ExtendedParam:
         self._input_sizes: list[torch.Size] = []
         self._metadata: Any = None
         self._checked: torch.Tensor | None = None
-        self._takes_mesh_only = False
+        self._takes_mesh_only = self._has_checked_out = False
 
     def describe(self) -> str:
         return f"{self._fqn!r} {tuple(self._size)} of unit {self._output.spec.unit_name!r}"
@@ -159,6 +182,59 @@ class _ExtendedParam:
                 f"{self._output.world_size} ranks, so each must have the padded shape {tuple(self._padded_size)}."
             )
 
+    def _error_of_result(self, got: str) -> ShardingError:
+        return ShardingError(
+            f"fsdp_post_all_gather of parameter {self.describe()} returned {got}; expected the whole parameter, which "
+            f"has {self._size.numel()} elements (more are padding), and a tuple of the tensors that are freed with it."
+        )
+
+    def _checked_result(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        is_pair = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[0], torch.Tensor)
+        if not is_pair:
+            raise self._error_of_result(f"a {type(result).__name__}")
+        made, freed = result
+        if made.numel() < self._size.numel():
+            raise self._error_of_result(f"a {type(made).__name__} of shape {tuple(made.size())}")
+        return made, freed
+
+    def _check_out(self, local: torch.Tensor, fill: Callable[[], object]) -> None:
+        """Fill the unsharded parameter for the first time by ``out``; raise if its memory is left as it was.
+
+        That is memory which is freed between all-gathers, or which a trained plain parameter has for itself. Two
+        patterns are written to it before, since its values may be equal to one.
+        """
+        held, param = self._memory(), self.param
+        if not all(map(has_values, held.values())):
+            fill()
+            return
+        own = {_place_of(buffer.tensor) for buffer in self.freed}
+        before: dict[int, torch.Tensor] = {}
+        if param is not None and param.requires_grad and is_plain(local_of(param).data):
+            others = [*plain_tensors_in(local), *tree_leaves(self._metadata), *(each.tensor for each in self.outputs)]
+            theirs = {_place_of(each) for each in others if isinstance(each, torch.Tensor)}
+            before = {place: _bytes_of(each).clone() for place, each in held.items() if place not in own | theirs}
+        left = {place: _bytes_of(each) for place, each in held.items() if place in own or place in before}
+        for mark in (0x7F, 0x2A):
+            for each in left.values():
+                each.fill_(mark)
+            fill()
+            now = self._memory()
+            left = {place: each for place, each in left.items() if place in now and (each == mark).all()}
+            if not left:
+                return
+        for place in before.keys() & left.keys():
+            left[place].copy_(before[place])
+        raise ShardingError(
+            f"fsdp_post_all_gather of parameter {self.describe()} was called with out=..., the unsharded parameter, "
+            "and has not written to its memory, which has old weights or none. Copy what was gathered to out "
+            "(out.copy_(...)), unless out is made of the all-gather outputs themselves."
+        )
+
+    def _memory(self) -> dict[int, torch.Tensor]:
+        """Return by storage the plain tensors that the unsharded parameter is made of, those with elements."""
+        assert self.param is not None
+        return {_place_of(each): each for each in plain_tensors_in(local_of(self.param).detach()) if each.numel()}
+
     def lines(self) -> list[str]:
         """Describe what this rank sends."""
         sent = zip(self._input_dtypes, self._input_sizes, strict=True)
@@ -171,6 +247,27 @@ class _ExtendedParam:
             FlatBuffer(torch.empty(numel, dtype=dtype, device=self._output.device))
             for numel, dtype in zip(numels, self._input_dtypes, strict=True)
         ]
+
+    def nbytes_to_gather(self, local: torch.Tensor) -> int:
+        """Return the bytes of the outputs, and of what is freed with them, before the first all-gather.
+
+        The extension is called with fake tensors. One that cannot be is taken to send what ``local`` is made of.
+        """
+        parts = list(plain_tensors_in(local))
+        is_fake = not all(map(has_values, parts))
+        try:
+            with torch.no_grad(), nullcontext() if is_fake else fake_mode(allow_non_fake_inputs=True):
+                fake = made_on(local, local.device)
+                if len(parts) == 1 and parts[0] is local:
+                    fake.__dict__.update(local.__dict__)  # functions that a caller has set
+                trial = copy.copy(self)
+                trial.outputs, trial.freed, trial.param = [], [], None
+                trial.inputs(fake)
+                trial.make_outputs()
+                trial.fill(fake)
+        except Exception:
+            return self._output.world_size * sum(part.nbytes for part in parts)
+        return sum(buffer.full_nbytes for buffer in (*trial.outputs, *trial.freed))
 
     def fill(self, local: torch.Tensor) -> bool:
         """Make the unsharded parameter of the outputs; return whether it is another object than before."""
@@ -186,18 +283,26 @@ class _ExtendedParam:
                 buffer.tensor.view(world_size * size[0], *size[1:]) if size else buffer.tensor
                 for buffer, size in zip(self.outputs, self._input_sizes, strict=True)
             )
-            post_all_gather = cast(Any, local).fsdp_post_all_gather
+            post_all_gather = partial(
+                cast(Any, local).fsdp_post_all_gather, outputs, self._metadata, self._output.dtype
+            )
             if not is_new:
-                post_all_gather(outputs, self._metadata, self._output.dtype, out=self.param)
+                if self._has_checked_out:
+                    post_all_gather(out=self.param)
+                else:
+                    self._has_checked_out = True
+                    self._check_out(local, partial(post_all_gather, out=self.param))
                 return False
-            made, freed = post_all_gather(outputs, self._metadata, self._output.dtype)
+            made, freed = self._checked_result(post_all_gather())
         made = torch.as_strided(made, self._size, self._stride, 0)
+        if made.size() != self._size:
+            raise self._error_of_result(f"a {type(made).__name__} of shape {tuple(made.size())}")
         self.param = nn.Parameter(self._adapter.from_local(made), requires_grad=False)
         self.param.__dict__.update(self._attributes)
-        held = {buffer.tensor.untyped_storage()._cdata for buffer in self.outputs}
+        held = {_place_of(buffer.tensor) for buffer in self.outputs}
         for tensor in freed:
-            if tensor.untyped_storage()._cdata not in held:
-                held.add(tensor.untyped_storage()._cdata)
+            if _place_of(tensor) not in held:
+                held.add(_place_of(tensor))
                 self.freed.append(FlatBuffer(tensor))
         return True
 
@@ -252,6 +357,13 @@ class ExtendedOutput(AllGatherOutput):
     def full_nbytes(self) -> int:
         """Number of bytes that a free gives back, once the first all-gather has made the outputs."""
         return sum(buffer.full_nbytes for buffer in self._memory)
+
+    def gathered_nbytes(self, params: Sequence[nn.Parameter]) -> int:
+        """Return the number of bytes of the unsharded parameters, also before the first all-gather."""
+        if self._memory:
+            return self.full_nbytes
+        pairs = zip(self._extended, params, strict=True)
+        return sum(each.nbytes_to_gather(local_of(param)) for each, param in pairs)
 
     @property
     def nbytes(self) -> int:

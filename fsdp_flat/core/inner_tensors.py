@@ -39,6 +39,16 @@ def made_like(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.
     return made
 
 
+def made_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like another one of any class, without values, in memory of its own on a device."""
+    inner = {name: made_on(each, device) for name, each in inner_tensors(tensor).items()}
+    if not inner:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    made = made_like(tensor, inner)
+    # Settings may have the device. A class may have no empty_like.
+    return made if made.device == device else made_like(torch.empty_like(tensor, device=device), inner)
+
+
 def assign(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values, exactly those of tensors of one class: ``copy_`` of a quantized one may quantize once more."""
     own, others = inner_tensors(local_of(target)), inner_tensors(local_of(source))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core.inner_tensors import inner_tensors, made_like, seeded_alike
+from fsdp_flat.core.inner_tensors import inner_tensors, made_like, made_on, seeded_alike
 from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.shown_dtensors import DTensorShown, InnerPart
 from fsdp_flat.core.torch_core import is_plain, local_of
@@ -95,10 +95,7 @@ class ExtendedShown(DTensorShown):
             return full
         device = full.device if local.is_meta else local.device
         with torch.no_grad(), seeded_alike(device):
-            inner = {name: torch.empty_like(each, device=device) for name, each in inner_tensors(whole).items()}
-            made = made_like(whole, inner)
-            if made.device != device:  # the settings have the device
-                made = made_like(torch.empty_like(whole, device=device), inner)
+            made = made_on(whole, device)
             made.copy_(full.detach().to(device))  # which may round at random
         return made
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -53,6 +53,9 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 # Returns whether two tensors share a storage; there is no public equivalent that takes fake tensors.
 is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+# Context in which new tensors have no memory, and operators compute shapes and dtypes alone; documented, not exported.
+fake_mode: Callable[..., AbstractContextManager[Any]] = FakeTensorMode
 
 # Context outside of ``FakeTensorMode``, in which a mesh reads its ranks: it keeps them in a tensor.
 outside_fake_mode: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily

@@ -30,6 +30,7 @@ from tests.support.extended_tensors import (
     Mute,
     NewPair,
     Pair,
+    Rounded,
     SentInBfloat16,
     SentInInt8,
     SentUnpadded,
@@ -385,6 +386,129 @@ def test_extensions_that_cannot_be_called_are_refused_by_name() -> None:
     model[0].up.weight._local_tensor.fsdp_pre_all_gather = lambda mesh, size: None  # type: ignore[index, union-attr]
     with pytest.raises(ShardingError, match=r"'up.weight'.*takes 2 arguments"):
         model(batch(dist.get_rank()))
+
+
+def changed(post: Callable[..., Any], *, sends: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Shard a linear whose local tensor is all-gathered in bf16, and made whole by ``post(tensor, dtype, out)``."""
+    torch.manual_seed(0)
+    layer = fully_shard(nn.Linear(8, 8, bias=False))
+    local = layer.weight._local_tensor  # type: ignore[union-attr]
+
+    def pre_all_gather(mesh: Any) -> Any:
+        return ((sends or torch.Tensor.bfloat16)(local),), None
+
+    def post_all_gather(outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return post(outputs[0], param_dtype, out)
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather  # type: ignore[union-attr]
+    return layer
+
+
+def whole_and(freed: Callable[..., tuple[Any, ...]], fill: Callable[..., object]) -> Callable[..., Any]:
+    def post(tensor: torch.Tensor, dtype: torch.dtype, out: Any) -> Any:
+        if out is not None:
+            return fill(out, tensor)
+        whole = tensor.to(dtype)
+        return whole, freed(tensor, whole)
+
+    return post
+
+
+def ignored(_out: Any, _tensor: torch.Tensor) -> None:
+    pass
+
+
+def copied(out: Any, tensor: torch.Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(tensor[: len(out)])
+
+
+def replaced(out: Any, tensor: torch.Tensor) -> None:
+    out.data = tensor.to(out.dtype)
+
+
+def both(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor, whole
+
+
+def sent_alone(tensor: torch.Tensor, _whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (tensor,)
+
+
+@pytest.mark.parametrize("freed", [both, sent_alone])
+@on_ranks(2)
+def test_an_extension_that_leaves_out_as_it_was_is_refused_at_the_second_all_gather(freed: Callable[..., Any]) -> None:
+    layer = changed(whole_and(freed, ignored))
+    x = batch(dist.get_rank())
+    layer(x).pow(2).mean().backward()
+    with pytest.raises(ShardingError, match=r"'weight' \(8, 8\).*called with out=.*not written.*copy_"):
+        layer(x)
+
+
+@pytest.mark.parametrize("fill", [copied, replaced])
+@pytest.mark.parametrize("freed", [both, sent_alone])
+@pytest.mark.parametrize("value", [None, 0x7F7F, 0x2A2A])
+@on_ranks(2)
+def test_an_extension_that_fills_out_in_its_own_way_trains(
+    value: int | None, freed: Callable[..., Any], fill: Callable[..., Any]
+) -> None:
+    """Weights may have the bits by which memory is known that was not written."""
+    layer = changed(whole_and(freed, fill))
+    plain = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        if value is None:
+            torch.manual_seed(0)
+            plain.reset_parameters()
+        else:
+            plain.weight.copy_(torch.tensor(value, dtype=torch.int16).view(torch.bfloat16))
+        layer.weight._local_tensor.copy_(plain.weight.chunk(2)[dist.get_rank()])
+    x = batch(dist.get_rank()) * (1.0 if value is None else 1e-30)
+    rounded = plain.weight.detach().bfloat16().float()
+    for _ in range(3):
+        output = layer(x)
+        torch.testing.assert_close(output, x @ rounded.T)
+        output.sum().backward()
+
+
+@on_ranks(2)
+def test_a_frozen_parameter_that_keeps_what_it_made_first_trains_nothing_and_is_not_refused() -> None:
+    layer = changed(whole_and(sent_alone, ignored))
+    layer.weight.requires_grad_(False)
+    x = batch(dist.get_rank())
+    first = layer(x.requires_grad_())
+    first.sum().backward()
+    assert torch.equal(layer(x), first)
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
+    "too few rows": (lambda tensor, dtype, out: (tensor[:-1].to(dtype), ()), r"a Tensor of shape \(7, 8\)"),
+    "too few rows of a view": (lambda tensor, dtype, out: (tensor[:-1], ()), r"a Tensor of shape \(7, 8\)"),
+    "too few rows of a class": (
+        lambda tensor, dtype, out: (Rounded.of(tensor[:-1].float()), ()),
+        r"a Rounded of shape \(7, 8\)",
+    ),
+    "too many rows of a class that has no views": (
+        lambda tensor, dtype, out: (Rounded.of(torch.cat([tensor, tensor]).float()), ()),
+        r"a Rounded of shape \(16, 8\)",
+    ),
+    "a tensor": (lambda tensor, dtype, out: tensor.to(dtype), "a Tensor;"),
+    "nothing": (lambda tensor, dtype, out: None, "a NoneType;"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@on_ranks(2)
+def test_an_extension_that_returns_no_whole_parameter_is_refused_by_name(mistake: str) -> None:
+    post, got = MISTAKES[mistake]
+    with pytest.raises(ShardingError, match=rf"'weight' \(8, 8\).*returned {got}.*64 elements"):
+        changed(post)(batch(dist.get_rank()))
+
+
+@on_ranks(2)
+def test_an_extension_of_the_old_form_that_sends_too_few_rows_is_refused_by_name() -> None:
+    layer = changed(whole_and(both, copied), sends=lambda local: local[:-1].bfloat16())
+    with pytest.raises(ShardingError, match=r"'weight' \(8, 8\).*returned a Tensor of shape \(6, 8\)"):
+        layer(batch(dist.get_rank()))
 
 
 @on_ranks(2)
