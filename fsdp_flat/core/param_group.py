@@ -136,6 +136,13 @@ class ParamGroup:
         """Number of bytes of this rank's shard."""
         return self.layout.shard_numel * self.orig_dtype.itemsize
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Number of bytes of the unsharded parameters; they are those of the shard if nothing is sharded."""
+        if self.buffer.is_extended:
+            return cast(ExtendedOutput, self.buffer).gathered_nbytes(self.shown.visible_params)
+        return self.layout.numel * self.compute_dtype.itemsize
+
     def local(self, index: int) -> torch.Tensor:
         """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
         return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]

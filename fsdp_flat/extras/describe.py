@@ -195,7 +195,7 @@ def describe_unit(
             ).itemsize
             for param_group in trainable
         ),
-        gathered_nbytes=sum(param_group.layout.numel * param_group.compute_dtype.itemsize for param_group in gathered),
+        gathered_nbytes=sum(param_group.gathered_nbytes for param_group in gathered),
         whole_grad_nbytes=sum(param_group.layout.numel * param_group.grads.dtype.itemsize for param_group in trainable),
         is_gathered=is_gathered,
         reshard_after_forward=reshard_after_forward,

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_flat.comm import PLANNED, is_accelerator
 from fsdp_flat.tools.planned_job import Machine
-from fsdp_flat.tools.torch_tools import FakeTensor, TorchDispatchMode
+from fsdp_flat.tools.torch_tools import FakeTensor, TorchDispatchMode, has_left_fake_mode
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS = KINDS = range(5)
 
@@ -71,9 +70,14 @@ class LiveBytes(TorchDispatchMode):
         self._resizable: dict[int, _Memory] = {}
 
     def use(self, tensor: torch.Tensor, kind: int) -> None:
-        """Count the memory of a tensor as what it is for."""
-        memory = self._known.get(tensor.untyped_storage()._cdata)
-        if memory is not None and memory.kind != kind:
+        """Count the memory of a tensor as what it is for; that of gathered parameters is resized."""
+        key = tensor.untyped_storage()._cdata
+        memory = self._known.get(key)
+        if memory is None:
+            return
+        if kind == GATHERED:
+            memory.is_resizable, self._resizable[key] = True, memory
+        if memory.kind != kind:
             self._set_kind(memory, kind)
 
     def communicate(self, tensor: torch.Tensor, *, is_gradient: bool) -> None:
@@ -91,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor, kind: int, *, is_empty: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._known or tensor.device.type == "meta":
             return
         on_host = self._on_accelerator and not is_accelerator(tensor.device)
         reference = weakref.ref(storage, partial(self._freed, key))
@@ -125,8 +129,10 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace == "prim":
             # The device of a tensor is asked for most, and known in Python.
             return args[0].device if func is _DEVICE else func(*args, **kwargs)
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operators on local tensors come next
+        if has_left_fake_mode():
+            return func(*args, **kwargs)  # with values
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # of a DTensor, or a tensor of others: its operators on these come next
         self.measure()
         self._on_change()
         name = func.__name__.partition(".")[0]

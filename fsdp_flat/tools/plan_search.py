@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
+from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
 from fsdp_flat.tools.step_memory import StepPhase
 from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
@@ -74,6 +75,8 @@ def _compared(
     wrappings = list(_wrappings(module, arguments.auto_wrap_policy))
     if step.offloads_activations:  # it needs several units
         wrappings = [each for each in wrappings if not each[2]] or wrappings
+    refused: UnsupportedError | None = None
+    num_found = 0
     for wrapping, policy, is_whole in wrappings:
         for recomputed, some in _checkpointing(module, checkpointed, is_whole=is_whole):
 
@@ -101,9 +104,17 @@ def _compared(
                 )
                 return choice, plan
 
-            found = [planned(strategy) for strategy in _strategies(arguments, is_whole=is_whole)]
+            found = []
+            for strategy in _strategies(arguments, is_whole=is_whole):
+                try:
+                    found.append(planned(strategy))
+                except UnsupportedError as error:  # of weights that need units of their own, or a strategy that shards
+                    refused = error
+            num_found += len(found)
             yield from found
             yield from _with_budget(planned, found, limit_nbytes)
+    if refused is not None and not num_found:
+        raise refused
 
 
 def _with_budget(planned: Callable[[Any], _Compared], found: list[_Compared], limit_nbytes: int) -> Iterator[_Compared]:

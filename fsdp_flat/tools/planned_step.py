@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,16 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat.api import CPUOffload, ShardingStrategy, is_a
 from fsdp_flat.comm import PLANNED, collectives_by, strategy_from
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from fsdp_flat.core import FlatGradBuffer, Unit, local_of, offload_optimizer, units_of
+from fsdp_flat.core import (
+    FlatGradBuffer,
+    Unit,
+    attributes_of,
+    local_of,
+    made_on,
+    offload_optimizer,
+    outside_fake_mode,
+    units_of,
+)
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.extras.describe import describe
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -238,8 +248,13 @@ class _Run:
             if self._on_accelerator:
                 unit.step.streams = streams
             for group in unit.param_groups:
-                if group.buffer.owns_memory:
-                    self.counter.use(group.buffer.tensor, GATHERED)
+                if group.buffer.is_extended:
+                    # The first all-gather makes the tensors of all that follow.
+                    group.begin_gather()
+                    group.finish_gather()
+                    group.free()
+                for tensor in group.buffer.tensors if group.buffer.owns_memory else ():
+                    self.counter.use(tensor, GATHERED)
                 comm = group.comm
                 if comm.of_steps is not None and not self._on_accelerator:
                     comm.of_steps = collectives_by(comm.of_steps.rank_group, transport)
@@ -280,7 +295,9 @@ class _Run:
         self._params = [param for param in model.parameters() if param.requires_grad]
         self.counter.kind = OPTIMIZER
         if step.optimizer is not None and self._params:
-            self._optimizer = _made_optimizer(step.optimizer, self._params, foreach=foreach)
+            # torch chooses no foreach for DTensors of some units beside flat parameters of others.
+            is_mixed = len({isinstance(param, DTensor) for param in self._params}) > 1
+            self._optimizer = _made_optimizer(step.optimizer, self._params, foreach=foreach and not is_mixed)
             if offloads:
                 offload_optimizer(self._optimizer)
             for param in self._params:
@@ -334,10 +351,11 @@ class _Run:
 
 
 def _mesh(arguments: UnitArguments, groups: PlannedGroups) -> DeviceMesh | None:
-    """Return the mesh of ``fully_shard``, made outside of the mode of tensors without values; None for the wrapper."""
-    if arguments.api != "fully_shard":
+    """Return the mesh of ``fully_shard`` or of a hybrid strategy, made outside of ``FakeTensorMode``, or None."""
+    is_hybrid = strategy_from(arguments.sharding_strategy).is_hybrid
+    if arguments.api != "fully_shard" and (not is_hybrid or arguments.num_ranks == 1):
         return None
-    if groups.replicate.size() == 1 and not strategy_from(arguments.sharding_strategy).is_hybrid:
+    if groups.replicate.size() == 1 and not is_hybrid:
         return DeviceMesh.from_group(groups.shard, "cpu")
     return DeviceMesh.from_group(
         [groups.replicate, groups.shard], "cpu", groups.mesh(), mesh_dim_names=("replicate", "shard")
@@ -345,14 +363,21 @@ def _mesh(arguments: UnitArguments, groups: PlannedGroups) -> DeviceMesh | None:
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    try:
+        return made_on(tensor, device)
+    except Exception as error:
+        raise OptionError(
+            f"plan cannot make a {type(tensor).__name__} of shape {tuple(tensor.shape)} without values: {error!r}. Its "
+            "class needs __tensor_flatten__ and __tensor_unflatten__."
+        ) from error
 
 
 def _without_memory(module: nn.Module, device: torch.device) -> tuple[nn.Module, dict[Any, Any]]:
     """Return a copy of ``module`` on ``device``, and the copy of each of its modules and parameters."""
     params = {param: nn.Parameter(_like(param, device), param.requires_grad) for param in module.parameters()}
-    for param, twin in params.items():
-        twin.__dict__.update(param.__dict__)
+    with outside_fake_mode():  # those that a class has set are not the caller's
+        for param, twin in params.items():
+            twin.__dict__.update(attributes_of(param))
     others = {
         value: _like(value, device)
         for child in module.modules()
@@ -414,20 +439,21 @@ def _sharded(
         "ignored_modules": twins_of(arguments.ignored_modules),
         "ignored_states": twins_of(arguments.ignored_states),
     }
-    if mesh is None:
+    if arguments.api != "fully_shard":
         is_single = arguments.num_ranks == 1
         group = groups.shard if strategy.shards and not is_single else groups.replicate
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of NO_SHARD, which is planned to compare it
             return FullyShardedDataParallel(
                 model,
-                (groups.shard, groups.replicate) if strategy.is_hybrid and not is_single else group,
+                group if mesh is None else None,
                 ShardingStrategy.NO_SHARD if is_single else arguments.sharding_strategy,
                 CPUOffload(arguments.offloads, arguments.offloads_optimizer),
                 wrap_policy,
                 mixed_precision=arguments.mixed_precision,
                 forward_prefetch=arguments.prefetches_forward,
                 use_orig_params=arguments.use_orig_params,
+                device_mesh=mesh,
                 **ignored,
             )
     left_out = resolve_ignored(model, **ignored, nested=())
@@ -502,7 +528,9 @@ def _refusals_of(optimizer: str) -> Iterator[None]:
 def _values_refused(model: str) -> Iterator[None]:
     """Turn what a model raises inside the block, if it reads values of tensors, into an error about that."""
     try:
-        with silent(FAKE_TENSOR_LOGGER):
+        with silent(FAKE_TENSOR_LOGGER), warnings.catch_warnings():
+            # An all-gather extension may look where its tensors are, which here is nowhere.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OptionError(

@@ -33,6 +33,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "has_left_fake_mode",
     "known_groups",
     "run_backward",
     "silent",
@@ -45,6 +46,11 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 DEVICE_MESH_LOGGER = "torch.distributed.device_mesh"
 # Whether torch has one kernel for RMSNorm on accelerators, which keeps no copies of the input in fp32.
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")
+
+
+def has_left_fake_mode() -> bool:
+    """Return whether no ``FakeTensorMode`` is active, as where a mesh reads its ranks."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 @contextmanager

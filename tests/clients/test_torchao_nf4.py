@@ -23,14 +23,17 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import (
     ShardedEMA,
     StateDictType,
+    describe,
     fully_shard,
     iter_full_state_dict,
     load_checkpoint,
     load_full,
+    plan,
     save_checkpoint,
     save_full,
 )
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -416,6 +419,24 @@ def test_a_model_on_the_meta_device_is_assigned_full_weights_which_are_quantized
     model.load_state_dict(state, assign=True)
     assert_equal(whole_bases(model), plain_bases(plain))
     assert trained(model, 1)[0] == trained(plain, 1)[0]
+
+
+@on_ranks(2)
+def test_a_plan_and_a_description_count_nf4_weights_as_they_are_gathered() -> None:
+    policy = ModuleWrapPolicy({Adapted})
+    planned = plan(
+        model_of(), 2, api="fully_shard", auto_wrap_policy=policy, batch=torch.empty(4, WIDTH, device="meta")
+    )
+    model = sharded(model_of())
+    found = [(unit.shard_nbytes, unit.gathered_nbytes) for unit in describe(model).units]
+    assert [(unit.shard_nbytes, unit.gathered_nbytes) for unit in planned.units] == found
+    trained(model, 1)
+    groups = [unit.param_groups for unit in units_of(model) if unit.param_groups]
+    assert [sum(each.nbytes for group in unit for each in group.buffer_tensors) for unit in groups] == [
+        nbytes for _, nbytes in found
+    ]
+    # 4 bits and a little more, beside plain adapters and norms.
+    assert found[0][1] < WIDTH * WIDTH * 5 / 8 + 4 * (2 * 4 * WIDTH + 2 * WIDTH)
 
 
 @FRONTS
