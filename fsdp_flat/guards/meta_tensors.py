@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 from fsdp_flat.comm import ErrorTexts, agree
-from fsdp_flat.core import Guard, Iteration, Step, Unit, all_rank_groups
+from fsdp_flat.core import Guard, Iteration, Step, Unit
 from fsdp_flat.errors import UsageError, counted, some_of
 from fsdp_flat.user_warnings import warn_user
 
@@ -55,8 +55,7 @@ def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
 def _check_values(units: Sequence[Unit]) -> None:
     """Raise if a parameter that left the meta device has no values, here or on another rank.
 
-    Every rank must call this. This rank's error is exchanged over all groups, since ranks that are in one of them alone
-    would otherwise wait forever.
+    Every rank of the shard groups must call this, which exchange this rank's error: one replica may run alone.
     """
     # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing reads
     # a parameter.
@@ -69,7 +68,7 @@ def _check_values(units: Sequence[Unit]) -> None:
         )
     left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
     if left_meta:
-        rank_groups = all_rank_groups(unit.options.groups for unit in (units[0], *left_meta))
-        agree((), _unwritten_error(left_meta), rank_groups, left_meta[0].options.device, _WRITTEN)
+        shard_groups = dict.fromkeys(unit.options.groups.shard for unit in (units[0], *left_meta))
+        agree((), _unwritten_error(left_meta), list(shard_groups), left_meta[0].options.device, _WRITTEN)
     for unit in units:
         unit.unwritten = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from tests.support import on_ranks
-from tests.support.beside import FRONTS, MEMORY, OURS, WRAPPER_FRONTS, Beside, batch, placed
+from tests.support.beside import FRONTS, MEMORY, ORIG_PARAMS, OURS, WRAPPER_FRONTS, Beside, batch, placed
+from tests.support.kit import BLOCKS, wrapped
 from tests.support.models import Block, Stack
 
 HYBRIDS = pytest.mark.parametrize("layout", ["HYBRID_SHARD 2x2", "_HYBRID_SHARD_ZERO2 2x2"])
@@ -203,3 +206,43 @@ def test_replicas_that_reduce_different_units_raise_with_the_unit(front: str) ->
 def run_backward_and_forward(model: Any, loss: torch.Tensor, x: torch.Tensor) -> None:
     loss.backward()
     model(x)
+
+
+def meta_stack(layout: str, use_orig_params: bool, *, ranks_that_write: range) -> FSDP:
+    """Wrap a model on the meta device, whose weights some ranks write."""
+    with torch.device("meta"):
+        model = Stack(2)
+
+    def init(module: Any) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if dist.get_rank() in ranks_that_write and hasattr(module, "reset_parameters"):
+            torch.manual_seed(0)
+            module.reset_parameters()
+
+    options = placed(layout, shared_memory=False)
+    return wrapped(model, auto_wrap_policy=BLOCKS, param_init_fn=init, use_orig_params=use_orig_params, **options)
+
+
+@ORIG_PARAMS
+@on_ranks(4, timeout=30)
+def test_a_replica_of_a_model_from_the_meta_device_may_run_before_the_others(use_orig_params: bool) -> None:
+    model = meta_stack("HYBRID_SHARD 2x2", use_orig_params, ranks_that_write=range(4))
+    if dist.get_rank() >= 2:
+        dist.barrier()
+    model(batch(dist.get_rank()).float())
+    if dist.get_rank() < 2:
+        dist.barrier()
+    model(batch(dist.get_rank()).float()).sum().backward()
+
+
+@ORIG_PARAMS
+@on_ranks(4, timeout=50)
+def test_ranks_of_a_replica_raise_together_if_one_has_no_values(use_orig_params: bool, rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Ranks start from different weights")
+        model = meta_stack("HYBRID_SHARD 2x2", use_orig_params, ranks_that_write=range(3))
+    if rank >= 2:
+        with pytest.raises(UsageError if rank == 3 else PeerFailureError, match="left the meta device and were never"):
+            model(batch(rank).float())
+    else:
+        model(batch(rank).float())
