@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 NUM_SESSIONS = 3
 QUIET = ("-q", "-o", "console_output_style=classic")
 # Run by a command of their own.
-APART = ("tests/fuzz", "tests/hosts", "tests/soak")
+APART = ("tests/clients", "tests/fuzz", "tests/hosts", "tests/soak")
 # Begun first, since their files take longest: they start programs, or their ranks wait.
 FIRST = ("tests/examples", "tests/compile", "tests/benchmarks", "tests/package", "tests/site", "tests/comm")
 
