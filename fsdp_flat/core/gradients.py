@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -15,11 +15,11 @@ from fsdp_flat.comm import is_accelerator
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.layout import Layout
-from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.params import PLAIN
 from fsdp_flat.core.shown import Shown
-from fsdp_flat.core.torch_core import chunk_cat, dynamo_disabled, dynamo_disabled_here, is_alias
+from fsdp_flat.core.torch_core import chunk_cat, dynamo_disabled_here, is_alias
 from fsdp_flat.core.visible_params import VisibleParam
-from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.errors import UnsupportedError
 
 _DTYPE = attrgetter("dtype")
 # chunk_cat copies tensors that are not contiguous one by one.
@@ -153,14 +153,6 @@ class ReduceScatteredGrad:
         return shard
 
 
-def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
-    """Pass a gradient through gradient hooks of a parameter that is not in the autograd graph."""
-    for hook in hooks.values():
-        result = hook(grad)
-        grad = grad if result is None else result
-    return grad
-
-
 class UnreducedGrad:
     """Shows the gradient that waits inside ``no_sync`` as the ``.grad`` of a parameter, until the next backward.
 
@@ -213,16 +205,20 @@ class UnreducedGrad:
 
 
 class Gradients:
-    """Collects the gradients of a group's unsharded parameters until they are reduced: ``ParamGroup.grads``.
+    """Holds the gradients of a group's unsharded parameters until they are reduced: ``ParamGroup.grads``.
+
+    While a backward runs, a gradient is where autograd puts it, in ``.grad`` of the unsharded parameter: hooks and
+    custom functions may read, write, clear and replace it there. When the unit's part of the backward ends,
+    :meth:`collect` takes what ``.grad`` holds. In a later backward of an accumulation, :meth:`lend` puts it back first.
 
     Args:
         shown: the group's parameters, as modules and optimizers see them.
-        params: the user's original parameters, whose gradient hooks count.
 
     Attributes:
         on_ready: called after the first gradient of the group in a backward, and after every few more.
         dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
         reduce_dtype: dtype in which gradients are reduced.
+        waiting: collected gradients that are not being reduced; None if there are none.
         reduced: reduced gradients (``ReducedGrad``) of backwards whose ``.grad`` is not set yet.
         partial: gradient that a later backward sums over the replicate group.
         pool: memory pool of the buffers.
@@ -233,16 +229,12 @@ class Gradients:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
 
-    def __init__(self, shown: Shown, params: Sequence[ManagedParam], pool: MemoryPool) -> None:
+    def __init__(self, shown: Shown, pool: MemoryPool) -> None:
         self._shown, self.pool = shown, pool
         self.on_ready: Callable[[], None] = lambda: None
-        self._grad_hooks = [entry.param._backward_hooks for entry in params]
-        self._are_plain = all(entry.adapter is PLAIN for entry in params)
         self.accept_hook = partial(_accept, weakref.ref(self))
-        self._buffer: FlatGradBuffer | None = None
-        # The buffer to which a hook may add a parameter's first gradient without a call of accept. None before the
-        # first gradient of a backward, and if the user's parameters are DTensors.
-        self._fast_buffer: FlatGradBuffer | None = None
+        self.waiting: FlatGradBuffer | None = None
+        self._lent: dict[int, torch.Tensor] = {}  # views of the flat buffer that ``.grad`` has, by index
         self._num_accepted = 0  # in this backward
         self._spare_buffer: FlatGradBuffer | None = None
         self.unreduced: list[UnreducedGrad] = []
@@ -253,66 +245,82 @@ class Gradients:
         """Collect gradients of parameters in ``compute_dtype``, and reduce them in ``reduce_dtype``, from now on."""
         self.dtype, self.reduce_dtype = torch.promote_types(compute_dtype, reduce_dtype), reduce_dtype
 
-    @dynamo_disabled
-    def accept(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
+    def collect(self) -> bool:
+        """Take the gradients that ``.grad`` of the unsharded parameters holds, to be reduced; return whether any waits.
 
-        Raises:
-            UnsupportedError: the gradient is differentiable (``create_graph=True``).
-            UsageError: a gradient hook changes the gradient's shape.
+        They are added to those that wait already, less those that the program has dropped from ``.grad``.
         """
+        self._num_accepted = 0
+        if self._lent:
+            self._take_lent()
         shown = self._shown
-        if grad.requires_grad:
-            raise UnsupportedError(
-                f"A gradient of {shown.describe(index)} is itself "
-                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
-                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
-            )
+        for index, param in enumerate(shown.buffer.params):
+            grad = param.grad
+            if grad is None:
+                continue
+            param.grad = None
+            if self.unreduced:
+                self.hide_unreduced()
+            if grad.requires_grad:
+                grad = grad.detach()  # the program has set it
+            adapter, buffer = shown.params[index].adapter, self.waiting
+            if adapter is not PLAIN:
+                grad = adapter.to_local(grad)
+            if buffer is None:
+                buffer, self._spare_buffer = self._spare_buffer, None
+                if buffer is None or buffer.kind != (self.dtype, grad.device):
+                    buffer = FlatGradBuffer(shown.layout, self.dtype, grad.device)
+                self.waiting = buffer
+            buffer.add_grad(index, grad)
+        return self.waiting is not None
+
+    def lend(self) -> None:
+        """Put waiting gradients back into ``.grad`` of the unsharded parameters, for a backward that adds to them.
+
+        As on FSDP2, those that wait in another dtype than the parameter's stay apart, and are added to when the unit's
+        backward ends.
+        """
         if self.unreduced:
             self.hide_unreduced()
-        buffer = self._buffer
-        if buffer is None:
-            buffer, self._spare_buffer = self._spare_buffer, None
-            if buffer is None or buffer.kind != (self.dtype, grad.device):
-                buffer = FlatGradBuffer(shown.layout, self.dtype, grad.device)
-            self._buffer = buffer
-        entry = shown.params[index]
-        hooks = entry.param._backward_hooks or self._grad_hooks[index]
-        if hooks:
-            shape, grad = grad.shape, apply_hooks(hooks, grad)
-            if grad.shape != shape:
-                raise UsageError(
-                    f"A gradient hook of {shown.describe(index)} returned a tensor of shape {tuple(grad.shape)} "
-                    f"on rank {shown.spec.rank} of the shard group; expected the gradient's shape "
-                    f"{tuple(shape)}. Return a tensor of this shape, or None."
-                )
-        if entry.adapter is not PLAIN:
-            grad = entry.adapter.to_local(grad)
-        buffer.add_grad(index, grad)
-        if self._num_accepted % _GRADS_PER_CALL == 0:
-            self.on_ready()
-        self._num_accepted += 1
-        self._fast_buffer = buffer if self._are_plain else None
+        buffer, shown = self.waiting, self._shown
+        if buffer is None or buffer.kind != (shown.buffer.params[0].dtype, shown.buffer.params[0].device):
+            return
+        views = shown.layout.views(buffer.tensor) if shown.exposes_unreduced else []
+        for index, (param, entry) in enumerate(zip(shown.buffer.params, shown.params, strict=True)):
+            if not buffer.grads_ready[index] or param.grad is not None or entry.adapter is not PLAIN:
+                continue
+            grad = buffer.waiting.pop(index, None)
+            if grad is None:
+                grad = self._lent[index] = views[index]
+            param.grad = grad
+            buffer.grads_ready[index] = 0
 
-    def start_anew(self) -> None:
-        """Have the next gradient count as the first one of a backward."""
-        self._fast_buffer, self._num_accepted = None, 0
+    def _take_lent(self) -> None:
+        """Take back views of the flat buffer from ``.grad``; drop the gradients in the buffer that it has no more."""
+        buffer, (lent, self._lent) = self.waiting, (self._lent, {})
+        assert buffer is not None
+        for index, view in lent.items():
+            param = self._shown.buffer.params[index]
+            if param.grad is view and is_alias(view, buffer.tensor):
+                param.grad = None
+                buffer.grads_ready[index] = 1
+            else:
+                buffer.clear([index], set_to_none=True)
 
     # -- waiting gradients ---------------------------------------------------------------------------------------
 
     @property
     def has_waiting(self) -> bool:
-        """True if a gradient may wait to be reduced."""
-        return self._buffer is not None
+        """True if a gradient may wait to be reduced, or to be collected."""
+        return self.waiting is not None or any(param.grad is not None for param in self._shown.buffer.params)
 
     def ready(self) -> bytes:
-        """Return one byte per parameter: 1 where a gradient waits."""
-        buffer = self._buffer
-        return bytes(len(self._shown.params)) if buffer is None else bytes(buffer.grads_ready)
+        """Return one byte per parameter: 1 where a collected gradient waits."""
+        return bytes(len(self._shown.params)) if self.waiting is None else bytes(self.waiting.grads_ready)
 
     def waiting_grad(self, index: int) -> torch.Tensor | None:
         """Return the gradient of parameter ``index`` that waits (its shape), or None; a copy of the layout's order."""
-        buffer, layout = self._buffer, self._shown.layout
+        buffer, layout = self.waiting, self._shown.layout
         if buffer is None or not buffer.grads_ready[index]:
             return None
         waiting = buffer.waiting.get(index)
@@ -327,7 +335,7 @@ class Gradients:
         """
         if self.unreduced:
             self.hide_unreduced()
-        buffer, self._buffer, self._fast_buffer, self._num_accepted = self._buffer, None, None, 0
+        buffer, self.waiting = self.waiting, None
         if buffer is None:
             shown = self._shown
             return torch.zeros(shown.layout.numel, dtype=self.reduce_dtype, device=shown.spec.device), None
@@ -347,8 +355,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self.start_anew()
-        self._buffer = None
+        self.waiting, self._num_accepted = None, 0
+        self._lent.clear()
         self.partial = ReduceScatteredGrad()
         for each in self.unreduced:
             each.take_back()
@@ -362,8 +370,8 @@ class Gradients:
             self.drop()
             return
         indices = [index for each in chosen for index in each.indices]
-        if self._buffer is not None:
-            self._buffer.clear(indices, set_to_none=set_to_none)
+        if self.waiting is not None:
+            self.waiting.clear(indices, set_to_none=set_to_none)
         if self.partial.shard is not None:
             for each in chosen:
                 each.part_of(self.partial.shard).zero_()
@@ -380,7 +388,8 @@ class Gradients:
 
     def show_unreduced(self) -> None:
         """Set ``.grad`` to the waiting, unreduced gradients (unsharded shapes) between backwards inside ``no_sync``."""
-        shown, buffer = self._shown, self._buffer
+        self.collect()
+        shown, buffer = self._shown, self.waiting
         if buffer is None or self.unreduced or not shown.exposes_unreduced:
             return
         flat, ready = buffer.close(self.pool), buffer.grads_ready
@@ -401,35 +410,32 @@ class Gradients:
         """
         shown, self.unreduced = self.unreduced, []
         dropped = [index for each in shown if each.take_back() for index in each.indices]
-        if dropped and self._buffer is not None:
-            self._buffer.clear(dropped, set_to_none=True)
-            if not any(self._buffer.grads_ready):
-                self._buffer = None
-                self.start_anew()
+        if dropped and self.waiting is not None:
+            self.waiting.clear(dropped, set_to_none=True)
+            if not any(self.waiting.grads_ready):
+                self.waiting = None
         return bool(shown)
 
 
 @dynamo_disabled_here
 def _accept(grads: weakref.ref[Gradients], unsharded_param: torch.Tensor) -> None:
-    """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
+    """Note the gradient of an unsharded parameter, as its post-accumulate-grad hook.
 
-    The hook must not own ``Gradients``, which holds the parameter's autograd node: a cycle through autograd's C++
-    objects is never collected, so no wrapped model would ever be freed. The hook runs for every gradient, and takes
-    most of them without a call of ``accept``.
+    It raises an UnsupportedError if the gradient is differentiable (``create_graph=True``). It must not own
+    ``Gradients``, which holds the parameter's autograd node: a cycle through autograd's C++ objects is never collected,
+    so no wrapped model would ever be freed.
     """
     owner, grad = grads(), unsharded_param.grad
     # The graph may reach the parameter although the loss does not depend on it: an unused output.
     if owner is None or grad is None:
         return
-    unsharded_param.grad = None
-    buffer, index = owner._fast_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
-    if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
-        owner.accept(index, grad)
-        return
-    if owner._shown.params[index].param._backward_hooks or owner._grad_hooks[index]:
-        owner.accept(index, grad)
-        return
-    buffer.grads_ready[index] = 1
-    buffer.waiting[index] = grad
-    if not len(buffer.waiting) % _GRADS_PER_CALL:
+    if grad.requires_grad:
+        index = unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"A gradient of {owner._shown.describe(index)} is itself differentiable (create_graph=True). Second-order "
+            "gradients through sharded parameters are not supported; take them with respect to inputs by "
+            "torch.autograd.grad, or leave these modules unwrapped."
+        )
+    if owner._num_accepted % _GRADS_PER_CALL == 0:
         owner.on_ready()
+    owner._num_accepted += 1

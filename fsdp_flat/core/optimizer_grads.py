@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.core.flat_parameter import set_grad
-from fsdp_flat.core.gradients import apply_hooks
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import PLAIN, TensorAdapter
+from fsdp_flat.core.shown import apply_hooks
 
 
 def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]) -> None:

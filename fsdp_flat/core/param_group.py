@@ -94,7 +94,7 @@ class ParamGroup:
         kind = self._kind_of_shown()
         self.shown: Shown = kind(params, spec=spec, layout=self.layout, flat_param=self.flat_param, buffer=self.buffer)
         self.params = self.shown.params
-        self.grads = Gradients(self.shown, params, self.pool)
+        self.grads = Gradients(self.shown, self.pool)
         self._use_grad_dtypes()
         self.shown.accept_grads_by(self.grads.accept_hook)
 
@@ -222,6 +222,7 @@ class ParamGroup:
             self._switch_buffer()
 
     def _switch_buffer(self) -> None:
+        self.grads.collect()  # from the parameters of the present buffer
         self._select_buffer(self.params)
         self._use_grad_dtypes()
         self.shown.use_buffer(self.buffer)

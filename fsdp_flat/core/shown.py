@@ -13,8 +13,9 @@ In compute modules hold the unsharded parameters, views of the group's buffer, o
 
 from __future__ import annotations
 
+import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, contains, getitem, is_
 from typing import Any, NamedTuple
@@ -29,11 +30,13 @@ from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import Layout
 from fsdp_flat.core.params import PLAIN, FlattenedBy, ManagedParam
 from fsdp_flat.core.placeholders import ShardedPlaceholder, module_guard
+from fsdp_flat.core.torch_core import dynamo_disabled_here
 from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.layout import FLAT_PARAM
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_GRAD_HOOKS = attrgetter("_backward_hooks")
 
 
 class _Assignments(UserDict[str, Any]):
@@ -52,6 +55,21 @@ def _parameters_of(module: nn.Module) -> Any:
     # The checks of ``nn.Module.__setattr__`` take long. Recurrent modules look at their parameters in each forward too.
     is_plain = type(module).__setattr__ in (nn.Module.__setattr__, nn.RNNBase.__setattr__)
     return module._parameters if is_plain else _Assignments(module)
+
+
+def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
+    """Pass a gradient through gradient hooks of a parameter that is not in the autograd graph."""
+    for hook in hooks.values():
+        result = hook(grad)
+        grad = grad if result is None else result
+    return grad
+
+
+@dynamo_disabled_here
+def _through_hooks(shown: weakref.ref[Shown], index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Pass a gradient of an unsharded parameter through the user's hooks, as its own hook, which must not own them."""
+    owner = shown()
+    return None if owner is None or grad is None else owner.through_hooks(index, grad)
 
 
 class Bindings(NamedTuple):
@@ -106,6 +124,8 @@ class Shown:
         buffer: AllGatherOutput,
     ) -> None:
         self.spec, self.layout, self.flat_param, self.buffer = spec, layout, flat_param, buffer
+        # Of the user's original parameters, whose gradient hooks count.
+        self._original_hooks = [entry.param._backward_hooks for entry in params]
         self.params = list(self._replaced(params))
         self._sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
         self._guarded, self._guard = self._guarded_hooks(), self._make_guard(self._describe_one_of)
@@ -192,6 +212,8 @@ class Shown:
             wanted != synced and wanted * len(synced) != synced  # one flag may be that of all parameters
         ):
             self._sync_requires_grad()
+        if any(map(_GRAD_HOOKS, self.visible_params)) or any(self._original_hooks):
+            self._run_grad_hooks()
         for hooks in self._guarded:
             hooks.pop(self._guard_key, None)
         attributes, names, unsharded, _ = self._bindings
@@ -314,6 +336,35 @@ class Shown:
             if now != was:
                 entry.param.requires_grad_(now)
 
+    def _run_grad_hooks(self) -> None:
+        """Have the unsharded parameters, which are in the graph, run the gradient hooks of the user's parameters."""
+        for index, unsharded_param in enumerate(self.buffer.params):
+            is_hooked = "_fsdp_flat_hooked" in unsharded_param.__dict__
+            if not is_hooked and unsharded_param.requires_grad and self._grad_hooks_of(index):
+                unsharded_param._fsdp_flat_hooked = True  # type: ignore[attr-defined]
+                unsharded_param.register_hook(partial(_through_hooks, weakref.ref(self), index))
+
+    def _grad_hooks_of(self, index: int) -> Mapping[int, Callable[..., Any]] | None:
+        """Return the user's hooks for the gradient of a parameter, but for those that autograd runs by itself."""
+        param = self.params[index].param
+        own = None if param is self.buffer.params[index] else param._backward_hooks
+        return own or self._original_hooks[index]
+
+    def through_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return a gradient of unsharded parameter ``index`` (its shape) after the user's hooks.
+
+        Raises:
+            UsageError: a hook changes the gradient's shape.
+        """
+        changed = apply_hooks(self._grad_hooks_of(index) or {}, grad)
+        if changed.shape != grad.shape:
+            raise UsageError(
+                f"A gradient hook of {self.describe(index)} returned a tensor of shape {tuple(changed.shape)} "
+                f"on rank {self.spec.rank} of the shard group; expected the gradient's shape "
+                f"{tuple(grad.shape)}. Return a tensor of this shape, or None."
+            )
+        return changed.to(grad.dtype)
+
     def visible_grads(self) -> list[torch.Tensor | None]:
         """Return this rank's local gradient of each visible parameter, or None."""
         return [param.grad for param in self.visible_params] if self._saved_grads is None else self._saved_grads
@@ -376,6 +427,19 @@ class OriginalsShown(Shown):
                 shown = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=entry.param.requires_grad)
                 for site in entry.sites:
                     site.module._parameters[site.name] = shown
+
+    def through_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if self.layout.world_size > 1:
+            return super().through_hooks(index, grad)
+        # Nothing is sharded: hooks see the gradient of this backward so far, and may change it, as in the plain module.
+        param, unsharded_param = self.params[index].param, self.buffer.params[index]
+        before = param.grad
+        set_grad(param, unsharded_param.grad)
+        try:
+            return super().through_hooks(index, grad)
+        finally:
+            set_grad(unsharded_param, param.grad)
+            set_grad(param, before)
 
     def hide_full_params(self) -> None:
         if self._saved_grads is None:

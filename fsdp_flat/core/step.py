@@ -659,7 +659,7 @@ class Step:
         unreduced = {
             param_group
             for param_group in param_groups
-            if param_group.grads.has_waiting and self._take_grads_ready(param_group)
+            if param_group.grads.collect() and self._take_grads_ready(param_group)
         }
         used, self.used = self.used, {}
         unreduced = self._exchange_with_ranks(reduced, used, unreduced, averaged)

@@ -143,7 +143,7 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 # Attributes by which a parameter that a unit has flattened, or a DTensor that is a Parameter, is known.
-_MARKS = frozenset({"_fsdp_flat_index", "_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
+_MARKS = frozenset({"_fsdp_flat_index", "_fsdp_flat_hooked", "_fsdp_flat_owner", "_fsdp_flattened", "_is_param"})
 
 
 def attributes_of(param: torch.Tensor) -> dict[str, Any]:

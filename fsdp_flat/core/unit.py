@@ -411,6 +411,9 @@ class Unit:
             current = self.gathered_version
         for guard in EVENTS.before_backward:
             guard(self, weights, current)
+        for param_group in self.param_groups:
+            if param_group.grads.waiting is not None:
+                param_group.grads.lend()
 
     def post_backward(self, *, keeps_graph: bool) -> None:
         """End the unit's part of a backward: reshard the parameters, or keep the buffers by the unit's switches.
@@ -422,7 +425,7 @@ class Unit:
             if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
                 param_group.restore_unsharded_params()
-            param_group.grads.start_anew()
+            param_group.grads.collect()
         self.phase = Phase.IDLE if self.depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
         if self.depth > 0:

@@ -270,6 +270,7 @@ def test_a_recycled_buffer_is_empty_when_gradients_are_collected_again() -> None
     group.finish_gather()
     group.shown.show_unsharded()
     module(torch.ones(1, 3)).sum().backward()
+    group.grads.collect()
     flat, buffer = group.grads.take_flat()
     assert flat.any()
     assert buffer is not None
@@ -279,6 +280,7 @@ def test_a_recycled_buffer_is_empty_when_gradients_are_collected_again() -> None
     pool.clear()
     assert not any(buffer.grads_ready)
     module.bias.sum().backward()
+    group.grads.collect()
     flat, again = group.grads.take_flat()
     assert again is buffer
     place = group.layout.param_infos[1].interval.to_slice()

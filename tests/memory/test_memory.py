@@ -194,7 +194,7 @@ def test_accumulation_inside_no_sync_holds_one_whole_gradient(front: str, rank: 
     second = growth(accumulate)
     assert abs(first - total) < SLACK
     assert abs(second) < SLACK
-    assert sum(handle.grads._buffer.nbytes for unit in units_of(model) for handle in unit.param_groups) == total
+    assert sum(handle.grads.waiting.nbytes for unit in units_of(model) for handle in unit.param_groups) == total
     last = growth(lambda: square_loss(model, x).backward())
     assert abs(last + total - total // 2) < SLACK, "what is left is the shards"
 

@@ -83,19 +83,19 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     beside.train()
     frozen, trainable = beside.ours._unit.param_groups
     assert [param_info.fqn for param_info in frozen.layout.param_infos] == ["big.weight"]
-    sizes: list[tuple[int, int]] = []
-    on_grad_ready = trainable.grads.on_ready
+    sizes: list[tuple[int, ...]] = []
+    collect = trainable.grads.collect
 
-    def spy() -> None:
-        window = trainable.grads._buffer
-        assert window is not None
-        sizes.append((window.nbytes, 0 if frozen.grads._buffer is None else frozen.grads._buffer.nbytes))
-        on_grad_ready()
+    def spy() -> bool:
+        held = [param.grad for group in (trainable, frozen) for param in group.buffer.params]
+        sizes.append(tuple(0 if grad is None else grad.nbytes for grad in held))
+        assert frozen.grads.waiting is None
+        return collect()
 
-    trainable.grads.on_ready = spy
+    trainable.grads.collect = spy
     with recorded() as record:
         beside.train()
-    assert sizes == [(64 * 2 * 8, 0)]
+    assert sizes == [(64 * 2 * 8, 0), (0, 0)], "at the end of the unit's backward and of the whole"
     reduced = [call.nbytes for call in record.calls if call.name == "reduction"]
     assert reduced == [64 * 2 * 8 // 2], "half of it goes to the other rank"
     assert not frozen.shown.num_trainable

@@ -222,7 +222,7 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     handle.shown.show_unsharded()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
-        handle.grads.start_anew()
+        handle.grads.collect()
     assert grads_ready == [handle] * 2  # once a backward: there are few gradients
     assert all(leaf.grad is None for leaf in handle.buffer.params)
     assert sum(handle.grads.ready()) == 2
@@ -273,6 +273,7 @@ def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     handle.shown.show_unsharded()
     assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
+    handle.grads.collect()
     assert handle.grads.ready() == b"\x01\x00"
     handle.shown.show_sharded()
     module.bias.requires_grad_(True)

@@ -65,7 +65,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
             for dtype, buffer in handle._by_dtype.items():
                 add(buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
-            for window in (handle.grads._buffer, handle.grads._spare_buffer):
+            for window in (handle.grads.waiting, handle.grads._spare_buffer):
                 if window is not None:
                     add(window.tensor, f"the flat gradient of {unit.name!r}")
     return names
