@@ -89,6 +89,7 @@ from fsdp_flat.core.unit import (
     own_unit,
     unit_of,
     units_holding,
+    units_in_backward,
     units_of,
 )
 from fsdp_flat.core.visible_params import VisibleParam

@@ -499,6 +499,11 @@ def clear_hidden_gradients(params: Iterable[torch.Tensor], *, set_to_none: bool)
         unit.clear_hidden_gradients(held, set_to_none=set_to_none)
 
 
+def units_in_backward() -> list[Unit]:
+    """Return the units whose backward is under way, or raised, in no particular order."""
+    return [unit for unit in list(_UNITS) if unit.phase is Phase.BACKWARD]
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit of a wrapper or of a module of ``fully_shard``, or None for any other module."""
     unit = module.__dict__.get("_unit")

@@ -51,8 +51,9 @@ from fsdp_flat.core import (
     read_exchanges,
     read_exchanges_on,
     units_holding,
+    units_in_backward,
 )
-from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.errors import UnsupportedError, UsageError, some_of
 from fsdp_flat.guards.optimizers import check_whole
 from fsdp_flat.runtime import clip_grads, outer_holder_in
 
@@ -373,7 +374,31 @@ def backward(*args: Any, **kwargs: Any) -> None:
         in_graph = _unsharded_params_of(listed)
         given.arguments["inputs"] = [each for tensor in listed for each in in_graph.get(tensor, [tensor])] or inputs
         args, kwargs = given.args, given.kwargs
-    _torch_backward(*args, **kwargs)
+    try:
+        _torch_backward(*args, **kwargs)
+    except (AttributeError, TypeError) as error:
+        _explain_none(error)
+        raise
+
+
+def _explain_none(error: Exception) -> None:
+    """Add to an error about None, raised in a backward, which units were in it and where their gradients are."""
+    found = units_in_backward()
+    # The outermost one is in backward all the time.
+    units = sorted({unit.name for unit in [unit for unit in found if unit is not unit.step.root] or found})
+    if units and "NoneType" in str(error) and _WHERE_GRADS_ARE not in str(error):
+        error.args = (
+            f"{error}. It was raised in the backward of units {some_of(list(map(repr, units)), 4)}. {_WHERE_GRADS_ARE}",
+            *error.args[1:],
+        )
+
+
+_WHERE_GRADS_ARE = (
+    "A hook or a custom function that met .grad of a sharded parameter found None: it is set at the end of backward, "
+    "once gradients are reduced. Until then this rank's gradients are in .grad of the unsharded parameters, which "
+    "modules hold while their unit runs: take the parameter from its module there, and expect None before its first "
+    "gradient."
+)
 
 
 def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Parameter]]:

@@ -327,3 +327,33 @@ def test_where_nothing_is_sharded_a_hook_of_the_users_parameter_sees_and_clears_
     expected = run(lambda module: module)
     found = run(lambda module: wrapped(module, use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD))
     assert_equal(found, expected)
+
+
+@FRONTS
+@on_ranks(2)
+def test_none_met_in_a_backward_is_explained_with_the_unit(front: str) -> None:
+    class Meets(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            held[0].grad.add_(1)
+            return grad
+
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Meets.apply(super().forward(x))
+
+    torch.manual_seed(0)
+    both = Beside(nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(WIDTH, 5)), front, units=(Block,))
+    held = [next(iter(both.ours[1].parameters()))]
+    with pytest.raises(
+        AttributeError,
+        match=r"'NoneType' object .*\. It was raised in the backward of units '1'\. .*\.grad of a sharded parameter",
+    ):
+        both.ours(both.batch()).sum().backward()
+    held[0] = nn.Parameter(torch.ones(1))
+    held[0].grad = torch.ones(1)
+    both.train()
