@@ -193,10 +193,10 @@ class FSDPParam(View):
         self._viewed[0].clear_hidden_gradients({self.sharded_param}, set_to_none=True)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Do nothing: the handle collects each gradient as autograd produces it."""
+        """Do nothing: the unit takes ``.grad`` of unsharded parameters itself when its backward ends."""
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Do nothing: the handle collects each gradient as autograd produces it."""
+        """Do nothing, as :meth:`accumulate_unsharded_grad_if_needed`."""
 
     # -- dtypes ------------------------------------------------------------------------------------------------------
 

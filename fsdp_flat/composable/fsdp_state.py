@@ -452,11 +452,17 @@ class FSDPParamGroup(View):
     def post_backward(self, *_: object) -> None:
         """Reshard the parameters after backwards without gradient synchronization, unless the caller keeps them.
 
-        The gradients are reduced by the next backward with synchronization, or by
-        ``_root_post_backward_final_callback``. Inside a step nothing is done.
+        With synchronization switched on again, the gradients that these backwards have left, or that the program has
+        set on unsharded parameters since, are reduced and set. Every rank of the mesh that has some must call this.
+        Inside a step nothing is done.
         """
-        if self.unit.phase is Phase.IDLE:
-            self.unit.post_backward(keeps_graph=False)
+        unit, options = self._viewed
+        if unit.phase is not Phase.IDLE:
+            return
+        unit.post_backward(keeps_graph=False)
+        if unit.control.sync_gradients:
+            param_groups = [param_group for param_group in unit.param_groups if param_group.comm.options is options]
+            step_of(unit.module, unit).reduce_by_hand(unit, param_groups)
 
 
 class _OwnHook(View):

@@ -27,12 +27,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_flat.core.memory import WeightsVersion
+from fsdp_flat.core.memory import MemoryState, WeightsVersion
 from fsdp_flat.core.torch_core import graph_task_id, keeps_graph, node_will_run
 from fsdp_flat.core.unit import Unit
 
 # Older iterations than this many are dropped: a program that evaluates with gradients enabled never runs backward.
 _MAX_PENDING_ITERATIONS = 32
+# States in which a backward all-gathers.
+_FREED = (MemoryState.SHARDED, MemoryState.SHARDED_POST_FORWARD)
 
 
 class Event(NamedTuple):
@@ -88,6 +90,16 @@ class Iteration:
         self.outputs: list[weakref.ref[Any]] = []
 
     @property
+    def is_alone(self) -> bool:
+        """True if a backward through this iteration sends nothing: ranks may run other numbers of such iterations.
+
+        It began at an inner unit, called by itself; its units are unsharded, and leave their gradients unreduced.
+        """
+        return self.order[0] is not self.order[0].step.root and not any(
+            unit.reduces_gradients or (unit.needs_all_gather and unit.state in _FREED) for unit in self.order
+        )
+
+    @property
     def is_alive(self) -> bool:
         """True if a backward may still reach this iteration: some of its nodes or hooks are alive."""
         return any(ref() is not None for ref in (*self.post_backward_nodes, *self.outputs))
@@ -133,13 +145,18 @@ class PendingIterations:
         each unit in this backward, where its post-backward runs. Iterations that an earlier backward has removed are
         included when autograd reaches them.
         """
-        pending = self._iterations
+        if len(self._iterations) < 2:
+            return [iteration for iteration in self._iterations if iteration.is_in_backward]
+        alone = [iteration for iteration in self._iterations if iteration.is_alone]
+        self.remove([iteration for iteration in alone if not iteration.is_alive])
+        own = [iteration for iteration in alone if iteration.is_in_backward]
+        pending = [iteration for iteration in self._iterations if iteration not in alone]
         reached = [iteration.is_in_backward for iteration in pending]
         if len(pending) > 1:
             flags = any_of_replica([*reached, *[iteration.is_alive for iteration in pending]])
             reached, alive = flags[: len(pending)], flags[len(pending) :]
-            self._iterations = list(compress(pending, alive))
-        return list(compress(pending, reached))
+            self.remove(set(pending) - set(compress(pending, alive)))
+        return own + list(compress(pending, reached))
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +201,11 @@ class Backward:
         self._events: list[Event] = []
         self._post_backward_at: dict[Unit, int] = {}
         self._with_grad: set[Unit] = set()
+
+    @property
+    def units(self) -> set[Unit]:
+        """The units that ran in the iterations."""
+        return {unit for iteration in self.iterations for unit in iteration.order}
 
     def include(self, iterations: list[Iteration]) -> None:
         """Add iterations whose events the backward must pass."""

@@ -639,6 +639,8 @@ class Step:
         self.shows_unreduced = bool(waiting)
         for param_group in [param_group for unit in waiting for param_group in unit.param_groups]:
             param_group.grads.show_unreduced()
+        if waiting and self._leaves_all_unreduced():
+            return
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         averages = bool(self.root.averages_ignored)
@@ -652,6 +654,48 @@ class Step:
             # Last: a warning may raise on one rank alone, and no rank waits for it after this.
             for guard in EVENTS.after_reduce:
                 guard(self)
+
+    def _leaves_all_unreduced(self) -> bool:
+        """Return whether the backward went through units alone that leave gradients unreduced, and no others have any.
+
+        Ranks may run other numbers of such backwards, so these exchange nothing.
+        """
+        assert self.backward is not None
+        units = self.backward.units
+        is_reduced = self.has_reductions or any(any(flags) for flags in self.used.values())
+        return bool(units) and not (
+            is_reduced
+            or any(unit.reduces_gradients for unit in units)
+            or any(
+                param_group.grads.has_waiting
+                for unit in self.units
+                if unit.reduces_gradients
+                for param_group in unit.param_groups
+            )
+        )
+
+    def reduce_by_hand(self, unit: Unit, param_groups: Sequence[ParamGroup]) -> None:
+        """Reduce and set the gradients that backwards have left with parameter groups of one mesh, between backwards.
+
+        Nothing happens on a rank where they have left none. Every other rank of the mesh must call this.
+        """
+        self.recover()
+        trained = [param_group for param_group in param_groups if param_group.shown.num_trainable]
+        if self.backward is not None or not any(any(param_group.grads.ready()) for param_group in trained):
+            return
+        for param_group in trained:
+            self._take_grads_ready(param_group)
+        # Ranks may have used other parameters.
+        own = [self.used.pop(param_group) for param_group in trained]
+        flags = self._exchange.any_rank(list(map(bool, b"".join(own))), over=trained[0].comm.options.groups)
+        used = iter(flags)
+        with torch.no_grad():
+            for param_group in trained:
+                self._reduce(unit, param_group)
+            self._set_grads(
+                {param_group: bytes(map(next, [used] * len(each))) for param_group, each in zip(trained, own)}
+            )
+        self.pool.clear()
 
     def _set_sharded_grads(self, reduced: list[Unit], averaged: list[str]) -> None:
         """Reduce what is not reduced yet, and set the gradients once ranks have exchanged which of them exist."""

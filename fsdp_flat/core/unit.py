@@ -187,6 +187,11 @@ class Unit:
         """True if any parameter requires a gradient."""
         return any(param_group.shown.num_trainable for param_group in self.param_groups)
 
+    @property
+    def reduces_gradients(self) -> bool:
+        """True if a backward through the unit reduces its gradients."""
+        return self.control.sync_gradients and self.is_trainable
+
     def log_event(self, event: str) -> None:
         """Append an event to the tree's trace, if there is one, and to the log."""
         step = self.step

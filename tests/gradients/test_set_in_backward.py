@@ -16,7 +16,7 @@ import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.composable import MixedPrecisionPolicy
-from tests.support import assert_equal, on_ranks
+from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import BOTH, FRONTS, FRONTS_AND_TORCH, WRAPPER_FRONTS, Beside, grads_of, placed
 from tests.support.gradient_edits import EDITS, Edited
 from tests.support.kit import wrapped
@@ -357,3 +357,91 @@ def test_none_met_in_a_backward_is_explained_with_the_unit(front: str) -> None:
     held[0] = nn.Parameter(torch.ones(1))
     held[0].grad = torch.ones(1)
     both.train()
+
+
+# ----------------------------------------------------------------------------------------------- reduced by hand
+
+
+class Chunked(nn.Module):
+    """Returns hidden states; its head is called in chunks from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def train_head(fully_shard: Any, chunks: list[int], *, trains_body: bool) -> list[Any]:
+    """Train a head in as many chunks as a rank has; return its gradients and all weights of each step."""
+    torch.manual_seed(0)
+    model: Any = Chunked()
+    for module in (model.body, model.head, model):
+        fully_shard(module)
+    head, found = model.head, []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    head.set_reshard_after_forward(False)
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        hidden = model(torch.randn(6, WIDTH))
+        leaf = hidden.detach().requires_grad_()
+        head.set_requires_gradient_sync(False)
+        head.set_reshard_after_backward(False)
+        head.unshard()
+        for chunk in leaf.split(2)[: chunks[dist.get_rank()]]:
+            head(chunk).square().mean().backward()
+        head.set_requires_gradient_sync(True)
+        head.set_reshard_after_backward(True)
+        head._get_fsdp_state()._fsdp_param_group.post_backward()
+        found.append({name: param.grad.full_tensor() for name, param in head.named_parameters()})
+        if trains_body:
+            hidden.backward(leaf.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: param.full_tensor().detach() for name, param in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("trains_body", [False, True])
+@pytest.mark.parametrize("chunks", [[3, 3], [1, 3]])
+@on_ranks(2)
+def test_gradients_reduced_by_hand_are_torchs_though_ranks_ran_other_numbers_of_backwards(
+    chunks: list[int], trains_body: bool
+) -> None:
+    expected = train_head(torch.distributed.fsdp.fully_shard, chunks, trains_body=trains_body)
+    found = train_head(fsdp_flat.fully_shard, chunks, trains_body=trains_body)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_gradient_set_between_backwards_is_reduced_by_hand() -> None:
+    """As a pipeline that computes the gradients of weights after those of inputs."""
+
+    def run(fully_shard: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        head: Any = nn.Linear(WIDTH, 3, bias=False)
+        fully_shard(head)
+        head.set_requires_gradient_sync(False)
+        head.set_reshard_after_backward(False)
+        head(torch.ones(2, WIDTH)).sum().backward()
+        (param,) = head._get_fsdp_state()._fsdp_param_group.fsdp_params
+        weight = param.unsharded_param
+        weight.grad = (0 if weight.grad is None else weight.grad) + torch.full((3, WIDTH), 1.0 + dist.get_rank())
+        head.set_requires_gradient_sync(True)
+        head.set_reshard_after_backward(True)
+        head._get_fsdp_state()._fsdp_param_group.post_backward()
+        return head.weight.grad.full_tensor()
+
+    assert_equal(run(fsdp_flat.fully_shard), run(torch.distributed.fsdp.fully_shard))
+    assert_equal(run(fsdp_flat.fully_shard), torch.full((3, WIDTH), 3.5))
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_may_end_a_backward_by_hand_alone(rank: int) -> None:
+    head: Any = fsdp_flat.fully_shard(nn.Linear(WIDTH, 3))
+    head(torch.ones(2, WIDTH)).sum().backward()
+    if rank == 0:
+        head._get_fsdp_state()._fsdp_param_group.post_backward()
+    head(torch.ones(2, WIDTH)).sum().backward()
