@@ -24,6 +24,7 @@ class Node:
         ranks: the ranks that use it, where use depends on the rank.
         reentrant: the kind of activation checkpointing.
         hook: ``"forward"`` (scales its output) or ``"parameter"`` (scales a gradient).
+        edit: what its backward does to ``.grad`` of its parameters, a key of ``gradient_edits.EDITS``.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Node:
     ranks: tuple[int, ...] = ()
     reentrant: bool = False
     hook: str = ""
+    edit: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     "reentrant": _not_reentrant,
     **{
         f"part-{kind}": _without_kind(kind)
-        for kind in ("alias", "tied", "mixed", "empty", "ints", "scalar", "unused", "rankpart")
+        for kind in ("alias", "tied", "mixed", "empty", "ints", "scalar", "unused", "rankpart", "edited")
     },
     **{
         f"action-{kind}": _without_action(kind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from tests.support.gradient_edits import EDITS
+
 from .actions import ACTIONS
 from .case import FRONTS, Action, Case, Node, Optimizer, Options, Rows, Wrapping, nodes_of
 from .features import same_on_every_rank, without
@@ -22,6 +24,7 @@ LEAVES = {
     "unused": 1.5,
     "rankpart": 1.5,
     "counter": 1.5,
+    "edited": 1.5,
     "alias": 2,
 }
 CONTAINERS = {"seq": 4, "twice": 1.5, "residual": 1.5, "recompute": 4, "branch": 2}
@@ -154,6 +157,7 @@ class ModelMaker:
                 refers=rng.choice(mlps) if kind == "tied" else -1,
                 ranks=some_ranks(rng, self.num_ranks) if kind == "rankpart" else (),
                 hook=hook,
+                edit=rng.choice(list(EDITS)) if kind == "edited" else "",
             )
         )
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.gradient_edits import Edited
 from tests.support.kit import RaisesInBackward, Trouble
 
 from .case import Case, Node
@@ -258,6 +259,16 @@ class Counter(Part):
         return x + self.bias - self.mean.clone()
 
 
+class EditedPart(Part):
+    """Has a layer whose backward sets, changes or clears ``.grad`` of its parameters, some in a nested backward."""
+
+    def make(self, node: Node, width: int) -> None:
+        self.edited = Edited(width, node.edit)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.edited(x)
+
+
 CLASSES: dict[str, type[Part]] = {
     "root": Root,
     "seq": Seq,
@@ -276,6 +287,7 @@ CLASSES: dict[str, type[Part]] = {
     "unused": Unused,
     "rankpart": RankPart,
     "counter": Counter,
+    "edited": EditedPart,
 }
 
 

@@ -159,6 +159,9 @@ class Session(State):
         self.snapshot: Any = None
         self.ema: Any = None
         self.num_saves = 0
+        self.has_edits = any(node.kind == "edited" for node in nodes_of(case.model))
+        # What a backward of each rank has left unreduced on the replica, if edits of it look at that.
+        self.own_grads: list[dict[nn.Parameter, torch.Tensor]] = [{} for _ in range(self.num_ranks)]
 
     # -- making ------------------------------------------------------------------------------------------------------
 
@@ -334,9 +337,7 @@ class Session(State):
     def backward(self, chosen: list[Pending], uses: list[list[int]], *, retain: bool, synced: bool) -> None:
         """Run both backward, and compare losses and the inputs' gradients."""
         expected, loss_function = self.losses(chosen, uses)
-        for rank, loss in enumerate(expected):
-            with self.replica(rank):
-                (loss / self.num_ranks).backward(retain_graph=retain)
+        self.backward_replica(expected, retain=retain)
         if synced:
             self.fill_zeros()
         with as_rank(self.rank):
@@ -347,6 +348,39 @@ class Session(State):
             theirs = one.inputs[self.rank].grad
             if one.input.requires_grad:
                 self.compare("inputs' gradients", one.input.grad, None if theirs is None else theirs * self.num_ranks)
+
+    def backward_replica(self, losses: list[torch.Tensor], *, retain: bool = False) -> None:
+        """Run backward of the replica's loss for every rank, which adds to the sum of all ranks' gradients.
+
+        Edits of gradients see those of their rank that are not reduced yet, and no others.
+        """
+        params = list(self.plain.parameters()) if self.has_edits else []
+        if not self.unsynced:
+            self.gradients_reduced()
+        reduced: dict[nn.Parameter, torch.Tensor] = {}
+        for param in params:
+            if param.grad is None or not param.grad.any():  # cleared, perhaps
+                for own in self.own_grads:
+                    if param.grad is None:
+                        own.pop(param, None)
+                    elif param in own:
+                        own[param] = torch.zeros_like(param)
+            if param.grad is not None:
+                reduced[param] = param.grad - sum(own.get(param, 0) for own in self.own_grads)
+        for rank, loss in enumerate(losses):
+            for param in params:
+                param.grad = self.own_grads[rank].get(param)
+            with self.replica(rank):
+                (loss / self.num_ranks).backward(retain_graph=retain)
+            if params:
+                self.own_grads[rank] = {param: param.grad for param in params if param.grad is not None}
+        for param in params:
+            found = [grads[param] for grads in (reduced, *self.own_grads) if param in grads]
+            param.grad = sum(found[1:], start=found[0].clone()) if found else None
+
+    def gradients_reduced(self) -> None:
+        """Note that no rank has gradients of its own any more."""
+        self.own_grads = [{} for _ in range(self.num_ranks)]
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 

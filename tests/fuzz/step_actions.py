@@ -126,8 +126,10 @@ class Accumulate(ActionKind):
                 session.backward([one], uses, retain=False, synced=False)
             if mode == "local":
                 session.unsynced = True
-            elif not session.unsynced:
-                session.fill_zeros()
+            else:
+                session.gradients_reduced()
+                if not session.unsynced:
+                    session.fill_zeros()
 
 
 class InputGradient(ActionKind):
@@ -137,7 +139,9 @@ class InputGradient(ActionKind):
     weight = 2
 
     def is_legal(self, state: State, case: Case) -> bool:
-        return state.num_pending < 3 and not is_reentrant(case)
+        # A nested backward gives gradients to parameters too.
+        has_edits = any(node.kind == "edited" for node in nodes_of(case.model))
+        return state.num_pending < 3 and not is_reentrant(case) and not has_edits
 
     def arguments(self, rng: random.Random, case: Case) -> dict[str, Any]:
         return {"uses": random_uses(rng, case), "then_backward": rng.random() < 0.4}

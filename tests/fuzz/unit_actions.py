@@ -46,9 +46,7 @@ class CallUnit(ActionKind):
         if not all(loss.requires_grad for loss in losses):
             session.buffers = kept
             raise NotLegal("a loss without a gradient")
-        for rank, loss in enumerate(losses):
-            with session.replica(rank):
-                (loss / session.num_ranks).backward()
+        session.backward_replica(losses)
         session.fill_zeros()
         with as_rank(session.rank):
             loss = unit(inputs[session.rank]).tanh().square().mean()
