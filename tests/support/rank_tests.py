@@ -6,11 +6,13 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from .freed_memory import checked, is_checked
 from .pool import TASK_TIMEOUT_S
 
 # For tests in which batch statistics or ignored parameters drift apart between ranks, as in FSDP1.
@@ -58,4 +60,5 @@ def run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     body = getattr(importlib.import_module(module), name).__wrapped__
     if "rank" in inspect.signature(body).parameters:
         arguments["rank"] = dist.get_rank()
-    body(**arguments)
+    with checked() if is_checked(module) else nullcontext():
+        body(**arguments)
