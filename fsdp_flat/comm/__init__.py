@@ -32,8 +32,9 @@ from fsdp_flat.comm.exchanges import (
     exchange_ints,
     true_on_any_rank,
 )
-from fsdp_flat.comm.failures import named_errors, report_error, reported_failure, while_ranks_live
+from fsdp_flat.comm.failures import named_errors, report_error, report_left, reported_failure, while_ranks_live
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
+from fsdp_flat.comm.given_up import give_up, settled
 from fsdp_flat.comm.rank_groups import (
     ALONE,
     STRATEGIES,

@@ -22,6 +22,7 @@ from fsdp_flat.comm import failures
 from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
+from fsdp_flat.comm.given_up import will_not_come
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
@@ -361,6 +362,8 @@ def barrier(
                     kind, sign = absent[rank]
                     reason = f"rank {rank} has not called it but {sign}"
                     follows = kind is PeerFailureError and has_failed(rank_group, [rank])
+        if is_long and not reason and will_not_come(rank_group, ()):
+            kind, reason, follows = PeerFailureError, "a collective of the group was given up", True
         difference = looks.difference() if waited > failures.LOOK_AFTER_S and not reason else None
         if difference is not None:
             reason = "another rank is in another collective"

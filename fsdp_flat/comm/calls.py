@@ -12,7 +12,7 @@ the second comes to the barrier. Other calls of ``torch.distributed`` are not kn
 Nothing else is an error: a rank that shows nothing computes or is late, and may come; a rank that shows fewer calls may
 make the others. A difference counts once the other rank has shown it twice while this one waits, so it waits too, and
 what it shows is not left from an earlier wait. After a failure of this rank, which a caller may catch, its numbers may
-differ from those of others, so it shows nothing any more.
+differ from those of others, so it shows nothing until ranks have compared their numbers (``given_up``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,8 +41,16 @@ _MOST_CALLS = 64
 class Calls:
     """Holds the last calls of this rank in a group: number, id of the unit or 0, and operation.
 
-    ``has_failed``: a collective of this rank has raised. ``looks`` numbers what this rank shows. ``thread`` is the one
-    that uses the group: a barrier in another thread says nothing about when it comes.
+    Attributes:
+        has_failed: this rank has failed since ranks compared their calls.
+        looks: numbers what this rank shows.
+        thread: the one that uses the group: a barrier in another thread says nothing about when it comes.
+        num_failures: number of failures of this rank.
+        report: the report of its last failure that is in the store; empty if there is none.
+        error: text of its first failure since ranks compared their calls.
+        gave_up: it has given up a collective since then.
+        num_comparisons: number of times that ranks have compared their calls.
+        before_next: called before the next call, after a failure.
     """
 
     def __init__(self) -> None:
@@ -51,9 +59,15 @@ class Calls:
         self.has_failed = False
         self.looks = itertools.count(1)
         self.thread = 0
+        self.num_failures = self.num_comparisons = 0
+        self.report = self.error = ""
+        self.gave_up = False
+        self.before_next: Callable[[], None] | None = None
 
     def add(self, operation: str, unit: int = 0) -> None:
-        """Note a call, before it sends anything."""
+        """Note a call, before it sends anything; raise if the group is refused (``given_up``)."""
+        if self.before_next is not None:
+            self.before_next()
         self.number += 1
         self.last.append((self.number, unit, operation))
 
@@ -61,6 +75,12 @@ class Calls:
         """Forget the last call, which has sent nothing that other ranks wait for."""
         self.last.pop()
         self.number -= 1
+
+    def compared(self, num_failures: int) -> None:
+        """Note that all ranks have made the same calls; ``num_failures`` is the most that one of them has had."""
+        self.num_failures = num_failures
+        self.num_comparisons += 1
+        self.error, self.gave_up, self.has_failed = "", False, False
 
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Calls] = weakref.WeakKeyDictionary()

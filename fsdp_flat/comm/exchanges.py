@@ -140,5 +140,5 @@ def _gathered(
             work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):
         work = WatchedWork(work, rank_group, collective, rank_group.others, raises_early=False)
-    work.wait()
+    Pending([work], own).wait()
     return rows

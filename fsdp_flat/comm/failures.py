@@ -12,25 +12,33 @@ import logging
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.calls import Looks, calls_of
-from fsdp_flat.comm.rank_groups import RankGroup, is_fake, known_host_group, moves_by_gloo, parent_of
-from fsdp_flat.comm.torch_comm import ask_store, leave_time_for_gloo, unseen_by_modes
+from fsdp_flat.comm.given_up import (
+    REFUSED,
+    REPORT,
+    counts,
+    go_on,
+    is_refusal,
+    refrain,
+    report_number,
+    report_text,
+    will_not_come,
+)
+from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, is_fake, parent_of
+from fsdp_flat.comm.torch_comm import ask_store, leave_time_for_gloo
 from fsdp_flat.errors import PeerFailureError, UsageError
 
 Made = TypeVar("Made")
-_CPU = torch.device("cpu")
 _logger = logging.getLogger("fsdp_flat")
 # Time after which a rank logs which other ranks it waits for, and that after which it looks for reports and calls.
 WARN_AFTER_S = 10.0
@@ -40,27 +48,20 @@ LOOK_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
-# Of messages that are never received; a caller's tags are small.
-_TAG = 0x7F5D_F1A7
 # In gloo's texts.
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
-# Of a rank's report in the store.
-_KEY = "fsdp_flat/failure/%d"
 _ADVICE = (
     "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
     "first."
 )
-# The number of this process's failures in each group, and the groups whose stores have its report. Process-wide,
-# because a group outlives models.
-_num_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-reported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
-def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
+def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False, is_final: bool = False) -> None:
     """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
 
     Ranks read it while they wait on the host, which for groups of NCCL they do in the host group. The reason is worded
-    to follow "rank 1". If it ``follows`` from another rank's failure, an earlier report of this rank stays.
+    to follow "rank 1". If it ``follows`` from another rank's failure, an earlier report of this rank stays. After a
+    final one no rank waits for this one, until it makes a call in the group.
     """
     group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
@@ -68,14 +69,16 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
         if group is None or is_fake(group):
             return
         group = parent_of(group)
-        if follows and group in reported:
+        calls = calls_of(group)
+        if follows and calls.report:
             return
-        text = text.removesuffix(_ADVICE).rstrip(". ")
-        number = _num_failures[group] = _num_failures.get(group, 0) + 1
-        calls_of(group).has_failed = True
-        reported.add(group)
-        report = f"{number} {text[:_TEXT_LENGTH]}"
-        ask_store(group, lambda store: store.set(_KEY % rank_group.rank, report))
+        text = text.removesuffix(_ADVICE).rstrip(". ")[:_TEXT_LENGTH]
+        calls.num_failures += 1
+        calls.has_failed = True
+        calls.error = calls.error or text
+        calls.before_next = calls.before_next or partial(go_on, rank_group)
+        calls.report = report = f"{REFUSED if is_final else calls.num_failures} {text}"
+        ask_store(group, lambda store: store.set(REPORT % rank_group.rank, report))
 
 
 @contextmanager
@@ -90,9 +93,16 @@ def reported_failure(rank_groups: Iterable[RankGroup]) -> Iterator[None]:
 
 def report_error(rank_groups: Iterable[RankGroup], error: BaseException) -> None:
     """Report in each group that this rank has raised an error, which may follow from another rank's."""
-    follows = isinstance(error, PeerFailureError)
+    follows, is_final = isinstance(error, PeerFailureError), is_refusal(error)
     for rank_group in rank_groups:
-        report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
+        report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows, is_final=is_final)
+
+
+def report_left(rank_groups: Iterable[RankGroup], text: str) -> None:
+    """Report that this rank left collectives out; it compares its calls with other ranks before it goes on."""
+    for rank_group in rank_groups:
+        report_failure(rank_group, text)
+        refrain(rank_group)
 
 
 def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
@@ -101,9 +111,8 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tupl
 
     def read(store: dist.Store) -> None:
         for rank in ranks:
-            if store.check([_KEY % rank]):
-                number, _, text = store.get(_KEY % rank).decode(errors="replace").partition(" ")
-                reports[rank] = int(number), text
+            if store.check([REPORT % rank]) and (report := store.get(REPORT % rank).decode(errors="replace")):
+                reports[rank] = report_number(report), report_text(report)
 
     with suppress(Exception):  # the group may be gone
         assert rank_group.group is not None
@@ -111,36 +120,11 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tupl
     return dict(reports)
 
 
-def withdraw_report(group: dist.ProcessGroup | None) -> None:
-    """Delete this rank's report of a failure, if there is one, as this rank continues."""
-    if group is not None and (parent := parent_of(group)) in reported:
-        reported.remove(parent)
-        with suppress(Exception):
-            ask_store(parent, lambda store: store.delete_key(_KEY % parent.rank()))
-
-
 def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
-    """Return whether one of ``ranks`` has reported more failures than this rank, so that it will send nothing."""
-    own = 0 if rank_group.group is None else _num_failures.get(parent_of(rank_group.group), 0)
-    return any(number > own for number, _ in _read_reports(rank_group, ranks).values())
-
-
-def ended_ranks(rank_group: RankGroup) -> list[int]:
-    """Return the other ranks that gloo has lost the connection to: their processes have ended.
-
-    gloo says so when this rank begins to send. It asks nothing of the other rank, and no rank receives what is sent.
-    """
-    group, found = rank_group.group, []
-    group = group and known_host_group(group)
-    if group is not None and moves_by_gloo(group, _CPU):
-        with unseen_by_modes():
-            nothing = [torch.zeros(1, dtype=torch.uint8)]
-            for rank in rank_group.others:
-                try:
-                    group.send(nothing, rank, _TAG)
-                except RuntimeError:
-                    found.append(rank)
-    return found
+    """Return whether one of ``ranks`` has reported a failure, and will send nothing to this rank."""
+    assert rank_group.group is not None
+    calls = calls_of(rank_group.group)
+    return any(counts(number, calls) for number, _ in _read_reports(rank_group, ranks).values())
 
 
 def _begun(make: Callable[[], Made]) -> Future[Made]:
@@ -192,6 +176,7 @@ def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailu
     """Report that this rank has failed in a collective, and return the error, with the reports of the others."""
     own = f"was in {collective}"
     report_failure(rank_group, own)
+    refrain(rank_group)
     return PeerFailureError(
         f"Rank {rank_group.rank} of the group {own}, which failed ({reason}). Of the others: "
         f"{reports_of_others(rank_group, timed_out=bool(_TIMED_OUT.search(reason)))}. {_ADVICE}"
@@ -208,8 +193,8 @@ def keep_waiting(
 ) -> None:
     """Go on to wait in a collective for the ranks ``sources`` until ``is_over``, which waits for so many seconds.
 
-    Log that once. Raise a RankMismatchError once a rank waits in another collective, and a PeerFailureError once one of
-    the ``sources`` has reported a failure, if it ``raises_early``.
+    Log that once. Raise a RankMismatchError once a rank waits in another collective, and a PeerFailureError once a
+    collective of the group was given up or, if it ``raises_early``, one of the ``sources`` has reported a failure.
     """
     begun = time.monotonic() - min(LOOK_AFTER_S, WARN_AFTER_S)
     is_logged, looks = False, Looks(rank_group)
@@ -219,7 +204,7 @@ def keep_waiting(
             is_logged = True
             text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
             _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
-        if raises_early and has_failed(rank_group, sources):
+        if will_not_come(rank_group, sources if raises_early else ()):
             raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
         if (error := looks.difference()) is not None:
             report_failure(rank_group, f"was in {collective}")
@@ -229,7 +214,7 @@ def keep_waiting(
 
 
 def keep_waiting_in_thread(
-    make: Callable[[], None], rank_group: RankGroup, sources: Collection[int], collective: str
+    make: Callable[[], object], rank_group: RankGroup, sources: Collection[int], collective: str
 ) -> None:
     """Wait as :func:`keep_waiting` for a function that blocks, and that no timeout may end: gloo closes connections."""
     made = _begun(make)
@@ -302,10 +287,10 @@ def is_over(work: dist.Work, seconds: float) -> bool:
 class WatchedWork:
     """Wraps a gloo ``Work``: logs once which ranks (``sources``) it waits for, and raises the cause if it fails.
 
-    A failure that one of them has reported ends the wait if it ``raises_early``. This rank continues, so a report of
-    its failure is deleted.
+    A failure that one of them has reported ends the wait if it ``raises_early``.
     """
 
+    blocks_host: ClassVar[bool] = True
     work: dist.Work
     rank_group: RankGroup
     collective: str
@@ -314,8 +299,6 @@ class WatchedWork:
 
     def __post_init__(self) -> None:
         leave_time_for_gloo()
-        if reported:
-            withdraw_report(self.rank_group.group)
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())

@@ -235,6 +235,7 @@ class CustomCollectives(Collectives):
         is_replaced = self._choice.all_gather is not None or self._choice.gather_memory is not None
         # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
         if is_replaced and tensor.is_floating_point():
+            calls_of(self.group).add("a custom all-gather")
             return super().begin_all_gather(tensor, target)
         return self._own.begin_all_gather(tensor, target)
 
@@ -251,13 +252,16 @@ class CustomCollectives(Collectives):
 
     def _gather_into(self, whole: torch.Tensor) -> Sequence[Any]:
         all_gather = self._choice.all_gather or torch_comm.all_gather_single
-        return [all_gather(whole, self._own_slice(whole), self.group, async_op=True)]
+        return [
+            _named_work(all_gather(whole, self._own_slice(whole), self.group, async_op=True), self._own, "all-gather")
+        ]
 
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
         reduce_scatter, memory = self._choice.reduce_scatter, self._choice.reduce_memory
         if reduce_scatter is None and memory is None:
             return self._own_reductions.begin_reduce_scatter(full, pool)
         group = self._own_reductions.group
+        calls_of(group).add("a custom reduce-scatter")
         if memory is not None:
             full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
         out = (memory or torch.empty)((full.numel() // self.size,), dtype=full.dtype, device=full.device)
@@ -265,8 +269,16 @@ class CustomCollectives(Collectives):
             work = torch_comm.reduce_scatter_single(out, full, group=group, async_op=True)
         else:
             work = reduce_scatter(out, full, group, dist.ReduceOp.SUM, async_op=True)
+        work = _named_work(work, self._own_reductions, "reduce-scatter")
         # The result becomes a gradient, which outlives memory of the caller.
         return Pending([work], full, lambda: out if memory is None else out.clone())
+
+
+def _named_work(work: Any, collectives: Collectives, operation: str) -> Any:
+    """Return the work of a caller's collective, whose errors name the unit of the library's own ``collectives``."""
+    if work is None:
+        return None
+    return NamedWork(work, collectives.rank_group, partial(collectives._describe, operation))
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

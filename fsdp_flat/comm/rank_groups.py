@@ -26,6 +26,8 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
 from fsdp_flat.sizes import nbytes_of
 
 _CPU = torch.device("cpu")
+# Of messages that are never received; a caller's tags are small.
+_TAG = 0x7F5D_F1A7
 # Groups that the library has created, by default group; by ranks, purpose and timeout. torch holds each group that it
 # creates, and each costs connections, so all models share them.
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
@@ -174,6 +176,24 @@ def parent_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group that ``group`` is the host group of, else ``group`` itself."""
     known = _parents.get(group)
     return (None if known is None else known()) or group
+
+
+def ended_ranks(rank_group: RankGroup) -> list[int]:
+    """Return the other ranks that gloo has lost the connection to: their processes have ended.
+
+    gloo says so when this rank begins to send. It asks nothing of the other rank, and no rank receives what is sent.
+    """
+    group, found = rank_group.group, []
+    group = group and known_host_group(group)
+    if group is not None and moves_by_gloo(group, _CPU):
+        with torch_comm.unseen_by_modes():
+            nothing = [torch.zeros(1, dtype=torch.uint8)]
+            for rank in rank_group.others:
+                try:
+                    group.send(nothing, rank, _TAG)
+                except RuntimeError:
+                    found.append(rank)
+    return found
 
 
 def outliving_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

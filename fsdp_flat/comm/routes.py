@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import irecv, isend
 
-from fsdp_flat.comm.failures import ended_ranks, keep_waiting_in_thread, named_errors
+from fsdp_flat.comm.failures import NamedWork, keep_waiting_in_thread, named_errors
 from fsdp_flat.comm.flat_collectives import (
     BackendCollectives,
     CollectiveChoice,
@@ -17,8 +17,10 @@ from fsdp_flat.comm.flat_collectives import (
     CustomCollectives,
     GlooAcceleratorCollectives,
 )
-from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.given_up import give_up
+from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, moves_by_gloo
 from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transport
+from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError
 
 _OWN = CollectiveChoice()
@@ -110,15 +112,15 @@ class GroupChannel:
         rank_group = RankGroup.of(self._group)
         with named_errors(TRANSFER, rank_group):
             works = dist.batch_isend_irecv(batch)
-
-            def wait() -> None:
-                for work in works:
-                    work.wait()
-
-            if moves_by_gloo(self._group, self.device):
-                keep_waiting_in_thread(wait, rank_group, {each.group_peer for each in batch}, TRANSFER)
-            else:
-                wait()
+        pending = Pending([NamedWork(work, rank_group, lambda: TRANSFER) for work in works], batch[0].tensor)
+        if not moves_by_gloo(self._group, self.device):
+            pending.wait()
+            return
+        try:
+            keep_waiting_in_thread(pending.wait, rank_group, {each.group_peer for each in batch}, TRANSFER)
+        except BaseException:
+            give_up(pending)
+            raise
 
 
 def absences(rank_group: RankGroup, *, asks_gloo: bool) -> dict[int, tuple[type[Exception], str]]:

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from fsdp_flat.comm.given_up import give_up
+from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.torch_comm import profiler_is_on, transforms_are_active, unseen_by_transforms
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -46,7 +48,9 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 class Pending:
-    """Represents asynchronous work. ``wait`` may be called more than once; only the first call has an effect.
+    """Represents asynchronous work. ``wait`` may be called more than once; only the first that returns has an effect.
+
+    If a wait raises, the works are kept until they are complete (``given_up``): they may still write to their tensors.
 
     Args:
         works: the work; None for work that is complete.
@@ -69,14 +73,30 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
-        works, finish = self._works, self._finish
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+        except BaseException:
+            give_up(self)
+            raise
+        finish = self._finish
         self._works, self._finish = (), None
-        for work in works:
-            if work is not None:
-                work.wait()
         if finish is not None:
             self.result = finish()
         return self.result
+
+    def rank_groups(self) -> list[RankGroup]:
+        """Return the groups of the works, as far as these are the library's own."""
+        return [work.rank_group for work in self._works if hasattr(work, "rank_group")]
+
+    def blocks_host(self) -> bool:
+        """Return whether a wait blocks the host until the works are complete."""
+        return any(getattr(work, "blocks_host", False) for work in self._works)
+
+    def is_lost(self) -> bool:
+        """Return whether the works can never become complete, because another rank has ended."""
+        return any(hasattr(work, "is_lost") and work.is_lost() for work in self._works)
 
 
 class Streams:

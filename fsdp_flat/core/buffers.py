@@ -98,6 +98,16 @@ class FlatBuffer:
             storage.resize_(nbytes)
         return True
 
+    def take_memory(self) -> torch.UntypedStorage | None:
+        """Return the memory in another storage, as if it was freed; None if it cannot be moved there, or is freed."""
+        storage = self.tensor.untyped_storage()
+        # What a numpy array uses too stays where it is, and is never freed.
+        if swap_memory is None or not self.owns_memory or storage.nbytes() == 0 or not storage.resizable():
+            return None
+        block = torch.UntypedStorage(0, device=storage.device)
+        swap_memory(block, storage)
+        return block
+
 
 # Added to version counters while parameters are freed, so that autograd refuses what it saved.
 # docs/limitations.md names the number.

@@ -38,6 +38,7 @@ from fsdp_flat.comm import (
     RankGroup,
     ShardingGroups,
     begin_all_reduce,
+    give_up,
     host_group,
     true_on_any_rank,
 )
@@ -140,6 +141,12 @@ class BackwardExchange:
             for rank_group in self._host_groups(groups):
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
             self._in_flight[groups], self._messages[groups] = pending, message
+
+    def give_up(self) -> None:
+        """Give up exchanges that are not complete, as their backward is aborted."""
+        for pending in self._in_flight.values():
+            if not pending.is_completed():
+                give_up(pending)
 
     def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:
         if groups not in self._host_groups_of:

@@ -374,6 +374,9 @@ class ExtendedOutput(AllGatherOutput):
             buffer.alloc(pool)
         return True
 
+    def take_memory(self) -> None:
+        """Take nothing: all-gathers write to other memory, from which their end copies to this one."""
+
     def free(self, pool: MemoryPool) -> None:
         """Free all memory of the unsharded parameters."""
         for buffer in self._memory:

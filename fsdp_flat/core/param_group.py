@@ -467,8 +467,10 @@ class ParamGroup:
         return shard
 
 
-def begin_all_gathers(param_groups: Sequence[ParamGroup], trace: list[tuple[str, str]] | None) -> list[Pending]:
-    """Begin the all-gathers of parameter groups of one mesh.
+def begin_all_gathers(
+    param_groups: Sequence[ParamGroup], trace: list[tuple[str, str]] | None, pendings: list[Pending]
+) -> None:
+    """Begin the all-gathers of parameter groups of one mesh, and append each to ``pendings`` once it has begun.
 
     All groups of DTensors with one compute dtype share an all-gather; each flat parameter has one of its own.
     """
@@ -476,14 +478,12 @@ def begin_all_gathers(param_groups: Sequence[ParamGroup], trace: list[tuple[str,
     collectives = comm.of_steps if param_groups[0].kept_shards is None else comm.post_forward
     inputs = list(map(_BEGIN_GATHER, param_groups))
     if collectives is None:
-        return []
-    pendings = []
+        return
     for tensor, target in join_inputs(inputs) if len(inputs) > 1 else inputs:
         if trace is not None:
             trace.append(("all_gather", comm.name))
         comm.issued.append(("all-gather", comm))
         pendings.append(collectives.begin_all_gather(tensor, target))
-    return pendings
 
 
 def summary(options: UnitOptions, param_groups: Sequence[ParamGroup]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import Pending, Streams, begin_all_reduce, unrecorded
+from fsdp_flat.comm import Pending, Streams, begin_all_reduce, give_up, settled, unrecorded
 from fsdp_flat.core.param_group import ParamGroup
 
 LOGGER = logging.getLogger("fsdp_flat")
@@ -173,11 +173,11 @@ class Reduction:
         del self._pending  # and with it the sum, if it is not the result
 
     def discard(self) -> None:
-        """Wait for the communication and drop the result."""
-        if self.needs_all_reduce:
-            self.advance()
-        self._pending.wait()
-        self.free()
+        """Drop the result, and free what the reduction has read once the communication is complete."""
+        if settled(self._pending):
+            self.free()
+        else:
+            give_up(self._pending, *self._alive, self._used_up)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error
+from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error, report_left
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.buffers import MemoryPool
@@ -412,7 +412,7 @@ class Step:
         """Abort a step whose backward raised, if there is one, and read what ranks exchanged in the last backward."""
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         if self.backward is not None and (graph_task_id() == -1 or self._lost_callback):
-            self.abort()
+            self._abort_backward()
         if self.unread is not None:
             self.read_exchange()
 
@@ -423,6 +423,19 @@ class Step:
 
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
+        report_error(self._rank_groups(), error)
+        self.abort()
+
+    def _abort_backward(self) -> None:
+        """Abort a step whose backward raised: other ranks wait for the rest of it, unless theirs raised there too."""
+        reduces = any(unit.control.sync_gradients for unit in self.units)
+        shard_groups = {unit.options.groups.shard for unit in self.units}
+        # Without reductions other replicas have no part in it.
+        report_left(self._rank_groups() if reduces else shard_groups, "left a backward by an exception")
+        self.abort()
+
+    def _rank_groups(self) -> set[RankGroup]:
+        """Return all groups in which other ranks may wait for this one."""
         rank_groups: set[RankGroup] = set()
         for unit in self.units:
             rank_groups.update(unit.options.groups.rank_groups)
@@ -430,8 +443,9 @@ class Step:
                 smaller, separate = param_group.comm.smaller_group, param_group.comm.choice.reduce_group
                 rank_groups.update(param_group.comm.options.groups.rank_groups)
                 rank_groups.update([separate] if separate else [], [smaller.rank_group] if smaller else [])
-        report_error(rank_groups, error)
-        self.abort()
+            with suppress(UsageError):  # groups were destroyed
+                rank_groups.update(unit.options.groups.as_one)
+        return rank_groups
 
     def abort(self) -> None:
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
@@ -439,6 +453,8 @@ class Step:
             self.has_lost_gradients = True
         self._begin_anew()
         self._drop_reductions()
+        if self.is_built:
+            self._exchange.give_up()
         for unit in self.units:
             unit.abort()
         self.pool.clear()
@@ -490,7 +506,7 @@ class Step:
         if self.backward is not None and self._callback is not None and self._callback() is not None:
             return self.backward
         if self.backward is not None:
-            self.abort()  # autograd, which alone holds the callback at the end of the backward, has dropped it
+            self._abort_backward()  # autograd, which alone holds the callback at its end, has dropped it
         backward = self._begin_backward()
         backward.include(self._pending.of_backward(self._exchange.any_rank_of_replica))
         callback = partial(self._end_of_backward)
@@ -750,11 +766,10 @@ class Step:
                 partial.add_used(flags)
 
     def _drop_reductions(self) -> None:
-        """Wait for all reductions and drop them; their errors add nothing to the cause of an abort."""
+        """Drop all reductions."""
         in_flight, self._in_flight = self._in_flight, []
         for reduction in in_flight:
-            with suppress(RuntimeError):
-                reduction.discard()
+            reduction.discard()
         for param_group in [param_group for unit in self.units for param_group in unit.param_groups]:
             param_group.grads.reduced = []
         self.streams.wait_for_reduce_scatters()

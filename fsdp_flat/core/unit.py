@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import Pending, profiled, unrecorded, untransformed
+from fsdp_flat.comm import Pending, give_up, profiled, settled, unrecorded, untransformed
 from fsdp_flat.core.casts import BufferCasts, input_cast
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.group_collectives import on_device
@@ -32,7 +31,7 @@ from fsdp_flat.core.options import Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup, begin_all_gathers, summary
 from fsdp_flat.core.params import is_managed, modules_of
 from fsdp_flat.core.reduction import LOGGER, ReductionPolicy
-from fsdp_flat.core.torch_core import graph_task_id, is_autocast_on
+from fsdp_flat.core.torch_core import graph_task_id, is_autocast_on, swap_memory
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 
@@ -231,7 +230,7 @@ class Unit:
             # The all-gather sends the values of now, whatever changes before it is complete.
             self.gathered_version = self.current_version()
             for param_groups in self._gathered_together:
-                self._pending_all_gathers += begin_all_gathers(param_groups, step.trace)
+                begin_all_gathers(param_groups, step.trace, self._pending_all_gathers)
             self._move(MemoryEvent.GATHER)
             if self.options.offload_params and step.streams.is_accelerator:
                 step.streams.shards_read()
@@ -263,7 +262,6 @@ class Unit:
         """Wait for the all-gather if one is in flight, and point the modules at the unsharded parameters."""
         if self.state is not _GATHERING:
             return
-        pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.step.streams
         # A caller's all-gather may take memory at its end, and so does torch's operator that places gathered shards.
         takes_memory = self.options.per_param is not None
@@ -271,8 +269,9 @@ class Unit:
             takes_memory |= param_group.comm.choice.all_gather is not None
         with profiled("all_gather_wait", self.name), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
-                for pending in pendings:
+                for pending in self._pending_all_gathers:
                     pending.wait()
+            self._pending_all_gathers = []
             streams.wait_for_all_gathers()
             for param_group in self.param_groups:
                 param_group.finish_gather()
@@ -469,12 +468,14 @@ class Unit:
             return  # summon_full_params refused a forward, and its block continues
         self.depth, self.holds_graph = 0, False
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
-        for pending in pendings:
-            # An exception here would hide the one that led to the abort.
-            with suppress(RuntimeError):
-                pending.wait()
+        given_up = [pending for pending in pendings if not settled(pending)]
+        # An all-gather in place goes on to write to the buffer, and to send from it.
+        memory = [param_group.buffer.take_memory() for param_group in self.param_groups] if given_up else []
+        for pending in given_up:
+            give_up(pending, *memory)
+        frees = not self.control.keeps_unsharded_storage and not (given_up and swap_memory is None)
         for param_group in self.param_groups:
-            param_group.reset(frees=not self.control.keeps_unsharded_storage, shows_unsharded=self.state is _UNSHARDED)
+            param_group.reset(frees=frees, shows_unsharded=self.state is _UNSHARDED)
         self._move(MemoryEvent.ABORT)
         self.phase = Phase.IDLE
         self.step.streams.buffers_freed()

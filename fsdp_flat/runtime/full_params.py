@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Pending, doing, true_on_any_rank, unrecorded
+from fsdp_flat.comm import Pending, doing, give_up, true_on_any_rank, unrecorded
 from fsdp_flat.core import (
     ParamGroup,
     have_grads,
@@ -35,8 +35,15 @@ def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> lis
     with unrecorded():
         streams.shards_written()
         with streams.all_gathers:
-            pendings = [_begin_gather(param_group, of(param_group)) for param_group in unit.param_groups]
-            gathered = [pending.wait() for pending in pendings]
+            pendings = list[Pending]()
+            try:
+                for param_group in unit.param_groups:
+                    pendings.append(_begin_gather(param_group, of(param_group)))
+                gathered = [pending.wait() for pending in pendings]
+            except BaseException:
+                for pending in pendings:
+                    give_up(pending)
+                raise
             wholes = [
                 param_group.layout.unsharded_of(each)
                 for param_group, each in zip(unit.param_groups, gathered, strict=True)

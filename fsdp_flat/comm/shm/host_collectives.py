@@ -40,13 +40,22 @@ class _TwoParts:
     """Waits for the first part of a collective, begins the second by ``proceed``, and waits for that.
 
     Args:
+        rank_group: the group.
         queue: collectives of which the second part has not begun, oldest first; this one is appended.
         first: works of the first part.
         proceed: begins the second part; returns what is pending, or None if nothing remains.
     """
 
-    def __init__(self, queue: deque[_TwoParts], first: Sequence[Any], proceed: Callable[[], Pending | None]) -> None:
-        self._queue, self._first, self._proceed = queue, first, proceed
+    blocks_host = True
+
+    def __init__(
+        self,
+        rank_group: RankGroup,
+        queue: deque[_TwoParts],
+        first: Sequence[Any],
+        proceed: Callable[[], Pending | None],
+    ) -> None:
+        self.rank_group, self._queue, self._first, self._proceed = rank_group, queue, first, proceed
         self._second: Pending | None = None
         queue.append(self)
 
@@ -70,11 +79,11 @@ class _TwoParts:
         return all(work.is_completed() for work in self._first)
 
     def begin_second(self) -> None:
-        """Wait for the first part and begin the second one, of the oldest collective."""
-        self._queue.popleft()
-        works, self._first = self._first, ()
-        for work in works:
+        """Wait for the first part and begin the second one, of the oldest collective; not if a wait raises."""
+        for work in self._first:
             work.wait()
+        self._queue.popleft()
+        self._first = ()
         self._second = self._proceed()
 
 
@@ -141,7 +150,7 @@ class HostCollectives(GlooCollectives):
                 place(rank, row)
             return tensor
 
-        works: list[Any] = [_TwoParts(self._hosts.gathers, crossing, relay)]
+        works: list[Any] = [_TwoParts(self.rank_group, self._hosts.gathers, crossing, relay)]
         for peer in self._peers:
             works.append(direct.expect("gather", [peer], own, partial(read, peer), unit=self._unit))
             for rank in self._rails[peer]:
@@ -176,7 +185,7 @@ class HostCollectives(GlooCollectives):
         first = [
             direct.expect("reduction", self._peers, slices[rank], partial(add, rank), unit=self._unit) for rank in rail
         ]
-        two_parts = _TwoParts(self._hosts.sums, first, exchange)
+        two_parts = _TwoParts(self.rank_group, self._hosts.sums, first, exchange)
         return Pending([two_parts], full, two_parts.result)
 
     def _cross(

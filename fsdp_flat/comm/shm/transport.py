@@ -30,6 +30,7 @@ import torch
 
 from fsdp_flat.comm import failures
 from fsdp_flat.comm.calls import mismatch, unit_names
+from fsdp_flat.comm.given_up import give_up
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
@@ -86,10 +87,27 @@ class Messages(Pending):
             self.transport.receive(source)
         return not self.missing
 
+    @property
+    def rank_group(self) -> RankGroup:
+        return self.transport.rank_group
+
+    def rank_groups(self) -> list[RankGroup]:
+        return [self.rank_group]
+
+    def blocks_host(self) -> bool:
+        return True
+
+    def is_lost(self) -> bool:
+        return self.transport.is_lost(self.missing)
+
     def wait(self) -> torch.Tensor:
         """Block until all messages have arrived, and return what is read; errors are those of :func:`wait_for`."""
-        while self.missing:
-            wait_for({self.transport: self.missing}, self.purpose, self.unit)
+        try:
+            while self.missing:
+                wait_for({self.transport: self.missing}, self.purpose, self.unit)
+        except BaseException:
+            give_up(self)
+            raise
         if self.read is not None:
             read, self.read = self.read, None
             messages = {}
@@ -190,6 +208,10 @@ class SharedMemoryTransport:
         """Return the bytes of transfers that are not confirmed as read, by rank, for ranks that have any."""
         return {rank: nbytes for rank, nbytes in self._unread_transfers.items() if nbytes}
 
+    def is_lost(self, ranks: Collection[int]) -> bool:
+        """Return whether messages of ``ranks`` will never come: one has ended, or calls of ranks differ."""
+        return self._mismatch is not None or not self._ended_ranks.isdisjoint(ranks)
+
     def _check(self, ranks: Collection[int] = (), purpose: str = "transfer", unit: int = 0) -> None:
         """Raise if collectives of ranks differ, if this is a forked child, or if one of ``ranks`` has ended.
 
@@ -216,8 +238,6 @@ class SharedMemoryTransport:
         none; a rank that expects another unit raises, as this does if one of the ranks has ended.
         """
         self._check()
-        if failures.reported:
-            failures.withdraw_report(self._group())
         for rank in self._peers:
             self.receive(rank)
         self._num_sends += 1

@@ -1,0 +1,339 @@
+"""Collectives that a rank gave up: their memory stays theirs, and their group is refused until ranks compare calls.
+
+Every test here runs where freed memory is kept and checked (``tests/support/freed_memory.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.comm import RankGroup, collectives_for, failures, given_up
+from fsdp_flat.composable import fully_shard
+from fsdp_flat.core.unit import units_of
+from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from tests.support import on_ranks
+from tests.support.beside import FRONTS
+from tests.support.hosts import on_hosts
+from tests.support.kit import RaisesInBackward, Trouble, batch, seeded, wrapped
+
+WIDTH = 64
+TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "shared", "hosts"])
+
+
+class Layers(nn.Sequential):
+    """Layers of one size, so that the all-gather of one can be taken for that of another; raises before layer ``bad``.
+
+    Attributes:
+        bad: index of the layer, or None.
+        in_backward: raise in the backward of that layer, not in its forward.
+    """
+
+    bad: int | None = None
+    in_backward = False
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self):
+            if index == self.bad and not self.in_backward:
+                raise Trouble("an odd batch")
+            x = RaisesInBackward.apply(layer(x)) if index == self.bad else layer(x)
+        return x
+
+
+@contextmanager
+def looking_soon(transport: str, places: str = "ab") -> Iterator[None]:
+    """Move tensors by ``transport``, and look early whether a rank that is waited for has failed.
+
+    Args:
+        transport: "gloo", "shared" memory of all ranks, or "hosts": shared memory between the ranks of a host.
+        places: the host of each rank.
+    """
+    os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(transport != "gloo"))
+    with (
+        mock.patch.object(failures, "WARN_AFTER_S", 0.5),
+        mock.patch.object(failures, "REPORT_TIMEOUT_S", 0.3),
+        on_hosts(places) if transport == "hosts" else nullcontext(),
+    ):
+        yield
+
+
+def sharded(front: str, *, num_replicas: int = 1, timeout_s: float = 20) -> Any:
+    """Shard layers, one a unit, over groups of their own."""
+    model, ranks = seeded(Layers), list(range(dist.get_world_size()))
+    timeout, size = timedelta(seconds=timeout_s), len(ranks) // num_replicas
+    shards = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    shard, _ = dist.new_subgroups_by_enumeration(shards, timeout=timeout)
+    replicate, _ = dist.new_subgroups_by_enumeration(
+        [list(each) for each in zip(*shards, strict=True)], timeout=timeout
+    )
+    if front == "fully_shard":
+        groups, dims = ([replicate, shard], ("replicate", "shard")) if num_replicas > 1 else (shard, ("shard",))
+        by_mesh = torch.tensor(shards) if num_replicas > 1 else None
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh=by_mesh, mesh_dim_names=dims)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    strategy = ShardingStrategy.HYBRID_SHARD if num_replicas > 1 else ShardingStrategy.FULL_SHARD
+    return wrapped(
+        model,
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear),
+        process_group=(shard, replicate) if num_replicas > 1 else shard,
+        sharding_strategy=strategy,
+        use_orig_params=front == "originals",
+    )
+
+
+def layers_of(model: Any) -> Layers:
+    layers: Layers = model.module if isinstance(model, FSDP) else model
+    return layers
+
+
+def goes_on(model: Any, x: torch.Tensor, right: torch.Tensor) -> BaseException | None:
+    """Run a forward; return its error, or None if its result is right."""
+    with torch.no_grad():
+        try:
+            out = model(x)
+        except (RankMismatchError, PeerFailureError) as error:
+            return error
+    assert torch.equal(out, right), "a wrong value, without an error"
+    return None
+
+
+def is_named(error: BaseException | None) -> bool:
+    """Return whether an error says that ranks differ, with the first error."""
+    own = "an odd batch" in str(error) or "do not run the same units" in str(error)
+    return isinstance(error, RankMismatchError) and own
+
+
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("bad", [0, 1])
+@on_ranks(2, timeout=50)
+def test_after_one_rank_raised_alone_no_rank_goes_on_with_what_another_has_given_up(
+    bad: int, transport: str, front: str, rank: int
+) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon(transport), torch.no_grad():
+        model = sharded(front)
+        right = model(x)
+        layers_of(model).bad = bad if rank == 0 else None
+        with pytest.raises(Trouble if rank == 0 else PeerFailureError, match="an odd batch"):
+            model(x)
+        layers_of(model).bad = None
+        time.sleep(0 if rank else 2)
+        assert all(is_named(goes_on(model, x, right)) for _ in range(2))
+    dist.barrier()
+
+
+@FRONTS
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@on_ranks(4, timeout=50)
+def test_after_one_rank_of_a_replica_raised_alone_no_rank_computes_wrong_values(
+    transport: str, front: str, rank: int
+) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon(transport):
+        model = sharded(front, num_replicas=2)
+        right = model(x).detach()
+        right_again = model(x)
+        right_again.sum().backward()
+        layers_of(model).bad = 1 if rank == 0 else None
+        kind = Trouble if rank == 0 else PeerFailureError
+        with pytest.raises(kind, match="an odd batch"):
+            model(x).sum().backward()
+        layers_of(model).bad = None
+        time.sleep(0 if rank else 2)
+        found = [goes_on(model, x, right) for _ in range(2)]
+        assert all(map(is_named, found)) if rank < 2 else found == [None, None]
+    dist.barrier()
+
+
+@FRONTS
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@on_ranks(2, timeout=50)
+def test_a_rank_that_left_a_backward_alone_does_not_go_on(transport: str, front: str, rank: int) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon(transport):
+        model = sharded(front)
+        right = model(x).detach()
+        layers = layers_of(model)
+        layers.bad, layers.in_backward = 1 if rank == 0 else None, True
+        out = model(x).sum()
+        with pytest.raises(Trouble if rank == 0 else (PeerFailureError, RankMismatchError)):
+            out.backward()
+        layers.bad = None
+        for _ in range(2):
+            error = goes_on(model, x, right)
+            assert error is not None
+        assert "left a backward by an exception" in str(error) or "do not run the same units" in str(error), error
+    dist.barrier()
+
+
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@on_ranks(2, timeout=50)
+def test_ranks_that_raise_at_one_point_go_on(in_backward: bool, transport: str, front: str, rank: int) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon(transport):
+        model = sharded(front)
+        model(x).sum().backward()
+        right = model(x).detach()
+        for late in (0, 1):
+            layers = layers_of(model)
+            layers.bad, layers.in_backward = 1, in_backward
+            time.sleep(1.5 if rank == late else 0)
+            with pytest.raises(Trouble):
+                model(x).sum().backward()
+            layers.bad = None
+            assert torch.equal(model(x), right)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("front", ["flat", "originals"])
+@on_ranks(3, timeout=50)
+def test_what_is_given_up_is_written_and_sent_from_memory_of_its_own(front: str, rank: int) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon("gloo"), torch.no_grad():
+        model = sharded(front)
+        model(x)
+        unit = units_of(model)[1]
+        (param_group,) = unit.param_groups
+        shard = param_group.flat_shard()
+        shards = [torch.empty_like(shard) for _ in range(3)]
+        dist.all_gather(shards, shard.clone())
+        expected, outputs = torch.cat(shards), list[torch.Tensor]()
+        layers_of(model).bad = 0 if rank == 0 else None
+        layers_of(model)[0].register_forward_hook(lambda _, __, output: outputs.append(output))
+        # The last rank begins the first layer's all-gather after the second rank has given it up. Then it ends.
+        time.sleep(4 if rank == 2 else 0)
+        with pytest.raises(Trouble if rank == 0 else PeerFailureError):
+            model(x)
+        assert not param_group.buffer.nbytes
+        assert unit.is_sharded
+        if rank == 1:
+            [(pending, memory)] = [
+                kept for kept in given_up._kept.items() if kept[0].result is param_group.buffer.tensor
+            ]
+            assert not pending.is_completed()
+            taken = [torch.full_like(expected, 7) for _ in range(20)]
+            while not pending.is_completed():
+                time.sleep(0.05)
+            assert torch.equal(torch.empty(0).set_(memory[0]), expected)
+            assert all(each.eq(7).all() for each in taken)
+            given_up.drop_completed()
+            assert pending not in given_up._kept
+        if rank == 2:
+            assert torch.equal(outputs[0], x @ expected[: WIDTH * WIDTH].view(WIDTH, WIDTH).T)
+    dist.barrier()
+
+
+class Stuck:
+    """The work of a caller's collective that fails while a thread still writes its output."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    def is_completed(self) -> bool:
+        return self.is_complete
+
+    def wait(self) -> None:
+        raise dist.DistBackendError("the network is gone")
+
+
+@pytest.mark.parametrize("front", ["flat", "fully_shard"])
+@on_ranks(2, timeout=50)
+def test_memory_of_a_callers_collective_that_failed_is_kept_until_its_work_is_complete(front: str, rank: int) -> None:
+    x, work, outputs = batch(0, width=WIDTH), Stuck(), list[torch.Tensor]()
+
+    def all_gather(output: torch.Tensor, *_: Any, **__: Any) -> Stuck:
+        outputs.append(output)
+        return work
+
+    model = sharded(front)
+    model(x)
+    for unit in units_of(model)[1:]:
+        for param_group in unit.param_groups:
+            comm = param_group.comm
+            comm.use(comm.options, type(comm.choice)(all_gather=all_gather))
+    with pytest.raises(PeerFailureError, match="the network is gone"):
+        model(x)
+    assert all(not param_group.buffer.nbytes for unit in units_of(model) for param_group in unit.param_groups)
+    kept = [each for each in given_up._kept if work in [getattr(w, "work", None) for w in getattr(each, "_works", ())]]
+    assert len(kept) == 1
+    # A thread writes to the output: to what was the buffer of a flat parameter, or to memory beside the buffer.
+    (block,) = [each for each in given_up._kept[kept[0]] if isinstance(each, torch.UntypedStorage)]
+    is_in_place = outputs[0].untyped_storage().nbytes() == 0
+    assert is_in_place is (front == "flat")
+    (torch.empty(0).set_(block) if is_in_place else outputs[0]).fill_(1)
+    work.is_complete = True
+    given_up.drop_completed()
+    assert kept[0] not in given_up._kept
+    dist.barrier()
+
+
+@on_ranks(2, timeout=50)
+def test_a_wait_that_failed_fails_again_or_ends_once_the_works_are_complete(rank: int) -> None:
+    with looking_soon("gloo"):
+        group = RankGroup.of(dist.new_group(timeout=timedelta(seconds=20)))
+        collectives = collectives_for(group, torch.device("cpu"))
+        assert collectives is not None
+        collectives.begin_all_gather(torch.zeros(4)).wait()
+        whole = torch.full((4,), -1.0)
+        whole[2 * rank : 2 * rank + 2] = rank
+        if rank == 1:
+            failures.report_failure(group, "raised Trouble: an odd batch")
+            time.sleep(3)
+            # As no rank of the library would: it would compare its calls first.
+            with mock.patch.object(given_up, "_compare"):
+                collectives.begin_all_gather(whole).wait()
+        else:
+            pending = collectives.begin_all_gather(whole)
+            with pytest.raises(PeerFailureError, match="an odd batch"):
+                pending.wait()
+            while not pending.is_completed():
+                time.sleep(0.05)
+            pending.wait()
+        assert whole.tolist() == [0, 0, 1, 1]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("say", [None, "barrier"])
+@on_ranks(2, timeout=50)
+def test_a_rank_that_retries_before_another_gave_up_goes_on(say: str | None, rank: int) -> None:
+    # As on FSDP1: the batch that raises does so before the first collective, and the rank takes another one.
+    x = batch(0, width=WIDTH)
+    os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
+    with torch.no_grad():
+        model = sharded("flat")
+        right = model(x)
+        checks: list[Callable[..., Any]] = []
+        for _ in range(2):
+            if rank == 0:
+                layers_of(model).bad = 0
+                hook = model.register_forward_pre_hook(lambda *_: checks[0]())
+                checks[:] = [lambda: (_ for _ in ()).throw(Trouble("an odd batch"))]
+                with suppress(Trouble):
+                    model(x)
+                hook.remove()
+                layers_of(model).bad = None
+            assert torch.equal(model(x), right)
+            if say:
+                dist.barrier()
+    dist.barrier()
