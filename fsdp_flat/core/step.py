@@ -640,36 +640,43 @@ class Step:
                     unit.post_backward(keeps_graph=backward.keeps_graph)
             control = self.root.control
             self.has_unfinalized_gradients = control.finalizes_by_hand and not by_hand
-            if not self.has_unfinalized_gradients and (control.is_last_backward or control.finalizes_by_hand):
-                self._finalize()
+            finalizes = not self.has_unfinalized_gradients and (control.is_last_backward or control.finalizes_by_hand)
+            has_reduced = finalizes and self._finalize()
         self.backward = None
         self._callback = None
         if self.unread is None and not backward.keeps_iterations:
             self._pending.remove(backward.iterations)
         self.pool.clear()
         self.root.log_event("root_post_backward")
+        if has_reduced:
+            # Last: a warning may raise on one rank alone, and no rank waits for it after this.
+            for guard in EVENTS.after_reduce:
+                guard(self)
 
-    def _finalize(self) -> None:
-        """Set the gradients of this backward, and of those of earlier backwards that are not set yet."""
+    def _finalize(self) -> bool:
+        """Set the gradients of this backward, and of those of earlier backwards that are not set yet.
+
+        Returns:
+            Whether ranks have met: they have reduced gradients, or exchanged that there are none.
+        """
         waiting = [unit for unit in self.units if not unit.control.sync_gradients]
         self.shows_unreduced = bool(waiting)
         for param_group in [param_group for unit in waiting for param_group in unit.param_groups]:
             param_group.grads.show_unreduced()
         if waiting and self._leaves_all_unreduced():
-            return
+            return False
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
         trains = any(unit.is_trainable for unit in self.units)
         averages = bool(self.root.averages_ignored)
         params = unreduced_params(self.root_module(), self.units) if averages or not trains else {}
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
-        if reduced and (trains or params):
-            self._set_sharded_grads(reduced, averaged_lines(params, averages=averages))
-            if averages and self.unread is None:
-                any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
-                average_gradients(params, self.root, any_rank)
-            # Last: a warning may raise on one rank alone, and no rank waits for it after this.
-            for guard in EVENTS.after_reduce:
-                guard(self)
+        if not reduced or not (trains or params):
+            return False
+        self._set_sharded_grads(reduced, averaged_lines(params, averages=averages))
+        if averages and self.unread is None:
+            any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
+            average_gradients(params, self.root, any_rank)
+        return True
 
     def _leaves_all_unreduced(self) -> bool:
         """Return whether the backward went through units alone that leave gradients unreduced, and no others have any.
