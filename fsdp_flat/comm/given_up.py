@@ -170,7 +170,7 @@ def will_not_come(rank_group: RankGroup, ranks: Collection[int]) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Return whether an error says that a group is refused, so that this rank will send nothing in its other groups."""
-    return error in _refusals
+    return any(each is error for each in _refusals)  # a caller's error may not be hashable
 
 
 # -- going on --------------------------------------------------------------------------------------------------------
