@@ -35,7 +35,7 @@ from fsdp_flat.state import StateShard, full_tensor, rank_groups_of
 from fsdp_flat.state.plain_states import full_precision, is_wrapper
 
 CONFIG_NAME = "config.json"
-_LEAST_NBYTES, _MOST_NBYTES = 1 << 18, 1 << 26
+_LEAST_NBYTES, _MOST_NBYTES = 1 << 22, 1 << 26
 
 
 def _shard_group(model: nn.Module, entries: list[Entry]) -> RankGroup:
@@ -115,7 +115,7 @@ def _values_of(name: str, value: torch.Tensor) -> torch.Tensor:
 def _together(entries: Sequence[Entry]) -> Iterator[range]:
     """Yield the positions of successive entries that are gathered together: in no more memory than the largest takes.
 
-    These are up to 64 MiB, since ranks meet before each transfer, and at least 256 KiB.
+    These are up to 64 MiB, since ranks meet before each transfer, and at least 4 MiB.
     """
     sizes = [entry.template.nbytes for entry in entries]
     most = max(_LEAST_NBYTES, min(_MOST_NBYTES, max(sizes, default=0)))
@@ -177,7 +177,7 @@ def iter_full_state_dict(
 ) -> Iterator[tuple[str, Any]]:
     """Iterate over the full state dict as ``(name, full tensor)``, with one parameter in memory at a time.
 
-    Small ones are gathered together, in no more memory than the largest takes (or 256 KiB, and at most 64 MiB). An
+    Small ones are gathered together, in no more memory than the largest takes (or 4 MiB, and at most 64 MiB). An
     error of a rank is raised on all, before they gather what it cannot give or take: what was yielded is whole.
 
     Every rank must iterate, with the same arguments. If a rank leaves the loop early, closing the iterator runs the

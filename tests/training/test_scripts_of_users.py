@@ -182,9 +182,9 @@ def test_an_optimizer_that_takes_no_empty_tensors_trains_and_its_state_has_every
 @WRAPPER_FRONTS
 @on_ranks(2)
 def test_saving_a_whole_model_holds_no_more_than_two_parameters(front: str, tmp_path: Path) -> None:
-    layers = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(8)])
+    layers = nn.Sequential(*[nn.Linear(1100, 1100, bias=False) for _ in range(8)])
     model = FSDP(layers, use_orig_params=front == "originals")
-    biggest = 300 * 300 * 4
+    biggest = 1100 * 1100 * 4
     save_full(model, tmp_path / "first")  # makes what is made once
     samples: list[int] = []
     written = FileWriter.write
