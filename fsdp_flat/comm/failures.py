@@ -26,8 +26,8 @@ from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.given_up import (
     REFUSED,
     REPORT,
+    compare_first,
     counts,
-    go_on,
     is_refusal,
     refrain,
     report_number,
@@ -76,7 +76,7 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False, i
         calls.num_failures += 1
         calls.has_failed = True
         calls.error = calls.error or text
-        calls.before_next = calls.before_next or partial(go_on, rank_group)
+        compare_first(group)
         calls.report = report = f"{REFUSED if is_final else calls.num_failures} {text}"
         ask_store(group, lambda store: store.set(REPORT % rank_group.rank, report))
 

@@ -82,7 +82,13 @@ def refrain(rank_group: RankGroup) -> None:
     if rank_group.group is not None and not is_fake(rank_group.group):
         calls = calls_of(rank_group.group)
         calls.gave_up = calls.has_failed = True
-        calls.before_next = calls.before_next or partial(go_on, rank_group)
+        compare_first(rank_group.group)
+
+
+def compare_first(group: dist.ProcessGroup) -> None:
+    """Have this rank call :func:`go_on` before its next call in a group, which is not kept alive for that."""
+    calls = calls_of(group)
+    calls.before_next = calls.before_next or partial(go_on, weakref.ref(parent_of(group)))
 
 
 def drop_completed() -> None:
@@ -176,16 +182,16 @@ def is_refusal(error: BaseException) -> bool:
 # -- going on --------------------------------------------------------------------------------------------------------
 
 
-def go_on(rank_group: RankGroup) -> None:
+def go_on(group_of: weakref.ref[dist.ProcessGroup]) -> None:
     """Withdraw this rank's report before its next call in a group; first compare calls if one was given up there.
 
     Raises:
         RankMismatchError: ranks have made different calls. Every rank of the group raises it.
         PeerFailureError: a rank has ended, or has not come to the comparison within the group's timeout.
     """
-    assert rank_group.group is not None
-    group = parent_of(rank_group.group)
-    calls = calls_of(group)
+    group = group_of()
+    assert group is not None, "a call in the group is under way"
+    calls, rank_group = calls_of(group), RankGroup(group, group.rank(), group.size())
     if calls.gave_up or not _withdrawn(group, rank_group.rank, calls):
         _compare(rank_group, calls, group)
     calls.report, calls.before_next = "", None
