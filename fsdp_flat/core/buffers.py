@@ -110,7 +110,7 @@ class FlatBuffer:
 
 
 # Added to version counters while parameters are freed, so that autograd refuses what it saved.
-# docs/limitations.md names the number.
+# docs/differences.md names the number.
 EXPIRED = 10**9
 
 

@@ -69,7 +69,7 @@ def case_from(seed: int, num_ranks: int, front: str = "") -> Case:
 
 
 def _limits_ranks(case: Case) -> bool:
-    """Return whether ranks must use the same parts: docs/limitations.md, checkpoints and frozen units."""
+    """Return whether ranks must use the same parts: docs/differences.md, checkpoints and frozen units."""
     frozen = any(action.kind == "toggle" for action in case.actions)
     return frozen or any(node.reentrant or node.frozen or _may_recompute_units(node) for node in nodes_of(case.model))
 

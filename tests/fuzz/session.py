@@ -325,7 +325,7 @@ class Session(State):
         ]
         if not all(loss.requires_grad for loss in expected):
             raise NotLegal("a loss without a gradient")
-        # docs/limitations.md: every rank runs backward through the same forwards, and an input handed back is in none.
+        # docs/differences.md: every rank runs backward through the same forwards, and an input handed back is in none.
         reached = [
             [any(not one.expected[rank][i].is_leaf for i in used(one.expected[rank], uses[rank])) for one in chosen]
             for rank in range(self.num_ranks)

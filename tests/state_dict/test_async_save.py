@@ -83,6 +83,6 @@ def begin(rank: int, num_ranks: int, store: Path) -> None:
 def test_boxes_are_saved_beside_training_and_loaded_at_another_number_of_ranks(tmp_path: Path) -> None:
     spawn(saving, tmp_path, num_ranks=2)
     spawn(loading, 3, tmp_path, num_ranks=3)
-    # torch's default stager cannot copy a ShardedTensor; docs/limitations.md names the one that need not.
+    # torch's default stager cannot copy a ShardedTensor; docs/differences.md names the one that need not.
     for rank in range(2):
         assert "ShardedTensor" in (tmp_path / f"chunks-{rank}").read_text()
