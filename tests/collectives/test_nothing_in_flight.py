@@ -109,9 +109,7 @@ def test_after_each_call_no_collective_is_under_way(run: Callable[[FSDP, int], N
         training(model, rank)
         with works() as found:
             run(model, rank)
-        # What ranks exchange in a backward is waited for where it is read: before the next forward or save.
-        assert [work.name for work in found if not work.is_waited] == (["all_reduce"] if run is training else [])
-        model._fsdp_step().recover()
+    # What ranks exchange in a backward is waited for where it is read: training reads it when it clips.
     assert [work.name for work in found if not work.is_waited] == []
     assert found or shared
 

@@ -28,12 +28,12 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def made(fully_shard: Any, *, checkpoints: bool = False, pairs: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+def made(fully_shard: Any, *, checkpoints: bool = False) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 3))
     if checkpoints:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    for module in [model[0], model[1], *([[model[2], model[3]]] if pairs else []), model]:
+    for module in [model[0], model[1], model]:
         fully_shard(module)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
@@ -51,7 +51,7 @@ def hooks(model: nn.Module) -> list[int]:
     return [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpoints", "pairs"])
+@pytest.mark.parametrize("kind", ["plain", "checkpoints"])
 @on_ranks(2)
 def test_a_tracked_model_trains_as_one_that_is_not_and_afterwards_too(kind: str) -> None:
     """Snapshots are taken at each moment of which the tracker has one for torch's own ``fully_shard``."""
@@ -69,16 +69,15 @@ def test_a_tracked_model_trains_as_one_that_is_not_and_afterwards_too(kind: str)
             peak = tracker.get_tracker_snapshot("peak")[CPU]
             sharded = sum(param.to_local().untyped_storage().nbytes() for param in tracked[0].parameters())
             assert peak["Total"] > sharded
-        if kind != "pairs":  # torch's tracker leaves hooks on all but the last module of a unit
-            assert hooks(tracked[0]) == before
+        assert hooks(tracked[0]) == before
         assert [unit.forward_hooks for unit in units_of(tracked[0])] == [None] * len(units_of(tracked[0]))
         assert step(*tracked, 3) == step(*plain, 3)
     moments = {module: set(stats.snapshots) for module, stats in tracker.memory_tracking.items()}
     groups = [each._get_fsdp_state()._fsdp_param_group for each in moments]
     assert None not in groups
-    assert len(groups) == (4 if kind == "pairs" else 3)
+    assert len(groups) == 3
     # With activation checkpoints two more.
-    assert kind == "pairs" or all(len(found) >= 10 for found in moments.values()), moments
+    assert all(len(found) >= 10 for found in moments.values()), moments
 
 
 @on_ranks(2)

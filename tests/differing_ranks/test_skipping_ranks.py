@@ -122,8 +122,10 @@ def test_the_same_holds_in_the_very_first_step(skips: Skips, wrap: Any, front: s
     Beside(Skipping(), front, shard=wrap).train(loss_with(skips), num_steps=2)
 
 
+# Replicas must reduce the same units in the same order (docs/differences.md), which they do not here.
 @WRAPPER_FRONTS
-@LAYOUTS
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@MEMORY
 @on_ranks(2)
 def test_two_forwards_that_skip_different_units_before_one_backward_equal_the_replica(
     layout: str, front: str, shared_memory: bool
