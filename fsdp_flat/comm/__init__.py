@@ -32,7 +32,7 @@ from fsdp_flat.comm.exchanges import (
     exchange_ints,
     true_on_any_rank,
 )
-from fsdp_flat.comm.failures import named_errors, report_error, report_left, reported_failure, while_ranks_live
+from fsdp_flat.comm.failures import named_errors, report_error, report_left_out, reported_failure, while_ranks_live
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
 from fsdp_flat.comm.given_up import give_up, settled
 from fsdp_flat.comm.rank_groups import (
@@ -53,7 +53,7 @@ from fsdp_flat.comm.rank_groups import (
     strategy_from,
     subgroup_of,
 )
-from fsdp_flat.comm.routes import collectives_by, collectives_for
+from fsdp_flat.comm.routes import collectives_by, collectives_for, pairs_by_order
 from fsdp_flat.comm.streams import (
     PLANNED,
     HostCopies,

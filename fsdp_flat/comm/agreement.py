@@ -362,7 +362,7 @@ def barrier(
                     kind, sign = absent[rank]
                     reason = f"rank {rank} has not called it but {sign}"
                     follows = kind is PeerFailureError and has_failed(rank_group, [rank])
-        if is_long and not reason and will_not_come(rank_group, ()):
+        if is_long and not reason and will_not_come(rank_group, rank_group.others, gives_up=False):
             kind, reason, follows = PeerFailureError, "a collective of the group was given up", True
         difference = looks.difference() if waited > failures.LOOK_AFTER_S and not reason else None
         if difference is not None:

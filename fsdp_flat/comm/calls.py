@@ -48,9 +48,10 @@ class Calls:
         num_failures: number of failures of this rank.
         report: the report of its last failure that is in the store; empty if there is none.
         error: text of its first failure since ranks compared their calls.
-        gave_up: it has given up a collective since then.
+        gave_up: it, or a rank that it knows of, has given up a collective since then.
+        left_out: by its last failure it has left out calls that other ranks may make.
         num_comparisons: number of times that ranks have compared their calls.
-        before_next: called before the next call, after a failure.
+        before_next: called with the next call, after a failure.
     """
 
     def __init__(self) -> None:
@@ -61,18 +62,18 @@ class Calls:
         self.thread = 0
         self.num_failures = self.num_comparisons = 0
         self.report = self.error = ""
-        self.gave_up = False
-        self.before_next: Callable[[], None] | None = None
+        self.gave_up = self.left_out = False
+        self.before_next: Callable[[str, int], None] | None = None
 
     def add(self, operation: str, unit: int = 0) -> None:
         """Note a call, before it sends anything; raise if the group is refused (``given_up``)."""
         if self.before_next is not None:
-            self.before_next()
+            self.before_next(operation, unit)
         self.number += 1
         self.last.append((self.number, unit, operation))
 
     def withdraw(self) -> None:
-        """Forget the last call, which has sent nothing that other ranks wait for."""
+        """Forget the last call, which raised, or has sent nothing that other ranks wait for."""
         self.last.pop()
         self.number -= 1
 

@@ -26,12 +26,10 @@ from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.given_up import (
     REFUSED,
     REPORT,
+    Report,
     compare_first,
-    counts,
     is_refusal,
     refrain,
-    report_number,
-    report_text,
     will_not_come,
 )
 from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, is_fake, parent_of
@@ -77,7 +75,8 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False, i
         calls.has_failed = True
         calls.error = calls.error or text
         compare_first(group)
-        calls.report = report = f"{REFUSED if is_final else calls.num_failures} {text}"
+        num_failures, number = (REFUSED, -1) if is_final else (calls.num_failures, calls.number)
+        calls.report = report = f"{num_failures} {number} {text}"
         ask_store(group, lambda store: store.set(REPORT % rank_group.rank, report))
 
 
@@ -98,21 +97,22 @@ def report_error(rank_groups: Iterable[RankGroup], error: BaseException) -> None
         report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows, is_final=is_final)
 
 
-def report_left(rank_groups: Iterable[RankGroup], text: str) -> None:
-    """Report that this rank left collectives out; it compares its calls with other ranks before it goes on."""
+def report_left_out(rank_groups: Iterable[RankGroup], text: str) -> None:
+    """Report that this rank has left out calls; it compares its next one with those in which other ranks wait."""
     for rank_group in rank_groups:
-        report_failure(rank_group, text)
-        refrain(rank_group)
+        report_failure(rank_group, text, follows=True)
+        if rank_group.group is not None and not is_fake(rank_group.group):
+            calls_of(rank_group.group).left_out = True
 
 
-def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
-    """Return the reports published so far as (failure count, text) by rank."""
-    reports: dict[int, tuple[int, str]] = {}
+def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, Report]:
+    """Return the reports published so far, by rank."""
+    reports: dict[int, Report] = {}
 
     def read(store: dist.Store) -> None:
         for rank in ranks:
             if store.check([REPORT % rank]) and (report := store.get(REPORT % rank).decode(errors="replace")):
-                reports[rank] = report_number(report), report_text(report)
+                reports[rank] = Report.parsed(report)
 
     with suppress(Exception):  # the group may be gone
         assert rank_group.group is not None
@@ -121,10 +121,10 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, tupl
 
 
 def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
-    """Return whether one of ``ranks`` has reported a failure, and will send nothing to this rank."""
+    """Return whether one of ``ranks`` has reported a failure, and has not gone on since."""
     assert rank_group.group is not None
     calls = calls_of(rank_group.group)
-    return any(counts(number, calls) for number, _ in _read_reports(rank_group, ranks).values())
+    return any(report.is_newer(calls) for report in _read_reports(rank_group, ranks).values())
 
 
 def _begun(make: Callable[[], Made]) -> Future[Made]:
@@ -161,7 +161,7 @@ def reports_of_others(rank_group: RankGroup, *, timed_out: bool = False) -> str:
     others, until = rank_group.others, time.monotonic() + REPORT_TIMEOUT_S
     while len(reports := _read_reports(rank_group, others)) < len(others) and time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)
-    lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
+    lines = [f"rank {rank} {report.text}" for rank, report in reports.items()]
     missing = [rank for rank in others if rank not in reports]
     ended = [] if timed_out else [rank for rank in ended_ranks(rank_group) if rank in missing]
     if ended:
@@ -204,7 +204,7 @@ def keep_waiting(
             is_logged = True
             text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
             _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
-        if will_not_come(rank_group, sources if raises_early else ()):
+        if will_not_come(rank_group, sources, gives_up=raises_early):
             raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
         if (error := looks.difference()) is not None:
             report_failure(rank_group, f"was in {collective}")

@@ -128,8 +128,8 @@ class BackendCollectives(Collectives):
         return [NamedWork(work, self.rank_group, partial(self._describe, "all-gather"))]
 
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
-        self._calls.add("the reduce-scatter", self._unit)
         out = full.new_empty(full.numel() // self.size)
+        self._calls.add("the reduce-scatter", self._unit)
         try:
             work = torch_comm.reduce_scatter_single(out, full, group=self.group, async_op=True)
         except dist.DistError as error:

@@ -23,14 +23,14 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from fsdp_flat.comm.calls import Calls, calls_of
 from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, is_fake, parent_of
 from fsdp_flat.comm.torch_comm import ask_store, timeout_of
-from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
 _logger = logging.getLogger("fsdp_flat")
 WARN_AFTER_S = 10.0
@@ -43,6 +43,8 @@ _COMPLETE_S = 60.0
 REPORT = "fsdp_flat/failure/%d"
 _GIVEN_UP = "fsdp_flat/given_up/%d"
 _SAID = "fsdp_flat/compared/%s/%d"
+# For a rank that is about to make a call of some number: that another rank waits in that call.
+_WAITS = "fsdp_flat/waits/%d/%d/%d"
 # Begins a report because of which another rank has given up.
 _MARK = "!"
 _refusals: weakref.WeakSet[BaseException] = weakref.WeakSet()
@@ -70,19 +72,19 @@ _kept: dict[Abandoned, list[object]] = {}
 
 def give_up(pending: Abandoned, *memory: object) -> None:
     """Keep a collective that nobody waits for any more, and its ``memory``, until its works are complete."""
+    _kept.setdefault(pending, []).extend(memory)
     drop_completed()
-    if not pending.is_completed():
-        _kept.setdefault(pending, []).extend(memory)
     for rank_group in pending.rank_groups():
         refrain(rank_group)
 
 
 def refrain(rank_group: RankGroup) -> None:
     """Have this rank compare its calls in a group with those of other ranks before the next one."""
-    if rank_group.group is not None and not is_fake(rank_group.group):
-        calls = calls_of(rank_group.group)
-        calls.gave_up = calls.has_failed = True
-        compare_first(rank_group.group)
+    with suppress(UsageError):  # a group that was destroyed gets no more calls
+        if rank_group.group is not None and not is_fake(rank_group.group):
+            calls = calls_of(rank_group.group)
+            calls.gave_up = calls.has_failed = True
+            compare_first(rank_group.group)
 
 
 def compare_first(group: dist.ProcessGroup) -> None:
@@ -93,8 +95,10 @@ def compare_first(group: dist.ProcessGroup) -> None:
 
 def drop_completed() -> None:
     """Let go of what was given up and is complete by now."""
-    for pending in [pending for pending in list(_kept) if pending.is_completed()]:
-        del _kept[pending]
+    for pending in list(_kept):
+        with suppress(Exception):  # of a second part, which a failed first part did not let begin
+            if pending.is_completed():
+                _kept.pop(pending, None)  # another thread may have dropped it
 
 
 def settled(pending: Abandoned) -> bool:
@@ -111,7 +115,7 @@ def settled(pending: Abandoned) -> bool:
     begun = looked = time.monotonic()
     until = begun + min(timeout_of(each.group).total_seconds() for each in groups if each.group is not None)
     pause = 0.001
-    with suppress(RuntimeError, OSError):
+    with suppress(Exception):  # the caller raises an error of its own
         while not pending.is_completed():
             now = time.monotonic()
             if now > until or pending.is_lost():
@@ -129,29 +133,37 @@ def settled(pending: Abandoned) -> bool:
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 
-def report_number(report: str) -> int:
-    """Return the number of failures that a report gives."""
-    return int(report.removeprefix(_MARK).partition(" ")[0])
+class Report(NamedTuple):
+    """Holds the report of a rank's failure.
 
-
-def report_text(report: str) -> str:
-    """Return the text of a report."""
-    return report.partition(" ")[2]
-
-
-def counts(number: int, calls: Calls) -> bool:
-    """Return whether a rank that has failed so often will send nothing to this rank.
-
-    Where every rank fails and goes on, their numbers are equal. While this rank has yet to go on after its failure,
-    one of the same number will send nothing either.
+    Attributes:
+        num_failures: number of failures of the rank so far.
+        number: number of the calls that it has made before.
+        text: what has happened, worded to follow "rank 1".
     """
-    return number > calls.num_failures - bool(calls.report)
+
+    num_failures: int
+    number: int
+    text: str
+
+    @classmethod
+    def parsed(cls, report: str) -> Report:
+        num_failures, number, text = report.removeprefix(_MARK).split(" ", 2)
+        return cls(int(num_failures), int(number), text)
+
+    def is_newer(self, calls: Calls) -> bool:
+        """Return whether the rank has failed more often than this rank, whose ``calls`` are given, has gone on.
+
+        Where every rank fails and goes on, the numbers of their failures are equal.
+        """
+        return self.num_failures > calls.num_failures - bool(calls.report)
 
 
-def will_not_come(rank_group: RankGroup, ranks: Collection[int]) -> bool:
-    """Return whether this rank has to give up to wait for ``ranks``: one has failed, or a collective was given up.
+def will_not_come(rank_group: RankGroup, ranks: Collection[int], *, gives_up: bool = True) -> bool:
+    """Return whether this rank has to give up to wait for ``ranks``: a collective was given up, or one has failed.
 
-    The report of the rank that has failed is marked then, so that it compares its calls before it goes on.
+    The report of the rank that has failed is marked then, so that it compares its calls before it goes on. A rank that
+    is about to make the call in which this rank waits is told so. Without ``gives_up`` reports do not count.
     """
     assert rank_group.group is not None
     group = parent_of(rank_group.group)
@@ -162,8 +174,15 @@ def will_not_come(rank_group: RankGroup, ranks: Collection[int]) -> bool:
         key = _GIVEN_UP % calls.num_comparisons
         found = store.check([key])
         for rank in () if found else ranks:
-            report = store.get(REPORT % rank).decode(errors="replace") if store.check([REPORT % rank]) else ""
-            if report and counts(report_number(report), calls):
+            said = _read(store, _SAID % (f"{calls.num_comparisons}/calls", rank))
+            if said and _makes(json.loads(said), calls):
+                store.set(_WAITS % (rank, json.loads(said)[0] + 1, rank_group.rank), "here")
+                continue
+            report = _read(store, REPORT % rank)
+            # What a rank has begun before it failed comes, however long that takes.
+            if not gives_up or not report or Report.parsed(report).number >= calls.number:
+                continue
+            if Report.parsed(report).is_newer(calls):
                 marked = report if report.startswith(_MARK) else _MARK + report
                 if report == marked or store.compare_set(REPORT % rank, report, marked).decode() == marked:
                     found = True
@@ -174,6 +193,12 @@ def will_not_come(rank_group: RankGroup, ranks: Collection[int]) -> bool:
     return found
 
 
+def _makes(row: list[Any], calls: Calls) -> bool:
+    """Return whether the next call of a rank that compares calls, in what it says, is this rank's of that number."""
+    number, _, call, *_ = row
+    return any([unit, operation] == call for each, unit, operation in list(calls.last) if each == number + 1)
+
+
 def is_refusal(error: BaseException) -> bool:
     """Return whether an error says that a group is refused, so that this rank will send nothing in its other groups."""
     return any(each is error for each in _refusals)  # a caller's error may not be hashable
@@ -182,8 +207,8 @@ def is_refusal(error: BaseException) -> bool:
 # -- going on --------------------------------------------------------------------------------------------------------
 
 
-def go_on(group_of: weakref.ref[dist.ProcessGroup]) -> None:
-    """Withdraw this rank's report before its next call in a group; first compare calls if one was given up there.
+def go_on(group_of: weakref.ref[dist.ProcessGroup], operation: str, unit: int) -> None:
+    """Withdraw this rank's report before its next call in a group, once no other rank takes that for another call.
 
     Raises:
         RankMismatchError: ranks have made different calls. Every rank of the group raises it.
@@ -192,9 +217,9 @@ def go_on(group_of: weakref.ref[dist.ProcessGroup]) -> None:
     group = group_of()
     assert group is not None, "a call in the group is under way"
     calls, rank_group = calls_of(group), RankGroup(group, group.rank(), group.size())
-    if calls.gave_up or not _withdrawn(group, rank_group.rank, calls):
-        _compare(rank_group, calls, group)
-    calls.report, calls.before_next = "", None
+    if calls.gave_up or calls.left_out or not _withdrawn(group, rank_group.rank, calls):
+        _compare(rank_group, calls, group, [unit, operation])
+    calls.report, calls.left_out, calls.before_next = "", False, None
 
 
 def _withdrawn(group: dist.ProcessGroup, rank: int, calls: Calls) -> bool:
@@ -212,11 +237,24 @@ def _withdrawn(group: dist.ProcessGroup, rank: int, calls: Calls) -> bool:
     return is_free
 
 
-def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup) -> None:
-    """Wait for the other ranks to come here too; return if all have made the same calls, and these are complete."""
+def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call: list[Any]) -> None:
+    """Return once all other ranks have come here with the same calls, which are complete, or wait in this very call.
+
+    Args:
+        rank_group, group, calls: the group, its parent, and this rank's calls.
+        call: unit and operation of this rank's next call.
+    """
     index = calls.num_comparisons
-    digest = hashlib.blake2b(repr(list(calls.last)).encode(), digest_size=8).hexdigest()
-    rows = _exchange(rank_group, calls, f"{index}/calls", [calls.number, digest, calls.num_failures, calls.error])
+    digest = hashlib.blake2b(repr([*calls.last, call]).encode(), digest_size=8).hexdigest()
+    own = [calls.number, digest, call, calls.num_failures, calls.error]
+    rows = _exchange(rank_group, calls, f"{index}/calls", own, number=calls.number + 1)
+    if rows is None:
+        if not _withdrawn(group, rank_group.rank, calls):
+            _compare(rank_group, calls, group, call)
+            return
+        calls.error, calls.has_failed = "", False
+        _ask(group, lambda store: store.delete_key(_SAID % (f"{index}/calls", rank_group.rank)))
+        return
     if len({(number, digest) for number, digest, *_ in rows}) > 1:
         numbers = ", ".join(f"rank {rank} {number}" for rank, (number, *_) in enumerate(rows))
         reason = f"its ranks have made different calls there ({numbers})"
@@ -231,6 +269,7 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup) -> N
             time.sleep(_POLL_INTERVAL_S / 10)
             drop_completed()
         flags = _exchange(rank_group, calls, f"{index}/missing", [is_missing])
+        assert flags is not None
         missing = [rank for rank, (flag,) in enumerate(flags) if flag]
         reason = f"it has not ended on rank(s) {missing}, though all have made the same calls" if missing else ""
     if reason:
@@ -239,7 +278,7 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup) -> N
             f"A collective of the group was given up, and {reason}: the next one of rank {rank_group.rank} would get "
             f"what another rank has sent for another unit. {_first(dict(enumerate(rows)))}{_ADVICE}",
         )
-    calls.compared(max(num_failures for _, _, num_failures, _ in rows))
+    calls.compared(max(num_failures for _, _, _, num_failures, _ in rows))
 
     def clean(store: dist.Store) -> None:
         store.delete_key(REPORT % rank_group.rank)
@@ -252,24 +291,36 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup) -> N
     _ask(group, clean)
 
 
-def _exchange(rank_group: RankGroup, calls: Calls, name: str, own: list[Any]) -> list[list[Any]]:
-    """Return what each rank says under a name, through the store; raise once one has ended, or will not come."""
+def _exchange(
+    rank_group: RankGroup, calls: Calls, name: str, own: list[Any], *, number: int | None = None
+) -> list[list[Any]] | None:
+    """Return what each rank says under a name, through the store; raise once one has ended, or will not come.
+
+    If no collective was given up, ranks may wait in call ``number`` of the group instead: then return None.
+    """
     group, size = rank_group.group, rank_group.size
     assert group is not None
     limit = timeout_of(group).total_seconds()
     rows: dict[int, list[Any]] = {}
     refused: dict[int, str] = {}
+    waiting: set[int] = set()
 
     def exchange(store: dist.Store) -> None:
-        store.set(_GIVEN_UP % calls.num_comparisons, str(rank_group.rank))
+        if calls.gave_up:
+            store.set(_GIVEN_UP % calls.num_comparisons, str(rank_group.rank))
+        elif store.check([_GIVEN_UP % calls.num_comparisons]):
+            calls.gave_up = True
+        waiting.clear()
         store.set(_SAID % (name, rank_group.rank), json.dumps(own))
         for rank in range(size):
-            if rank not in rows and store.check([_SAID % (name, rank)]):
-                rows[rank] = json.loads(store.get(_SAID % (name, rank)))
-            elif rank not in rows and store.check([REPORT % rank]):
-                report = store.get(REPORT % rank).decode(errors="replace")
-                if report and report_number(report) == REFUSED:
-                    refused[rank] = report_text(report)
+            if rank not in rows and (said := _read(store, _SAID % (name, rank))):
+                rows[rank] = json.loads(said)
+            if rank in rows:
+                continue
+            if not calls.gave_up and number and store.check([_WAITS % (rank_group.rank, number, rank)]):
+                waiting.add(rank)
+            elif (report := _read(store, REPORT % rank)) and Report.parsed(report).num_failures == REFUSED:
+                refused[rank] = Report.parsed(report).text
 
     begun, is_logged = time.monotonic(), False
     while True:
@@ -277,6 +328,9 @@ def _exchange(rank_group: RankGroup, calls: Calls, name: str, own: list[Any]) ->
         waited, missing = time.monotonic() - begun, [rank for rank in range(size) if rank not in rows]
         if not missing:
             return [rows[rank] for rank in range(size)]
+        same = all(row[:2] == own[:2] for row in rows.values())
+        if same and waiting.issuperset(missing):
+            return None
         reason = "; ".join(f"rank {rank} {text}" for rank, text in refused.items())
         if waited > limit:
             reason = f"rank(s) {missing} have not come to that within {limit:.0f} seconds"
@@ -284,8 +338,8 @@ def _exchange(rank_group: RankGroup, calls: Calls, name: str, own: list[Any]) ->
             reason = f"rank(s) {sorted(ended)} have ended or closed their connections"
         if reason:
             raise PeerFailureError(
-                f"A collective of the group was given up, so rank {rank_group.rank} compares its number of calls with "
-                f"those of the other ranks before its next one, and {reason}. {_first(rows)}{_ADVICE}"
+                f"After an error rank {rank_group.rank} of the group compares its number of calls with those of the "
+                f"other ranks before its next one, and {reason}. {_first(rows)}{_ADVICE}"
             )
         if waited > WARN_AFTER_S and not is_logged:
             is_logged = True
@@ -294,12 +348,17 @@ def _exchange(rank_group: RankGroup, calls: Calls, name: str, own: list[Any]) ->
         time.sleep(min(max(waited / 20, 0.001), _POLL_INTERVAL_S))
 
 
+def _read(store: dist.Store, key: str) -> str:
+    """Return the text of a key; it is empty if there is none."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else ""
+
+
 def _ask(group: dist.ProcessGroup, request: Callable[[dist.Store], object]) -> None:
     with suppress(Exception):  # the group may be gone
         ask_store(group, request)
 
 
-# The number in the report of a rank whose group is refused: it sends nothing in its other groups either.
+# In the report of a rank whose group is refused: it sends nothing in its other groups either.
 REFUSED = 1 << 62
 _ADVICE = (
     "Collectives of the group are refused. End all ranks, or let the launcher start them again, from the last "
@@ -310,14 +369,14 @@ _ADVICE = (
 def _first(rows: dict[int, list[Any]]) -> str:
     """Return a sentence with the error of a rank that failed by itself, or of the first rank if none did."""
     texts = [(rank, row[-1]) for rank, row in sorted(rows.items()) if isinstance(row[-1], str) and row[-1]]
-    own = [each for each in texts if each[1].startswith("raised ") and "PeerFailureError" not in each[1][:40]]
+    own = [each for each in texts if not each[1].startswith(("was in ", "raised PeerFailureError"))]
     return "".join(f"First error: rank {rank} {text}. " for rank, text in (own or texts)[:1])
 
 
 def _refuse(calls: Calls, text: str) -> None:
     """Raise now, and at each further call."""
 
-    def refuse() -> None:
+    def refuse(*_: object) -> None:
         error = RankMismatchError(text)
         _refusals.add(error)
         raise error

@@ -19,7 +19,7 @@ from fsdp_flat.comm.flat_collectives import (
 )
 from fsdp_flat.comm.given_up import give_up
 from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, moves_by_gloo
-from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transport
+from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transport, shares_memory
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError
 
@@ -50,6 +50,16 @@ def collectives_for(
     if choice == choice.of_library:
         return own
     return CustomCollectives(own, own if choice.reduce_group is None else of_library(choice.reduce_group), choice)
+
+
+def pairs_by_order(rank_group: RankGroup, device: torch.device) -> bool:
+    """Return whether gloo moves CPU tensors of a group: it takes any collective for the next one of another rank.
+
+    Messages through shared memory say what they are.
+    """
+    if rank_group.group is None or device.type != "cpu" or not moves_by_gloo(rank_group.group, device):
+        return False
+    return not shares_memory(rank_group)
 
 
 def collectives_by(rank_group: RankGroup, transport: Any) -> Collectives:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, profiled, report_error, report_left
+from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, pairs_by_order, profiled, report_error, report_left_out
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.buffers import MemoryPool
@@ -424,14 +424,28 @@ class Step:
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
         report_error(self._rank_groups(), error)
+        if self._leaves_units_out():
+            shard_groups = {(unit.options.groups.shard, unit.options.device) for unit in self.units}
+            by_order = [group for group, device in shard_groups if pairs_by_order(group, device)]
+            report_left_out(by_order, "left a forward by an exception")
         self.abort()
+
+    def _leaves_units_out(self) -> bool:
+        """Return whether other ranks may run units that this rank leaves out by an exception in a forward now."""
+        iteration = self.iteration
+        if iteration is None:
+            return False
+        begun = {*iteration.order, *self._prefetched}
+        expected = self.last_order.get(iteration.order[0], self.units)
+        # A backward follows on the others, or the units that ran after this one the last time.
+        return iteration.trains or any(unit.needs_all_gather and unit not in begun for unit in expected)
 
     def _abort_backward(self) -> None:
         """Abort a step whose backward raised: other ranks wait for the rest of it, unless theirs raised there too."""
         reduces = any(unit.control.sync_gradients for unit in self.units)
-        shard_groups = {unit.options.groups.shard for unit in self.units}
         # Without reductions other replicas have no part in it.
-        report_left(self._rank_groups() if reduces else shard_groups, "left a backward by an exception")
+        rank_groups = self._rank_groups() if reduces else {unit.options.groups.shard for unit in self.units}
+        report_left_out(rank_groups, "left a backward by an exception")
         self.abort()
 
     def _rank_groups(self) -> set[RankGroup]:

@@ -137,7 +137,7 @@ def test_failures_in_a_destroyed_group_do_not_count_in_the_next_group_of_its_nam
         names.add(group.group_name)
         for _ in range(num_failures):
             report_failure(RankGroup.of(group), "raised ValueError: old")
-        group_store(group).set("fsdp_flat/failure/1", "1 raised KeyError: new")
+        group_store(group).set("fsdp_flat/failure/1", "1 0 raised KeyError: new")
         found.append(failures.has_failed(RankGroup.of(group), [1]))
         dist.destroy_process_group()
     assert len(names) == 1

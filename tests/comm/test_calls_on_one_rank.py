@@ -22,7 +22,7 @@ from torch import nn
 from fsdp_flat import FullStateDictConfig, check_replicas, iter_full_state_dict
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.checkpoint import full_save
-from fsdp_flat.comm import RankGroup, calls, failures, given_up, host_group, rank_groups, torch_barriers, torch_comm
+from fsdp_flat.comm import RankGroup, calls, failures, host_group, rank_groups, torch_barriers, torch_comm
 from fsdp_flat.comm.failures import named_errors
 from fsdp_flat.comm.flat_collectives import BackendCollectives
 from fsdp_flat.errors import PeerFailureError, UsageError
@@ -307,7 +307,8 @@ def test_the_calls_of_a_group_and_of_its_host_group_are_in_one_order(rank: int) 
         if rank == 0:
             assert failures.has_failed(RankGroup.of(host), [1])
         dist.barrier()
-        given_up.go_on(RankGroup.of(host))
+        if rank == 1:
+            calls.calls_of(world).before_next("", 0)
 
 
 OF_NCCL = (
@@ -347,7 +348,7 @@ def test_an_error_of_nccl_names_the_unit_and_the_rank_and_stays_the_cause(operat
         assert isinstance(caught.value.__cause__, dist.DistBackendError)
         assert "NCCLUtils.cpp" not in text
         dist.barrier()
-        given_up.go_on(RankGroup.of(dist.group.WORLD))
+        calls.calls_of(dist.group.WORLD).before_next("", 0)
 
 
 def test_errors_that_are_not_of_a_collective_stay_as_they_are() -> None:

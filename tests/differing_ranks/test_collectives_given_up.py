@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -104,14 +104,16 @@ def layers_of(model: Any) -> Layers:
     return layers
 
 
-def goes_on(model: Any, x: torch.Tensor, right: torch.Tensor) -> BaseException | None:
-    """Run a forward; return its error, or None if its result is right."""
-    with torch.no_grad():
+def goes_on(model: Any, x: torch.Tensor, right: torch.Tensor, *, trains: bool = False) -> BaseException | None:
+    """Run a forward, and a backward if it ``trains``; return the error, or None if the result is right."""
+    with torch.set_grad_enabled(trains):
         try:
             out = model(x)
-        except (RankMismatchError, PeerFailureError) as error:
+            assert torch.equal(out, right), "a wrong value, without an error"
+            if trains:
+                out.sum().backward()
+        except (RankMismatchError, PeerFailureError, Trouble) as error:
             return error
-    assert torch.equal(out, right), "a wrong value, without an error"
     return None
 
 
@@ -207,40 +209,39 @@ def test_ranks_that_raise_at_one_point_go_on(in_backward: bool, transport: str, 
 
 
 @pytest.mark.parametrize("front", ["flat", "originals"])
-@on_ranks(3, timeout=50)
+@on_ranks(2, timeout=50)
 def test_what_is_given_up_is_written_and_sent_from_memory_of_its_own(front: str, rank: int) -> None:
     x = batch(0, width=WIDTH)
     with looking_soon("gloo"), torch.no_grad():
         model = sharded(front)
         model(x)
-        unit = units_of(model)[1]
+        unit = units_of(model)[2]
         (param_group,) = unit.param_groups
-        shard = param_group.flat_shard()
-        shards = [torch.empty_like(shard) for _ in range(3)]
+        group, shard = param_group.comm.exact.group, param_group.flat_shard()
+        shards = [torch.empty_like(shard) for _ in range(2)]
         dist.all_gather(shards, shard.clone())
-        expected, outputs = torch.cat(shards), list[torch.Tensor]()
         layers_of(model).bad = 0 if rank == 0 else None
-        layers_of(model)[0].register_forward_hook(lambda _, __, output: outputs.append(output))
-        # The last rank begins the first layer's all-gather after the second rank has given it up. Then it ends.
-        time.sleep(4 if rank == 2 else 0)
         with pytest.raises(Trouble if rank == 0 else PeerFailureError):
             model(x)
         assert not param_group.buffer.nbytes
         assert unit.is_sharded
-        if rank == 1:
-            [(pending, memory)] = [
-                kept for kept in given_up._kept.items() if kept[0].result is param_group.buffer.tensor
-            ]
-            assert not pending.is_completed()
-            taken = [torch.full_like(expected, 7) for _ in range(20)]
+        dist.barrier()
+        if rank == 0:
+            # The program's own collectives: gloo takes them for the two halves of the all-gather.
+            dist.broadcast(torch.full_like(shard, 5), 0, group=group)
+            received = torch.empty_like(shard)
+            dist.broadcast(received, 1, group=group)
+            assert torch.equal(received, shards[1])
+        else:
+            (pending,) = [each for each in given_up._kept if each.result is param_group.buffer.tensor]
+            held = torch.empty(0).set_(given_up._kept[pending][0])
+            taken = [torch.full_like(held, 7) for _ in range(20)]
             while not pending.is_completed():
                 time.sleep(0.05)
-            assert torch.equal(torch.empty(0).set_(memory[0]), expected)
+            assert torch.equal(held, torch.cat([torch.full_like(shard, 5), shards[1]]))
             assert all(each.eq(7).all() for each in taken)
             given_up.drop_completed()
             assert pending not in given_up._kept
-        if rank == 2:
-            assert torch.equal(outputs[0], x @ expected[: WIDTH * WIDTH].view(WIDTH, WIDTH).T)
     dist.barrier()
 
 
@@ -314,26 +315,55 @@ def test_a_wait_that_failed_fails_again_or_ends_once_the_works_are_complete(rank
     dist.barrier()
 
 
-@pytest.mark.parametrize("say", [None, "barrier"])
+@FRONTS
+@TRANSPORTS
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluates", "trains"])
 @on_ranks(2, timeout=50)
-def test_a_rank_that_retries_before_another_gave_up_goes_on(say: str | None, rank: int) -> None:
-    # As on FSDP1: the batch that raises does so before the first collective, and the rank takes another one.
+def test_a_rank_that_goes_on_at_once_after_it_raised_in_mid_forward_is_paired_with_no_other_unit(
+    trains: bool, transport: str, front: str, rank: int
+) -> None:
     x = batch(0, width=WIDTH)
-    os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
-    with torch.no_grad():
-        model = sharded("flat")
+    with looking_soon(transport), torch.set_grad_enabled(trains):
+        model = sharded(front)
         right = model(x)
-        checks: list[Callable[..., Any]] = []
+        if trains:
+            right.sum().backward()
+        layers_of(model).bad = 1 if rank == 0 else None
+        for _ in range(3):
+            error = goes_on(model, x, right.detach(), trains=trains)
+            layers_of(model).bad = None
+        assert is_named(error)
+    dist.barrier()
+
+
+@FRONTS
+@pytest.mark.parametrize("where", [None, 0], ids=["before the forward", "after it"])
+@on_ranks(2, timeout=50)
+def test_ranks_that_skip_a_batch_which_one_of_them_refused_go_on(where: int | None, front: str, rank: int) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon("gloo"):
+        model = sharded(front)
+        expected = model(x).detach()
+
+        def refuse(*_: Any) -> None:
+            raise Trouble("an odd batch")
+
         for _ in range(2):
+            hook = None
             if rank == 0:
-                layers_of(model).bad = 0
-                hook = model.register_forward_pre_hook(lambda *_: checks[0]())
-                checks[:] = [lambda: (_ for _ in ()).throw(Trouble("an odd batch"))]
-                with suppress(Trouble):
+                register = model.register_forward_pre_hook if where is None else model.register_forward_hook
+                hook = register(refuse)
+            failed = torch.zeros(1)
+            try:
+                if where is not None or rank == 0:
                     model(x)
+            except Trouble:
+                failed += 1
+            if hook is not None:
                 hook.remove()
-                layers_of(model).bad = None
-            assert torch.equal(model(x), right)
-            if say:
-                dist.barrier()
+            dist.all_reduce(failed)
+            assert failed == 1
+            out = model(x)
+            assert torch.equal(out, expected)
+            out.sum().backward()
     dist.barrier()

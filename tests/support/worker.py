@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fsdp_flat.comm import calls
+
 from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
 from .transport import Transport, on_rank_device, set_transport
 
@@ -205,6 +207,8 @@ class FirstState:
         others = [group for group in world.pg_map if group is not default]
         for group in others:
             dist.destroy_process_group(group)
+        # Ranks may have made different calls in the default group, or have given one up.
+        calls._calls.clear()
         # Ranks may have counted groups differently in the last task, and some group names are hashes of the ranks:
         # restart the count at a number that depends on the task alone, and give each task a prefix for its keys.
         has_new = world.group_count != 1000 * (self._num_restores - 1)

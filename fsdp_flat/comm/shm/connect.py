@@ -117,6 +117,11 @@ def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
     return connection.direct if isinstance(connection, Hosts) else connection
 
 
+def shares_memory(rank_group: RankGroup) -> bool:
+    """Return whether all ranks of a group have connected through shared memory."""
+    return rank_group.group is not None and isinstance(_connections.get(rank_group.group), SharedMemoryTransport)
+
+
 def transports() -> list[SharedMemoryTransport]:
     """Return the transports of this process."""
     found: list[SharedMemoryTransport] = []

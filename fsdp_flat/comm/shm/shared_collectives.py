@@ -50,40 +50,48 @@ class SharedMemoryCollectives(GlooCollectives):
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
         self._calls.add("the all-gather", self._unit)
-        if transport is None:
-            return self._elsewhere.begin_all_gather(tensor, target)
-        slices = tensor.chunk(self.size) if target is None else ()
-        own = slices[self.rank] if target is None else tensor
+        try:
+            if transport is None:
+                return self._elsewhere.begin_all_gather(tensor, target)
+            slices = tensor.chunk(self.size) if target is None else ()
+            own = slices[self.rank] if target is None else tensor
 
-        def place(rows: dict[int, torch.Tensor]) -> torch.Tensor:
-            if target is None:
-                for rank, row in rows.items():
-                    slices[rank].copy_(row)
+            def place(rows: dict[int, torch.Tensor]) -> torch.Tensor:
+                if target is None:
+                    for rank, row in rows.items():
+                        slices[rank].copy_(row)
+                    return tensor
+                with unrecorded():
+                    for rank, row in rows.items():
+                        target.place(rank, row.view(1, -1))
                 return tensor
-            with unrecorded():
-                for rank, row in rows.items():
-                    target.place(rank, row.view(1, -1))
-            return tensor
 
-        transport.send("gather", dict.fromkeys(self._others, own), unit=self._unit)
-        if target is not None:
-            target.place(self.rank, own.view(1, -1))
-        return transport.expect("gather", self._others, own, place, unit=self._unit)
+            transport.send("gather", dict.fromkeys(self._others, own), unit=self._unit)
+            if target is not None:
+                target.place(self.rank, own.view(1, -1))
+            return transport.expect("gather", self._others, own, place, unit=self._unit)
+        except BaseException:
+            self._calls.withdraw()
+            raise
 
     def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
         transport = self._transport if self._is_connected else self._connect()
         self._calls.add("the reduce-scatter", self._unit)
-        if transport is None:
-            return self._elsewhere.begin_reduce_scatter(full, pool)
-        slices = full.chunk(self.size)
+        try:
+            if transport is None:
+                return self._elsewhere.begin_reduce_scatter(full, pool)
+            slices = full.chunk(self.size)
 
-        def add(received: dict[int, torch.Tensor]) -> torch.Tensor:
-            parts = list(slices)
-            for rank, part in received.items():
-                parts[rank] = part
-            return sum_in_order(parts)
+            def add(received: dict[int, torch.Tensor]) -> torch.Tensor:
+                parts = list(slices)
+                for rank, part in received.items():
+                    parts[rank] = part
+                return sum_in_order(parts)
 
-        sent = dict(enumerate(slices))
-        del sent[self.rank]
-        transport.send("reduction", sent, unit=self._unit)
-        return transport.expect("reduction", self._others, slices[self.rank], add, unit=self._unit)
+            sent = dict(enumerate(slices))
+            del sent[self.rank]
+            transport.send("reduction", sent, unit=self._unit)
+            return transport.expect("reduction", self._others, slices[self.rank], add, unit=self._unit)
+        except BaseException:
+            self._calls.withdraw()
+            raise
