@@ -36,7 +36,8 @@ _logger = logging.getLogger("fsdp_flat")
 WARN_AFTER_S = 10.0
 _LOOK_INTERVAL_S = 1.0
 _POLL_INTERVAL_S = 0.1
-# Time for works to end once all ranks have begun them.
+# Time for works to end in a step that is aborted, and once all ranks have begun them.
+_SETTLE_S = 5.0
 _COMPLETE_S = 60.0
 # Keys in the store of a group: a rank's report of its failure; that a collective was given up since ranks have compared
 # their calls so many times; and what a rank says in a comparison.
@@ -70,12 +71,17 @@ class Abandoned(Protocol):
 _kept: dict[Abandoned, list[object]] = {}
 
 
-def give_up(pending: Abandoned, *memory: object) -> None:
+def give_up(pending: Abandoned) -> None:
+    """Keep a collective of which this rank has ended the wait, and have ranks compare calls before they go on."""
+    keep(pending)
+    for rank_group in pending.rank_groups():
+        refrain(rank_group)
+
+
+def keep(pending: Abandoned, *memory: object) -> None:
     """Keep a collective that nobody waits for any more, and its ``memory``, until its works are complete."""
     _kept.setdefault(pending, []).extend(memory)
     drop_completed()
-    for rank_group in pending.rank_groups():
-        refrain(rank_group)
 
 
 def refrain(rank_group: RankGroup) -> None:
@@ -102,31 +108,32 @@ def drop_completed() -> None:
 
 
 def settled(pending: Abandoned) -> bool:
-    """Wait for a collective of a step that this rank aborts; return False if other ranks will not complete it.
+    """Wait some seconds for a collective of a step that this rank aborts; return whether it is complete.
 
-    Other ranks that abort the step at the same point, or are late, complete it.
+    Other ranks that abort the step at the same point complete it, and so do late ones. If a rank has failed before it
+    came there, this rank gives the collective up.
     """
     if not pending.blocks_host():
         with suppress(RuntimeError):
             pending.wait()
             return True
         return False
-    groups = pending.rank_groups()
+    groups, pause = pending.rank_groups(), 0.001
     begun = looked = time.monotonic()
-    until = begun + min(timeout_of(each.group).total_seconds() for each in groups if each.group is not None)
-    pause = 0.001
     with suppress(Exception):  # the caller raises an error of its own
         while not pending.is_completed():
             now = time.monotonic()
-            if now > until or pending.is_lost():
-                return False
             if now > looked + _LOOK_INTERVAL_S:
                 looked = now
-                if any(will_not_come(each, each.others) for each in groups):
+                if pending.is_lost() or any(will_not_come(each, each.others) for each in groups):
+                    give_up(pending)
                     return False
+            if now > begun + _SETTLE_S:
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _POLL_INTERVAL_S)
         return True
+    give_up(pending)
     return False
 
 
@@ -252,7 +259,7 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call
         if not _withdrawn(group, rank_group.rank, calls):
             _compare(rank_group, calls, group, call)
             return
-        calls.error, calls.has_failed = "", False
+        calls.has_failed = False
         _ask(group, lambda store: store.delete_key(_SAID % (f"{index}/calls", rank_group.rank)))
         return
     if len({(number, digest) for number, digest, *_ in rows}) > 1:

@@ -38,8 +38,8 @@ from fsdp_flat.comm import (
     RankGroup,
     ShardingGroups,
     begin_all_reduce,
-    give_up,
     host_group,
+    keep,
     true_on_any_rank,
 )
 from fsdp_flat.core.param_group import ParamGroup
@@ -142,11 +142,10 @@ class BackwardExchange:
                 pending = begin_all_reduce(pending.wait(), rank_group, largest=True, collective=_DOING, is_flags=True)
             self._in_flight[groups], self._messages[groups] = pending, message
 
-    def give_up(self) -> None:
-        """Give up exchanges that are not complete, as their backward is aborted."""
+    def abort(self) -> None:
+        """Leave exchanges to themselves, as their backward is aborted."""
         for pending in self._in_flight.values():
-            if not pending.is_completed():
-                give_up(pending)
+            keep(pending)
 
     def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:
         if groups not in self._host_groups_of:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import Pending, Streams, begin_all_reduce, give_up, settled, unrecorded
+from fsdp_flat.comm import Pending, Streams, begin_all_reduce, keep, settled, unrecorded
 from fsdp_flat.core.param_group import ParamGroup
 
 LOGGER = logging.getLogger("fsdp_flat")
@@ -177,7 +177,7 @@ class Reduction:
         if settled(self._pending):
             self.free()
         else:
-            give_up(self._pending, *self._alive, self._used_up)
+            keep(self._pending, *self._alive, self._used_up)
 
 
 @dataclass(slots=True)

@@ -468,7 +468,7 @@ class Step:
         self._begin_anew()
         self._drop_reductions()
         if self.is_built:
-            self._exchange.give_up()
+            self._exchange.abort()
         for unit in self.units:
             unit.abort()
         self.pool.clear()

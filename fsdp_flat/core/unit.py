@@ -22,7 +22,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import Pending, give_up, profiled, settled, unrecorded, untransformed
+from fsdp_flat.comm import Pending, keep, profiled, settled, unrecorded, untransformed
 from fsdp_flat.core.casts import BufferCasts, input_cast
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.group_collectives import on_device
@@ -468,12 +468,12 @@ class Unit:
             return  # summon_full_params refused a forward, and its block continues
         self.depth, self.holds_graph = 0, False
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
-        given_up = [pending for pending in pendings if not settled(pending)]
+        unsettled = [pending for pending in pendings if not settled(pending)]
         # An all-gather in place goes on to write to the buffer, and to send from it.
-        memory = [param_group.buffer.take_memory() for param_group in self.param_groups] if given_up else []
-        for pending in given_up:
-            give_up(pending, *memory)
-        frees = not self.control.keeps_unsharded_storage and not (given_up and swap_memory is None)
+        memory = [param_group.buffer.take_memory() for param_group in self.param_groups] if unsettled else []
+        for pending in unsettled:
+            keep(pending, *memory)
+        frees = not self.control.keeps_unsharded_storage and not (unsettled and swap_memory is None)
         for param_group in self.param_groups:
             param_group.reset(frees=frees, shows_unsharded=self.state is _UNSHARDED)
         self._move(MemoryEvent.ABORT)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Pending, doing, give_up, true_on_any_rank, unrecorded
+from fsdp_flat.comm import Pending, doing, keep, true_on_any_rank, unrecorded
 from fsdp_flat.core import (
     ParamGroup,
     have_grads,
@@ -42,7 +42,7 @@ def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> lis
                 gathered = [pending.wait() for pending in pendings]
             except BaseException:
                 for pending in pendings:
-                    give_up(pending)
+                    keep(pending)
                 raise
             wholes = [
                 param_group.layout.unsharded_of(each)
