@@ -9,8 +9,10 @@ and takes the next collective of the rank that raised for the missing one. So tw
   calls in the group (``calls``) with those of all other ranks before its next one. If they are equal, each collective
   has found its counterparts, and ranks go on. Else the group is refused on every rank from then on.
 
-A rank that has raised and that no rank has given up to wait for goes on at once, as in a program that skips a batch.
-The store decides which of the two comes first: a rank withdraws its own report, or another one marks it, not both.
+A rank that has raised, and that no rank has given up to wait for, goes on at once if it has left out no calls, as in a
+program that skips a batch. Else it says which call it makes next, and goes on once each other rank has come to a
+comparison too, or has found that it waits in that very call. The store decides whether a rank withdraws its report or
+another one marks it, to give up: not both.
 """
 
 from __future__ import annotations
