@@ -45,7 +45,8 @@ class Calls:
         has_failed: this rank has failed since ranks compared their calls.
         looks: numbers what this rank shows.
         thread: the one that uses the group: a barrier in another thread says nothing about when it comes.
-        num_failures: number of failures of this rank.
+        failed_after: number of its calls before its last failure; -1 if it has not failed.
+        num_failures: number of its failures after as many calls.
         report: the report of its last failure that is in the store; empty if there is none.
         error: text of its first failure since ranks compared their calls.
         gave_up: it, or a rank that it knows of, has given up a collective since then.
@@ -60,7 +61,7 @@ class Calls:
         self.has_failed = False
         self.looks = itertools.count(1)
         self.thread = 0
-        self.num_failures = self.num_comparisons = 0
+        self.failed_after, self.num_failures, self.num_comparisons = -1, 0, 0
         self.report = self.error = ""
         self.gave_up = self.left_out = False
         self.before_next: Callable[[str, int], None] | None = None
@@ -78,8 +79,8 @@ class Calls:
         self.number -= 1
 
     def compared(self, num_failures: int) -> None:
-        """Note that all ranks have made the same calls; ``num_failures`` is the most that one of them has had."""
-        self.num_failures = num_failures
+        """Note that all ranks have made the same calls, and have failed at most ``num_failures`` times after them."""
+        self.failed_after, self.num_failures = self.number, num_failures
         self.num_comparisons += 1
         self.error, self.gave_up, self.has_failed = "", False, False
 

@@ -71,7 +71,8 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False, i
         if follows and calls.report:
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")[:_TEXT_LENGTH]
-        calls.num_failures += 1
+        calls.num_failures = 1 + (calls.num_failures if calls.failed_after == calls.number else 0)
+        calls.failed_after = calls.number
         calls.has_failed = True
         calls.error = calls.error or text
         compare_first(group)
@@ -253,18 +254,23 @@ def named_errors(collective: str, rank_group: RankGroup) -> Iterator[None]:
 
 
 class NamedWork:
-    """Wraps the ``Work`` of a backend whose works do not block the host: errors name the collective (``describe``)."""
+    """Wraps a ``Work`` that the backend waits for by itself: errors name the collective (``describe``).
 
-    __slots__ = ("describe", "rank_group", "work")
+    ``blocks_host`` says whether a wait blocks the host until it is complete, as a caller's collective over gloo does.
+    """
 
-    def __init__(self, work: dist.Work, rank_group: RankGroup, describe: Callable[[], str]) -> None:
-        self.work, self.rank_group, self.describe = work, rank_group, describe
+    __slots__ = ("blocks_host", "describe", "rank_group", "work")
+
+    def __init__(
+        self, work: dist.Work, rank_group: RankGroup, describe: Callable[[], str], *, blocks_host: bool = False
+    ) -> None:
+        self.work, self.rank_group, self.describe, self.blocks_host = work, rank_group, describe, blocks_host
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        """Order the current stream after the work, without waiting for it; raise a PeerFailureError if it failed."""
+        """Order the current stream after the work, or block until it has completed; raise a PeerFailureError if not."""
         try:
             self.work.wait()
         except dist.DistError as error:
@@ -302,6 +308,10 @@ class WatchedWork:
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
+
+    def has_failed(self) -> bool:
+        """Return whether the work has ended with an error, which ``wait`` would raise."""
+        return self.is_completed() and not self.work.is_success()
 
     def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""

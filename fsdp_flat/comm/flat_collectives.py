@@ -278,7 +278,8 @@ def _named_work(work: Any, collectives: Collectives, operation: str) -> Any:
     """Return the work of a caller's collective, whose errors name the unit of the library's own ``collectives``."""
     if work is None:
         return None
-    return NamedWork(work, collectives.rank_group, partial(collectives._describe, operation))
+    describe, is_gloo = partial(collectives._describe, operation), isinstance(collectives, GlooCollectives)
+    return NamedWork(work, collectives.rank_group, describe, blocks_host=is_gloo)
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

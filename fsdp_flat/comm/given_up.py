@@ -146,7 +146,7 @@ class Report(NamedTuple):
     """Holds the report of a rank's failure.
 
     Attributes:
-        num_failures: number of failures of the rank so far.
+        num_failures: number of failures of the rank after as many calls, or :data:`REFUSED`.
         number: number of the calls that it has made before.
         text: what has happened, worded to follow "rank 1".
     """
@@ -163,9 +163,10 @@ class Report(NamedTuple):
     def is_newer(self, calls: Calls) -> bool:
         """Return whether the rank has failed more often than this rank, whose ``calls`` are given, has gone on.
 
-        Where every rank fails and goes on, the numbers of their failures are equal.
+        Where every rank fails at one point and goes on, the numbers of their failures there are equal.
         """
-        return self.num_failures > calls.num_failures - bool(calls.report)
+        gone_on = calls.num_failures - bool(calls.report) if calls.failed_after == self.number else 0
+        return self.num_failures > gone_on
 
 
 def will_not_come(rank_group: RankGroup, ranks: Collection[int], *, gives_up: bool = True) -> bool:
@@ -255,14 +256,15 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call
     """
     index = calls.num_comparisons
     digest = hashlib.blake2b(repr([*calls.last, call]).encode(), digest_size=8).hexdigest()
-    own = [calls.number, digest, call, calls.num_failures, calls.error]
+    num_failures = calls.num_failures if calls.failed_after == calls.number else 0
+    own = [calls.number, digest, call, num_failures, calls.error]
     rows = _exchange(rank_group, calls, f"{index}/calls", own, number=calls.number + 1)
     if rows is None:
         if not _withdrawn(group, rank_group.rank, calls):
             _compare(rank_group, calls, group, call)
             return
         calls.has_failed = False
-        _ask(group, lambda store: store.delete_key(_SAID % (f"{index}/calls", rank_group.rank)))
+        _ask(group, lambda store: store.set(_SAID % (f"{index}/calls", rank_group.rank), ""))
         return
     if len({(number, digest) for number, digest, *_ in rows}) > 1:
         numbers = ", ".join(f"rank {rank} {number}" for rank, (number, *_) in enumerate(rows))
@@ -290,7 +292,8 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call
     calls.compared(max(num_failures for _, _, _, num_failures, _ in rows))
 
     def clean(store: dist.Store) -> None:
-        store.delete_key(REPORT % rank_group.rank)
+        # Not deleted: another rank may be about to read it.
+        store.set(REPORT % rank_group.rank, "")
         if index:
             # Every rank has come here, so all have left the comparison before.
             store.delete_key(_GIVEN_UP % (index - 1))

@@ -16,6 +16,7 @@ from torch import nn
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
 from fsdp_flat.comm import CollectiveChoice, RankGroup
+from fsdp_flat.comm.failures import REPORT_TIMEOUT_S
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.comm.shm.connect import hosts_of
 from fsdp_flat.errors import OptionError, PeerFailureError
@@ -25,7 +26,7 @@ from tests.support.beside import WRAPPER_FRONTS, Beside, sgd
 from tests.support.hosts import on_hosts, train_fully_shard_beside_a_replica
 from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.models import Stack
-from tests.support.patience import impatient
+from tests.support.patience import give_up_soon, impatient
 from tests.support.steps import MESSAGES, recorded
 
 # The host of each rank: pairs in order, and interleaved.
@@ -144,6 +145,30 @@ def test_a_collective_completes_without_a_wait_once_all_ranks_have_looked(rank: 
             time.sleep(0.001)
         assert_equal(pendings[0].wait(), torch.arange(4.0))
         assert_equal(pendings[1].wait(), torch.full((2,), 4.0))
+
+
+@on_ranks(4)
+def test_a_failed_collective_between_hosts_and_those_behind_it_are_complete_without_an_error(rank: int) -> None:
+    with on_hosts("aabb"):
+        rank_group = RankGroup.of(dist.new_group())
+        unit, hosts = SharedMemoryCollectives(rank_group), hosts_of(rank_group)
+        assert hosts is not None
+        unit.begin_all_gather(torch.full((4,), float(rank))).wait()
+        for crossing in {id(each.group): each.group for each in hosts.gather_groups}.values():
+            give_up_soon(crossing)
+        dist.barrier()
+        if rank < 2:
+            pendings = [unit.begin_all_gather(torch.full((4,), float(rank))) for _ in range(2)]
+            until = time.monotonic() + 30
+            while any(not pending._works[0].is_completed() for pending in pendings):  # gloo's timeout
+                assert time.monotonic() < until, "not complete"
+                time.sleep(0.05)
+            begun = time.monotonic()
+            assert all(pending._works[0].is_completed() for pending in pendings)
+            assert time.monotonic() - begun < REPORT_TIMEOUT_S, "waited for reports"
+            with pytest.raises(PeerFailureError):
+                pendings[1].wait()
+    dist.barrier()
 
 
 @on_ranks(4)

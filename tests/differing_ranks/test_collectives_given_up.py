@@ -356,3 +356,26 @@ def test_a_rank_that_raises_after_its_last_unit_goes_on(transport: str, front: s
             layers_of(model).bad = None
             assert torch.equal(model(x), expected)
     dist.barrier()
+
+
+@FRONTS
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+@on_ranks(2, timeout=50)
+def test_a_rank_that_had_failed_before_and_gone_on_is_told_of_anothers_first_failure(
+    transport: str, front: str, rank: int
+) -> None:
+    x = batch(0, width=WIDTH)
+    with looking_soon(transport), torch.no_grad():
+        model = sharded(front)
+        layers_of(model).bad = 0
+        for _ in range(3 if rank == 0 else 0):  # before its first all-gather
+            with pytest.raises(Trouble):
+                model(x)
+        layers_of(model).bad = None
+        model(x)
+        layers_of(model).bad = 1 if rank == 1 else None
+        begun = time.monotonic()
+        with pytest.raises(Trouble if rank == 1 else PeerFailureError, match="an odd batch"):
+            model(x)
+        assert time.monotonic() - begun < 15, "waited for the timeout of the group"
+    dist.barrier()

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.custom import PACKINGS
+from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts
@@ -61,7 +62,10 @@ class _TwoParts:
 
     def is_completed(self) -> bool:
         begin_second_parts(self._queue)
-        return self not in self._queue and (self._second is None or self._second.is_completed())
+        if self in self._queue:
+            # A first part that has failed is followed by no second one, nor are those behind it.
+            return self.has_first and self._queue[0].has_failed
+        return self._second is None or self._second.is_completed()
 
     def wait(self) -> None:
         while self in self._queue:
@@ -78,6 +82,11 @@ class _TwoParts:
     def has_first(self) -> bool:
         return all(work.is_completed() for work in self._first)
 
+    @property
+    def has_failed(self) -> bool:
+        """True if a work of the first part has failed, so that :meth:`begin_second` would raise."""
+        return any(isinstance(work, WatchedWork) and work.has_failed() for work in self._first)
+
     def begin_second(self) -> None:
         """Wait for the first part and begin the second one, of the oldest collective; not if a wait raises."""
         for work in self._first:
@@ -89,7 +98,7 @@ class _TwoParts:
 
 def begin_second_parts(queue: deque[_TwoParts]) -> None:
     """Begin the second parts of collectives whose first part is complete, up to the oldest for which it is not."""
-    while queue and queue[0].has_first:
+    while queue and queue[0].has_first and not queue[0].has_failed:
         queue[0].begin_second()
 
 
