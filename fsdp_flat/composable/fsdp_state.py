@@ -457,12 +457,14 @@ class FSDPParamGroup(View):
         Inside a step nothing is done.
         """
         unit, options = self._viewed
+        step = step_of(unit.module, unit)
+        step.recover()
         if unit.phase is not Phase.IDLE:
             return
         unit.post_backward(keeps_graph=False)
         if unit.control.sync_gradients:
             param_groups = [param_group for param_group in unit.param_groups if param_group.comm.options is options]
-            step_of(unit.module, unit).reduce_by_hand(unit, param_groups)
+            step.reduce_by_hand(unit, param_groups)
 
 
 class _OwnHook(View):

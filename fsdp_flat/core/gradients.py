@@ -306,6 +306,9 @@ class Gradients:
                 buffer.grads_ready[index] = 1
             else:
                 buffer.clear([index], set_to_none=True)
+        if not any(buffer.grads_ready):
+            self.waiting = None
+            self.recycle(buffer)
 
     # -- waiting gradients ---------------------------------------------------------------------------------------
 

@@ -716,7 +716,6 @@ class Step:
 
         Nothing happens on a rank where they have left none. Every other rank of the mesh must call this.
         """
-        self.recover()
         trained = [param_group for param_group in param_groups if param_group.shown.num_trainable]
         if self.backward is not None or not any(any(param_group.grads.ready()) for param_group in trained):
             return
