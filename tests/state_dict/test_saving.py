@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PeerFailureError, PhaseError, UsageError
 from fsdp_flat.layout import clean_fqn
+from fsdp_flat.user_warnings import warn_user
 from tests.memory.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
@@ -39,7 +42,8 @@ from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Tied
 from tests.support.patience import SECONDS, alone_after, impatient
 from tests.support.peer import PeerFSDP
-from tests.support.steps import OBJECT_COLLECTIVES, recorded
+from tests.support.steps import OBJECT_COLLECTIVES, acquaint, recorded
+from tests.support.torch_and_ours import default_store
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 ITEMSIZE = 4
@@ -391,12 +395,21 @@ def test_other_ranks_are_told_of_a_hook_that_raises_on_one(kind: Any, rank: int)
 @on_ranks(2)
 def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> None:
     model = shard(seeded())
+    acquaint(model)
+    store = default_store()
+
+    def warn(text: str) -> None:
+        warn_user(text)
+        store.set("rank 1 has warned", "")
+
     if rank == 0:
-        time.sleep(2.2)  # a file store measures in whole seconds
+        store.wait(["rank 1 has warned"], timedelta(seconds=30))
+        store.delete_key("rank 1 has warned")
         state = model.state_dict()
     else:
         with (
             alone_after(0.2),
+            mock.patch.object(agreement, "warn_user", warn),
             pytest.warns(UserWarning, match=r"state_dict on rank 1 of the group has waited .* for rank\(s\) \[0\]"),
         ):
             state = model.state_dict()
@@ -406,6 +419,7 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
 @on_ranks(2)
 def test_a_save_meets_once_however_many_units_there_are() -> None:
     model = shard(seeded())
+    acquaint(model)
     with calls_of(agreement._StoreBarrier, "__init__") as met, recorded() as record:
         model.state_dict()
         model.blocks[0].state_dict()
