@@ -28,7 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import CollectiveLog, RankGroup, Streams, pairs_by_order, profiled, report_error, report_left_out
+from fsdp_flat.comm import (
+    CollectiveLog,
+    RankGroup,
+    Streams,
+    pairs_by_order,
+    profiled,
+    profiler_is_on,
+    report_error,
+    report_left_out,
+)
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.buffers import MemoryPool
@@ -428,7 +437,12 @@ class Step:
             shard_groups = {(unit.options.groups.shard, unit.options.device) for unit in self.units}
             by_order = [group for group, device in shard_groups if pairs_by_order(group, device)]
             report_left_out(by_order, "left a forward by an exception")
+        pending, iteration = self._pending, self.iteration
         self.abort()
+        # Ranks that did not raise keep the forwards, and this one too if they came to the same units.
+        self._pending = pending
+        if iteration and not any(unit is not self.root or unit.needs_all_gather for unit in iteration.order):
+            pending.remove([iteration])
 
     def _leaves_units_out(self) -> bool:
         """Return whether other ranks may run units that this rank leaves out by an exception in a forward now."""
@@ -822,7 +836,8 @@ class Step:
         backward, exchange = self.backward, self._exchange
         assert backward is not None
         is_needed = bool(unreduced) or self._needs_other_ranks(backward, reduced, used)
-        waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later
+        # A collective of gloo that ends while torch's profiler stops makes torch write to freed memory.
+        waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later or profiler_is_on()
         same, retains = "\n".join(averaged).encode(), backward.retains_graph
         exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
         while self._in_flight:

@@ -340,21 +340,31 @@ def test_a_rank_that_goes_on_at_once_after_it_raised_in_mid_forward_is_paired_wi
 
 @FRONTS
 @TRANSPORTS
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluates", "trains"])
 @on_ranks(2, timeout=50)
-def test_a_rank_that_raises_after_its_last_unit_goes_on(transport: str, front: str, rank: int) -> None:
+def test_a_rank_that_raises_after_its_last_unit_goes_on(trains: bool, transport: str, front: str, rank: int) -> None:
+    """In training all ranks skip the batch, by a flag that they exchange."""
     x = batch(0, width=WIDTH)
-    with looking_soon(transport), torch.no_grad():
+    with looking_soon(transport), torch.set_grad_enabled(trains):
         model = sharded(front)
-        expected = model(x)
+        expected = model(x).detach()
         for at in (0, 1, 0):
             layers_of(model).bad = len(layers_of(model)) if rank == at else None
             try:
-                assert torch.equal(model(x), expected)
+                found = model(x)
+                assert torch.equal(found, expected)
                 assert rank != at
             except Trouble:
                 assert rank == at
             layers_of(model).bad = None
-            assert torch.equal(model(x), expected)
+            if trains:
+                has_failed = torch.tensor(float(rank == at))
+                dist.all_reduce(has_failed)
+                assert has_failed
+            found = model(x)
+            assert torch.equal(found, expected)
+            if trains:
+                found.sum().backward()
     dist.barrier()
 
 
