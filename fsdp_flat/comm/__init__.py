@@ -66,5 +66,5 @@ from fsdp_flat.comm.streams import (
     untransformed,
 )
 from fsdp_flat.comm.torch_barriers import is_compared, wait_in_barrier
-from fsdp_flat.comm.torch_comm import backend_of, transforms_are_active
+from fsdp_flat.comm.torch_comm import backend_of, profiler_is_on, transforms_are_active
 from fsdp_flat.comm.transfers import P2PChannels

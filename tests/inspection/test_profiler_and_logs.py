@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_flat import ShardingStrategy
+from fsdp_flat.core import step_of, units_of
 from tests.support import on_ranks
 from tests.support.beside import WRAPPER_FRONTS, Beside, batch
 from tests.support.kit import square_loss
@@ -48,6 +49,20 @@ def test_a_profiled_step_has_ranges_of_every_unit_with_the_labels_of_fsdp(front:
         assert f"FSDP::{operation} (blocks.0)" in labels, sorted(label for label in labels if "FSDP" in label)
     assert "FSDP::root_post_backward (Stack)" in labels
     assert "FSDP::all_gather_wait (Stack)" in labels
+
+
+@WRAPPER_FRONTS
+@on_ranks(2)
+def test_a_profiled_backward_leaves_no_collective_in_flight(front: str, rank: int) -> None:
+    """torch's profiler writes to freed memory if a collective of gloo ends while it stops."""
+    beside = Beside(Stack(), front)
+    beside.train(num_steps=3)
+    step = step_of(beside.ours, units_of(beside.ours)[0])
+    square_loss(beside.ours, batch(rank)).backward()
+    assert step.unread is not None
+    with profile(activities=[ProfilerActivity.CPU]):
+        square_loss(beside.ours, batch(rank)).backward()
+        assert step.unread is None
 
 
 @on_ranks(2)
