@@ -9,16 +9,13 @@ from contextlib import contextmanager
 
 from fsdp_flat.core import use_guards
 from fsdp_flat.guards.assigned_parameters import AssignedParameters
-from fsdp_flat.guards.buffer_views import BufferViews
 from fsdp_flat.guards.changed_parameters import ChangedParameters
 from fsdp_flat.guards.changed_weights import ChangedWeights
 from fsdp_flat.guards.compiled_modules import CompiledModules
-from fsdp_flat.guards.inplace_inputs import InplaceInputs
 from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights
 from fsdp_flat.guards.meta_tensors import MetaTensors
 from fsdp_flat.guards.optimizers import Optimizers
 from fsdp_flat.guards.replaced_modules import ReplacedModules
-from fsdp_flat.guards.stored_tensors import StoredTensors
 from fsdp_flat.guards.trained_parameters import TrainedParameters
 from fsdp_flat.guards.unmanaged_tensors import ReplicatedTensors, UnmanagedTensors, check_replicas
 
@@ -26,9 +23,6 @@ DEFAULT = (
     AssignedParameters(),
     ChangedParameters(),
     ChangedWeights(),
-    InplaceInputs(),
-    BufferViews(),
-    StoredTensors(),
     MetaTensors(),
     CompiledModules(),
     ReplacedModules(),
