@@ -210,7 +210,7 @@ class Unit:
     def current_version(self) -> WeightsVersion:
         """Adopt what the program assigned to sharded parameters, if an all-gather may follow; return their version."""
         if self.state is not _GATHERING and self.state is not _UNSHARDED:
-            self.before_gather()
+            self.adopt_assigned()
         storage_epoch = weights_epoch = num_updates = 0
         for param_group in self.param_groups:
             storage_epoch += param_group.storage_epoch
@@ -318,7 +318,7 @@ class Unit:
                     param_group.use_full_precision(full)
         self.full_precision = full
 
-    def before_gather(self) -> None:
+    def adopt_assigned(self) -> None:
         """Adopt what the program assigned to sharded parameters, which are read next.
 
         What it assigned while the buffers hold the weights is in neither: guards are told.
