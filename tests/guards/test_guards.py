@@ -95,6 +95,7 @@ def test_steps_without_guards_train_as_with_them(front: str) -> None:
     assert_equal(without, with_guards)
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_guards_that_were_off_are_on_again_after_the_block() -> None:
     model = original(seeded(Stack))
