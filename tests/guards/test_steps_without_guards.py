@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,17 +20,12 @@ from tests.support.beside import grads_of
 from tests.support.kit import full_grads, normal, seeded
 from tests.support.models import Stored
 
-GUARDS = pytest.mark.parametrize("guards", [nullcontext, guards_off], ids=["guards", "no guards"])
+# Each test runs with the guards that are on, and without.
+GUARDS: tuple[Callable[[], AbstractContextManager[None]], ...] = (nullcontext, guards_off)
 
 
-def sharded(front: str, *modules: nn.Module) -> nn.Module:
-    """Shard ``modules``, inner ones first; return the last one."""
-    for module in modules:
-        if front == "fully_shard":
-            fully_shard(module)
-        else:
-            module = FSDP(module, use_orig_params=front == "originals")
-    return module
+def sharded(front: str, module: nn.Module) -> nn.Module:
+    return fully_shard(module) if front == "fully_shard" else FSDP(module, use_orig_params=front == "originals")
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -42,37 +37,37 @@ FRONT = pytest.mark.parametrize("front", ["flat", "originals", "fully_shard"])
 
 @on_ranks(2)
 @FRONT
-@GUARDS
-def test_values_assigned_to_parameters_are_computed_with(front: str, guards: Callable[[], Any]) -> None:
+def test_values_assigned_to_parameters_are_computed_with(front: str) -> None:
     x = normal(0, 3, 4)
-    with guards():
-        model = sharded(front, seeded(lambda: nn.Linear(4, 4)))
-        if front != "fully_shard":  # which takes such values only before its first all-gather
-            model(x).sum().backward()
-        for name, param in list(model.named_parameters()):
-            if front == "fully_shard":
-                setattr(model, name, nn.Parameter(torch.zeros_like(param)))
-            else:
-                param.data = torch.zeros_like(param.data)
-        output = model(x)
-    assert_equal(output, torch.zeros(3, 4))
+    for guards in GUARDS:
+        with guards():
+            model = sharded(front, seeded(lambda: nn.Linear(4, 4)))
+            if front != "fully_shard":  # which takes such values only before its first all-gather
+                model(x).sum().backward()
+            for name, param in list(model.named_parameters()):
+                if front == "fully_shard":
+                    setattr(model, name, nn.Parameter(torch.zeros_like(param)))
+                else:
+                    param.data = torch.zeros_like(param.data)
+            output = model(x)
+        assert_equal(output, torch.zeros(3, 4))
 
 
 @on_ranks(2)
-@GUARDS
-def test_a_model_on_meta_takes_a_state_dict_by_assignment(guards: Callable[[], Any]) -> None:
+def test_a_model_on_meta_takes_a_state_dict_by_assignment() -> None:
     plain, x = seeded(lambda: nn.Linear(4, 4)), normal(0, 3, 4)
-    with guards():
-        with torch.device("meta"):
-            model = nn.Linear(4, 4)
-        fully_shard(model)
-        state: Any = model.state_dict()
-        loaded = {
-            name: distribute_tensor(value, state[name].device_mesh, state[name].placements)
-            for name, value in plain.state_dict().items()
-        }
-        model.load_state_dict(loaded, assign=True)
-        assert_equal(model(x), plain(x))
+    for guards in GUARDS:
+        with guards():
+            with torch.device("meta"):
+                model = nn.Linear(4, 4)
+            fully_shard(model)
+            state: Any = model.state_dict()
+            loaded = {
+                name: distribute_tensor(value, state[name].device_mesh, state[name].placements)
+                for name, value in plain.state_dict().items()
+            }
+            model.load_state_dict(loaded, assign=True)
+            assert_equal(model(x), plain(x))
 
 
 class Doubles(nn.Module):
@@ -89,8 +84,7 @@ class Doubles(nn.Module):
 
 @on_ranks(2)
 @FRONT
-@GUARDS
-def test_an_input_written_in_place_gets_the_gradient_of_all_its_uses(front: str, guards: Callable[[], Any]) -> None:
+def test_an_input_written_in_place_gets_the_gradient_of_all_its_uses(front: str) -> None:
     def gradient(model: nn.Module) -> torch.Tensor | None:
         leaf = torch.ones(3, 4, requires_grad=True)
         given = leaf * 1
@@ -98,9 +92,10 @@ def test_an_input_written_in_place_gets_the_gradient_of_all_its_uses(front: str,
         return leaf.grad
 
     expected = gradient(seeded(Doubles))
-    with guards():
-        actual = gradient(sharded(front, seeded(Doubles)))
-    assert_equal(actual, expected)
+    for guards in GUARDS:
+        with guards():
+            actual = gradient(sharded(front, seeded(Doubles)))
+        assert_equal(actual, expected)
 
 
 class TwoStored(nn.Module):
@@ -135,17 +130,18 @@ def with_penalties(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 @FRONT
-@GUARDS
-def test_a_loss_of_tensors_that_blocks_stored_has_its_gradients(front: str, guards: Callable[[], Any]) -> None:
-    x, plain, model = normal(0, 3, 5), seeded(TwoStored), seeded(TwoStored)
+def test_a_loss_of_tensors_that_blocks_stored_has_its_gradients(front: str) -> None:
+    x, plain = normal(0, 3, 5), seeded(TwoStored)
     with_penalties(plain, x).backward()
-    with guards():
-        for name, block in model.named_children():
-            setattr(model, name, sharded(front, block))
-        model = sharded(front, model)
-        with_penalties(model, x).backward()
-        actual = grads(model)
-    assert_equal(actual, grads_of(plain))
+    for guards in GUARDS:
+        with guards():
+            model = seeded(TwoStored)
+            for name, block in model.named_children():
+                setattr(model, name, sharded(front, block))
+            model = sharded(front, model)
+            with_penalties(model, x).backward()
+            actual = grads(model)
+        assert_equal(actual, grads_of(plain))
 
 
 @pytest.mark.parametrize("api", ["FullyShardedDataParallel", "fully_shard"])
@@ -171,18 +167,18 @@ class ReturnsWeight(nn.Module):
 
 @on_ranks(2)
 @FRONT
-@GUARDS
-def test_views_of_weights_that_a_module_hands_out_keep_their_values(front: str, guards: Callable[[], Any]) -> None:
+def test_views_of_weights_that_a_module_hands_out_keep_their_values(front: str) -> None:
     plain, x = seeded(ReturnsWeight), normal(0, 3, 4)
-    held: list[torch.Tensor] = []
-    with guards():
-        model = seeded(lambda: nn.Sequential(ReturnsWeight()))
-        model[0] = sharded(front, model[0])
-        sharded(front, model)
-        output, weight = model[0](x, held)
-        output.sum().backward()
-    assert_equal(weight.detach(), plain.linear.weight.detach().view(-1))
-    assert_equal(held[0].detach(), plain.linear.bias.detach())
+    for guards in GUARDS:
+        held: list[torch.Tensor] = []
+        with guards():
+            model = seeded(lambda: nn.Sequential(ReturnsWeight()))
+            model[0] = sharded(front, model[0])
+            sharded(front, model)
+            output, weight = model[0](x, held)
+            output.sum().backward()
+        assert_equal(weight.detach(), plain.linear.weight.detach().view(-1))
+        assert_equal(held[0].detach(), plain.linear.bias.detach())
 
 
 class Rebinds(nn.Module):
@@ -199,10 +195,7 @@ class Rebinds(nn.Module):
 
 @on_ranks(2)
 @FRONT
-@GUARDS
-def test_data_that_a_forward_assigns_to_a_weight_is_not_that_of_the_next_step(
-    front: str, guards: Callable[[], Any]
-) -> None:
+def test_data_that_a_forward_assigns_to_a_weight_is_not_that_of_the_next_step(front: str) -> None:
     x, plain = normal(0, 3, 4), seeded(Rebinds)
 
     def losses(model: nn.Module) -> list[torch.Tensor]:
@@ -218,6 +211,7 @@ def test_data_that_a_forward_assigns_to_a_weight_is_not_that_of_the_next_step(
         return found
 
     expected = [loss.detach() for loss in losses(plain)]
-    with guards():
-        actual = [loss.detach() for loss in losses(sharded(front, seeded(Rebinds)))]
-    assert_equal(actual, expected)
+    for guards in GUARDS:
+        with guards():
+            actual = [loss.detach() for loss in losses(sharded(front, seeded(Rebinds)))]
+        assert_equal(actual, expected)
