@@ -4,8 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks docs setup.py)
 
-.PHONY: demo test test-cover test-all test-hosts test-clients test-versions test-newest gpu fuzz mutations soak trace
-.PHONY: check fix docs bench bench-gpu bench-scale clean
+.PHONY: demo test test-cover test-all test-unguarded test-hosts test-clients test-versions test-newest
+.PHONY: gpu fuzz mutations soak trace check fix docs bench bench-gpu bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -22,6 +22,14 @@ test-cover: $(INSTALLED)
 # Every combination.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests --size all
+
+# The quick tests of steps without guards: a right program does the same.
+STEPS := accumulation activation_checkpointing changed_weights clipping collectives compile forwards frozen_parameters \
+	full_parameters gradients guards loss_scaling memory meta_device mixed_precision optimizers original_parameters \
+	prefetching strategies tensor_classes tensor_parallel training wrapping
+
+test-unguarded: $(INSTALLED)
+	FSDP_FLAT_TESTS_WITHOUT_GUARDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests --size quick $(addprefix tests/,$(STEPS))
 
 # Ranks on two hosts: network namespaces joined by a link of 1 and 10 Gbit/s. Skipped without root, ip and tc.
 test-hosts: $(INSTALLED)

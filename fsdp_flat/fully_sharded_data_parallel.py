@@ -158,7 +158,7 @@ class FullyShardedDataParallel(ShardedModule):
             runtime.hide_compiled_name(value)
         elif name == "_is_fsdp_managed_module":
             # torch's fully_shard sets it on each module whose parameters it has replaced: raise if it has.
-            self._unit.before_gather()
+            self._unit.adopt_assigned()
 
     def __getattr__(self, name: str) -> Any:
         """Forward unknown attributes to the wrapped module."""

@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
+from tests.support.rank_tests import chosen_guards
 from tests.support.selection import MARKS, SIZE, SIZES, select
 from tests.support.transport import TRANSPORTS
 
@@ -123,6 +124,13 @@ def excepthook_kept() -> Iterator[None]:
     before = sys.excepthook
     yield
     sys.excepthook = before
+
+
+@pytest.fixture(autouse=True)
+def guards() -> Iterator[None]:
+    """Tests of one process run without guards where those on worker ranks do."""
+    with chosen_guards():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -255,7 +255,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     handles = [handle for unit in units_of(model) for handle in unit.param_groups]
     for unit in units_of(model):
         unit.reshard()
-        unit.before_gather()
+        unit.adopt_assigned()
     managed = {param for handle in handles for param in handle.shown.visible_params}
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     quantized = [*(entry.param for handle in handles for entry in handle.params), *others]

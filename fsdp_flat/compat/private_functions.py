@@ -173,11 +173,10 @@ def _post_forward(
         )
     forward = opened.pop()
     try:
-        forward.check_after_compute()
+        output = forward.leave(output)
     except BaseException as error:
         forward.fail(error)
         raise
-    output = forward.leave(output)
     if reshard_fn is None:
         wrapper._unit.unshard()  # the caller wants the parameters to stay unsharded
     elif getattr(reshard_fn, "__name__", "") != "_post_forward_reshard":

@@ -613,7 +613,7 @@ class UndocumentedMembers(GroupMember):
                 raise PhaseError(f"Unit {unit.name!r} was made with use_orig_params=False: it shows flat parameters.")
         for unit in units:
             unit.reshard()
-            unit.before_gather()
+            unit.adopt_assigned()
             for position, handle in enumerate(unit.param_groups):
                 handle.shown.remove()
                 for entry in handle.params:

@@ -14,7 +14,7 @@ class Events:
     """Holds for each event the functions to call, in their order; for their arguments see :class:`guard.Guard`."""
 
     tree_built: tuple[Callable[..., object], ...] = ()
-    before_gather: tuple[Callable[..., object], ...] = ()
+    before_reuse: tuple[Callable[..., object], ...] = ()
     after_compute: tuple[Callable[..., object], ...] = ()
     before_backward: tuple[Callable[..., object], ...] = ()
     after_reduce: tuple[Callable[..., object], ...] = ()

@@ -15,6 +15,8 @@ from fsdp_flat.core.backward import ForwardRecord
 from fsdp_flat.core.casts import cast_floats
 from fsdp_flat.core.containers import CallInputs, Inputs, are_tensors, differentiable_tensors, map_tensors
 from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.outputs import take_history, without_views
+from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.torch_core import (
     VERSION_OF,
     active_compiler,
@@ -84,10 +86,10 @@ class UnitForward:
         is_outermost: the forward begins and ends an iteration.
         call: what the module under way was called with; None before and between calls.
         output: what the module under way has returned.
-        reached: tensors that a backward passes before it needs the unit's parameters, in addition to the outputs.
+        changed: indices of the parameters to whose data the module has assigned other values.
     """
 
-    __slots__ = ("_has_entered", "_step", "call", "is_outermost", "output", "reached", "record", "unit")
+    __slots__ = ("_has_entered", "_step", "call", "changed", "is_outermost", "output", "record", "unit")
 
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -98,7 +100,7 @@ class UnitForward:
         self._has_entered = False
         self.call: _Call | None = None
         self.output: Any = None
-        self.reached: list[torch.Tensor] = []
+        self.changed: dict[ParamGroup, list[int]] = {}
 
     @dynamo_disabled
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -126,8 +128,10 @@ class UnitForward:
         return call.given
 
     @dynamo_disabled
-    def check_after_compute(self) -> None:
-        """Tell guards that the module has computed, in a forward that hooks no outputs."""
+    def after_compute(self) -> None:
+        """Restore parameters whose data the module has assigned, and tell guards that it has computed."""
+        for param_group in self.unit.param_groups:
+            self.changed[param_group] = param_group.restore_unsharded_params()
         for guard in EVENTS.after_compute:
             guard(self)
 
@@ -187,22 +191,27 @@ class UnitForward:
         dtype = unit.options.precision.output_dtype
         if dtype is not None:
             self.output = cast_floats(self.output, dtype)
-        self.reached = []
-        for guard in EVENTS.after_compute:
-            guard(self)
+        self.after_compute()
+        for given, alias, version in call.hooked:
+            if alias._version != version:
+                take_history(given, alias)
+        self.output = output = without_views(self.output, call.inputs, unit.param_groups)
         self.call = None
+        written: list[torch.Tensor] = []
         if call.inputs is not None:
-            self.reached = call.inputs.written() + self.reached
+            written = call.inputs.written()
             call.inputs.restore()
         # An outermost unit without parameters has its outputs hooked too: a backward begins there.
         if not torch.is_grad_enabled() or not (unit.param_groups or self.is_outermost):
             return False
-        output = self.output
         if isinstance(output, torch.Tensor):
             found = [output] if output.requires_grad else []
         else:
             found = differentiable_tensors(output)
-        found += self.reached
+        # A backward may come through these before it needs the unit's parameters.
+        found += written
+        if unit.param_groups:
+            found += unit.stored_tensors.find()
         if not found:
             return False
         hook = functools.partial(_outputs_reached, record)

@@ -1,7 +1,7 @@
 """Defines guards, and turns them on.
 
-A guard keeps a promise that the step itself does not: it finds a mistake, or keeps a kind of program right. It may
-raise, and owns no state of the step. The step runs without any.
+A guard finds a mistake of the program: it looks, and it may raise or warn. It changes nothing, and owns no state of the
+step: a right program does the same without any guard.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Guard:
     def tree_built(self, step: Step, iteration: Iteration) -> None:
         """Look at a tree of units: an iteration, an outermost forward, begins."""
 
-    def before_gather(self, unit: Unit) -> None:
-        """Look at the shards of a unit: they are read next, or its unsharded parameters used again."""
+    def before_reuse(self, unit: Unit) -> None:
+        """Look at a unit whose unsharded parameters are used again, or whose shards are read while it has them."""
 
     def after_compute(self, forward: UnitForward) -> None:
         """Look at what a module has computed, while its parameters are unsharded."""

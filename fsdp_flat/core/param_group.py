@@ -321,14 +321,14 @@ class ParamGroup:
                 param.data = place
         return changed
 
-    def check_after_compute(self) -> None:
+    def check_after_compute(self, changed: Sequence[int]) -> None:
         """Raise a UsageError if a forward has changed parameters, which a reshard would lose.
 
-        A module may compute with other values (quantized ones, for example) that it assigns to ``.data``, if it then
-        restores the weights. Changes in place of ``.data`` are not noticed.
+        ``changed`` is what :meth:`restore_unsharded_params` has returned after it. A module may compute with other
+        values (quantized ones, for example) that it assigns to ``.data``, if it then restores the weights. Changes in
+        place of ``.data`` are not noticed.
         """
         filled, versions = self.buffer.versions_when_filled, tuple(map(VERSION_OF, self.buffer.params))
-        changed = self.restore_unsharded_params()
         if filled is not None and filled != versions and not changed:
             with torch.no_grad():
                 own = self.layout.shard_of(self.spec.rank, self.buffer.tensor)

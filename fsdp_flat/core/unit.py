@@ -31,11 +31,14 @@ from fsdp_flat.core.options import Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup, begin_all_gathers, summary
 from fsdp_flat.core.params import is_managed, modules_of
 from fsdp_flat.core.reduction import LOGGER, ReductionPolicy
+from fsdp_flat.core.stored_tensors import StoredTensors
 from fsdp_flat.core.torch_core import graph_task_id, is_autocast_on, swap_memory
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 
 _SHARDED, _GATHERING, _UNSHARDED = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.UNSHARDED
+# States in which the shards alone have the weights of the next forward.
+_READ_AGAIN = (_SHARDED, MemoryState.RETAINED_POST_FORWARD, MemoryState.SHARDED_POST_FORWARD)
 
 
 class FullParams(NamedTuple):
@@ -74,7 +77,8 @@ class Unit:
         outer: the outermost model in which a walk over modules has found the unit's module; None until then.
         path_from_outer: the path of the module there.
         undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
-        notes: what guards remember of the unit, by guard.
+        stored_tensors: finds tensors that modules store in forward, through which a backward may reach the unit.
+        notes: what the fronts remember of the unit.
         forward_hooks: hooks of a caller that run the unit's forwards in the place of the module's call; else None.
         unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
@@ -116,6 +120,7 @@ class Unit:
         self.outer: weakref.ref[nn.Module] | None = None
         self.path_from_outer = ""
         self.undo: list[Any] = []
+        self.stored_tensors = StoredTensors(self.own_modules)
         self.notes: dict[Any, Any] = {}
         self.forward_hooks: Any = None
         self.unwritten: list[Any] | None = None
@@ -203,10 +208,9 @@ class Unit:
         self.state = TRANSITIONS[self.state, event]
 
     def current_version(self) -> WeightsVersion:
-        """Return the version of the shards' values, after guards have looked at them if an all-gather may follow."""
+        """Adopt what the program assigned to sharded parameters, if an all-gather may follow; return their version."""
         if self.state is not _GATHERING and self.state is not _UNSHARDED:
-            for guard in EVENTS.before_gather:
-                guard(self)
+            self.adopt_assigned()
         storage_epoch = weights_epoch = num_updates = 0
         for param_group in self.param_groups:
             storage_epoch += param_group.storage_epoch
@@ -282,7 +286,7 @@ class Unit:
     def unshard(self) -> None:
         """Unshard the parameters, with their current values, and point the modules at them."""
         if self.state is _UNSHARDED:
-            for guard in EVENTS.before_gather:
+            for guard in EVENTS.before_reuse:
                 guard(self)
             for param_group in self.param_groups:
                 param_group.shown.show_unsharded()  # the user may have set ``requires_grad``
@@ -314,10 +318,17 @@ class Unit:
                     param_group.use_full_precision(full)
         self.full_precision = full
 
-    def before_gather(self) -> None:
-        """Tell guards that the shards are read next, unless the modules show the unsharded parameters."""
-        for guard in EVENTS.before_gather if self.state is not _UNSHARDED else ():
-            guard(self)
+    def adopt_assigned(self) -> None:
+        """Adopt what the program assigned to sharded parameters, which are read next.
+
+        What it assigned while the buffers hold the weights is in neither: guards are told.
+        """
+        if self.state in _READ_AGAIN:
+            for param_group in self.param_groups:
+                param_group.adopt_changes()
+        elif self.state is not _UNSHARDED:
+            for guard in EVENTS.before_reuse:
+                guard(self)
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""

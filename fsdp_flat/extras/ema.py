@@ -176,7 +176,7 @@ class ShardedEMA:
     def _check_idle(self, what: str) -> None:
         for unit in units_of(self._model):
             unit.check_idle(what)
-            unit.before_gather()
+            unit.adopt_assigned()
 
 
 def _averages_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Averaged]:

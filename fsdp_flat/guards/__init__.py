@@ -1,7 +1,8 @@
-"""Keeps the promises that a step itself does not: one file a promise.
+"""Finds mistakes that a step itself does not (layer 4): one file a promise.
 
-A guard is told of events (:class:`fsdp_flat.core.Guard`), may raise, and owns no state of the step. The
-step runs without any: ``with guards_off(): ...``. Those of ``DEFAULT`` are on from the import of the package.
+A guard is told of events (:class:`fsdp_flat.core.Guard`), looks, and may raise or warn; it owns no state of the step. A
+right program does the same without any: ``with guards_off(): ...``. Those of ``DEFAULT`` are on from the import of the
+package.
 """
 
 from collections.abc import Iterator
@@ -9,30 +10,25 @@ from contextlib import contextmanager
 
 from fsdp_flat.core import use_guards
 from fsdp_flat.guards.assigned_parameters import AssignedParameters
-from fsdp_flat.guards.buffer_views import BufferViews
 from fsdp_flat.guards.changed_parameters import ChangedParameters
 from fsdp_flat.guards.changed_weights import ChangedWeights
 from fsdp_flat.guards.compiled_modules import CompiledModules
-from fsdp_flat.guards.inplace_inputs import InplaceInputs
 from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights
 from fsdp_flat.guards.meta_tensors import MetaTensors
 from fsdp_flat.guards.optimizers import Optimizers
 from fsdp_flat.guards.replaced_modules import ReplacedModules
-from fsdp_flat.guards.stored_tensors import StoredTensors
-from fsdp_flat.guards.trained_parameters import TrainedParameters
+from fsdp_flat.guards.trained_parameters import TrainedParameters, TrainedReplicas
 from fsdp_flat.guards.unmanaged_tensors import ReplicatedTensors, UnmanagedTensors, check_replicas
 
 DEFAULT = (
     AssignedParameters(),
     ChangedParameters(),
     ChangedWeights(),
-    InplaceInputs(),
-    BufferViews(),
-    StoredTensors(),
     MetaTensors(),
     CompiledModules(),
     ReplacedModules(),
     TrainedParameters(),
+    TrainedReplicas(),
     UnmanagedTensors(),
     LowPrecisionWeights(),
     Optimizers(),

@@ -1,4 +1,4 @@
-"""Keeps what a program assigns to sharded parameters: ``module.weight = ...``, ``module.weight.data = ...``."""
+"""Finds what a program assigned to parameters of a unit whose unsharded parameters are in memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ from fsdp_flat.core import Guard, MemoryState, Unit
 
 
 class AssignedParameters(Guard):
-    """Copies assigned values to the shard before it is read, as FSDP1 does; raises where they would be lost."""
+    """Refuses assigned parameters that would be lost, since the unsharded ones do not have the values."""
 
-    def before_gather(self, unit: Unit) -> None:
-        """Adopt tensors that the user assigned to sharded parameters.
-
-        Raises:
-            PhaseError: a parameter was assigned while the unsharded parameters were in memory: the buffers, which are
-                used again, do not have the value.
-            UsageError: a part of a flat parameter was assigned, or a tensor of another shape.
-        """
+    def before_reuse(self, unit: Unit) -> None:
+        """Raise a PhaseError if a parameter was assigned while the unsharded parameters were in memory."""
         for param_group in unit.param_groups:
-            if unit.state is MemoryState.UNSHARDED:
-                param_group.shown.check_not_assigned(shows_unsharded=True)
-            elif unit.state in (MemoryState.GATHERING, MemoryState.RETAINED_POST_BACKWARD):
-                param_group.shown.check_not_assigned(shows_unsharded=False)
-            else:
-                param_group.adopt_changes()
+            param_group.shown.check_not_assigned(shows_unsharded=unit.state is MemoryState.UNSHARDED)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
-from fsdp_flat.core import Guard, Iteration, Step, Unit
+from fsdp_flat.core import Iteration, Step, Unit
+from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.layout import COMPILED_MODULE
 from fsdp_flat.user_warnings import warn_user
 
 
-class CompiledModules(Guard):
+class CompiledModules(OnceATree):
     """Warns, at the first forward of a tree, of compilation that a caller asks for and does not get."""
-
-    def __init__(self) -> None:
-        self._checked: WeakSet[Step] = WeakSet()
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
         """Warn if torch.compile skips units."""
-        if step not in self._checked:
-            self._checked.add(step)
+        if self.is_first(step):
             _warn_of_uncompiled(step.units, iteration.compiler)
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
-
-from fsdp_flat.core import Guard, Step
+from fsdp_flat.core import Step
+from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.user_warnings import warn_user
 
 
-class LowPrecisionWeights(Guard):
+class LowPrecisionWeights(OnceATree):
     """Warns, once the first reduced gradients exist, of trained shards of fewer than 4 bytes an element."""
-
-    def __init__(self) -> None:
-        self._checked: WeakSet[Step] = WeakSet()
 
     def after_reduce(self, step: Step) -> None:
         """Warn of the first such parameter."""
-        if step in self._checked:
+        if not self.is_first(step):
             return
-        self._checked.add(step)
         param_groups = [param_group for unit in step.units for param_group in unit.param_groups]
         short = next((each for each in param_groups if each.shown.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
 
 from fsdp_flat.comm import ErrorTexts, agree
-from fsdp_flat.core import Guard, Iteration, Step, Unit
+from fsdp_flat.core import Iteration, Step, Unit
 from fsdp_flat.errors import UsageError, counted, some_of
+from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.user_warnings import warn_user
 
 _WRITTEN = ErrorTexts("checking weights that left the meta device")
 
 
-class MetaTensors(Guard):
+class MetaTensors(OnceATree):
     """Refuses parameters without values, on all ranks, and warns of buffers, before the first forward of a tree."""
-
-    def __init__(self) -> None:
-        self._checked: WeakSet[Step] = WeakSet()
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
         """Raise a UsageError if a parameter that left the meta device has no values, here or on another rank."""
-        if step not in self._checked:
+        if step not in self.seen:
             _check_values(step.units)
-            self._checked.add(step)
+            self.seen.add(step)  # after an error the next forward looks again
 
 
 def _unwritten(units: Iterable[Unit], *, params: bool) -> list[str]:

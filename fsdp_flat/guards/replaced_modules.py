@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakSet
 
 from torch import nn
 
-from fsdp_flat.core import Guard, Iteration, Step, Unit, unreduced_params
+from fsdp_flat.core import Iteration, Step, Unit, unreduced_params
+from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.user_warnings import warn_user
 
 
-class ReplacedModules(Guard):
+class ReplacedModules(OnceATree):
     """Warns, at the first forward of a tree that trains, of parameters that took the place of a unit's."""
-
-    def __init__(self) -> None:
-        self._checked: WeakSet[Step] = WeakSet()
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
         """Warn of replaced modules."""
-        if iteration.trains and step not in self._checked:
-            self._checked.add(step)
+        if iteration.trains and self.is_first(step):
             root_module = step.root_module()
             if root_module is not None:
                 _warn_of_replaced(root_module, step.units)

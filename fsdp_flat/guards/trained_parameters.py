@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
-
 from fsdp_flat.comm import RankGroup, agree
-from fsdp_flat.core import TRAINED, Guard, Iteration, Step, Unit, WeightsVersion, all_rank_groups, trained_lines
+from fsdp_flat.core import TRAINED, Iteration, Step, Unit, WeightsVersion, all_rank_groups, trained_lines
+from fsdp_flat.guards.once_a_tree import OnceATree
 
 
-class TrainedParameters(Guard):
-    """Refuses ranks that train different parameters, or run different units, in the first step that would mix them.
+class TrainedParameters(OnceATree):
+    """Refuses ranks of a shard group that train different parameters, or run different units, when they first train.
 
     Ranks compare where they communicate over the same process groups anyway: over shard groups at the first forward
-    that trains, over replicas at the first backward that reduces gradients. Later steps compare a digest
-    (:mod:`fsdp_flat.core.exchange`).
+    that trains, over replicas at the first backward that reduces gradients (:class:`TrainedReplicas`). Later steps
+    compare a digest (:mod:`fsdp_flat.core.exchange`).
     """
-
-    def __init__(self) -> None:
-        self._compared_shards: WeakSet[Step] = WeakSet()
-        self._compared_replicas: WeakSet[Step] = WeakSet()
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
         """Raise a RankMismatchError if ranks of a shard group train different parameters."""
-        if not iteration.trains or step in self._compared_shards:
+        if not iteration.trains or step in self.seen:
             return
         sharded = {
             param_group.comm.options.groups: unit.options.device
@@ -32,14 +27,18 @@ class TrainedParameters(Guard):
         }
         for groups, device in sharded.items():
             agree(trained_lines(step.units, [groups]), None, [groups.shard], device, TRAINED)
-        self._compared_shards.add(step)
+        self.seen.add(step)  # after an error the next forward compares again
+
+
+class TrainedReplicas(OnceATree):
+    """Refuses replicas that train different parameters, or run different units, before gradients are mixed."""
 
     def before_backward(self, unit: Unit, weights: WeightsVersion, current: WeightsVersion) -> None:
         """Raise a RankMismatchError if replicas train different parameters."""
         step = unit.step
-        if step in self._compared_replicas or not any(each.control.sync_gradients for each in step.units):
+        if step in self.seen or not any(each.control.sync_gradients for each in step.units):
             return
-        self._compared_replicas.add(step)
+        self.seen.add(step)
         groups = dict.fromkeys(
             param_group.comm.options.groups for each in step.units for param_group in each.param_groups
         )

@@ -18,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fsdp_flat.comm import RankGroup, digest_of, doing, exchange_if_different, fingerprint
 from fsdp_flat.core import (
     PLAIN,
-    Guard,
     Step,
     Unit,
     UnitOptions,
@@ -30,6 +29,7 @@ from fsdp_flat.core import (
     unreduced_params,
 )
 from fsdp_flat.errors import OptionError, counted, some_of
+from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.runtime import group_settings
 from fsdp_flat.user_warnings import warn_user
 
@@ -38,17 +38,13 @@ _IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outsid
 _TOLD_OF: WeakSet[nn.Module] = WeakSet()
 
 
-class UnmanagedTensors(Guard):
+class UnmanagedTensors(OnceATree):
     """Warns, once the first reduced gradients exist, of what differs between ranks or nothing reduces."""
-
-    def __init__(self) -> None:
-        self._checked: WeakSet[Step] = WeakSet()
 
     def after_reduce(self, step: Step) -> None:
         """Compare the tensors of ranks, and warn. Every rank of the tree must call this."""
-        if step in self._checked:
+        if not self.is_first(step):
             return
-        self._checked.add(step)
         options, root_module = step.root.options, step.root_module()
         if root_module is not None:
             groups = dict.fromkeys(

@@ -74,7 +74,7 @@ def full_params(
     outer = unit.full
     was_shown = outer is not None and outer.are_shown
     if outer is None:
-        unit.before_gather()
+        unit.adopt_assigned()
         wholes = all_gather_full(unit, lambda param_group: param_group.flat_shard())
         tensors = dict(
             zip(unit.param_groups, wholes if device is None else [w.to(device) for w in wholes], strict=True)
@@ -143,7 +143,7 @@ def summon_full_params(
     if with_grads:
         _check_reduced(units)
     for unit in units if writeback else ():
-        unit.before_gather()
+        unit.adopt_assigned()
         for param_group in unit.param_groups:
             param_group.note_update()
         if not unit.holds_graph:

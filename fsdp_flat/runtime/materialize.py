@@ -287,7 +287,7 @@ def unwritten_params(unit: Unit, param_group: ParamGroup) -> list[Unwritten]:
     """Return the parameters of a group of ``unit``, whose memory is new. Values that a caller assigns count too."""
 
     def read(index: int) -> torch.Tensor:
-        unit.before_gather()
+        unit.adopt_assigned()
         return param_group.local(index)
 
     return [

@@ -138,7 +138,7 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
                 forward.enter((), {})
         yield
         for forward in entered:
-            forward.check_after_compute()
+            forward.after_compute()
     except BaseException as error:
         for forward in reversed(entered):
             forward.fail(error)

@@ -34,7 +34,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
             unit.check_idle("A conversion (.to, .float, .cuda, ...)")
         return False
     unit.reshard()
-    unit.before_gather()
+    unit.adopt_assigned()
     for param_group in unit.param_groups:
         param_group.shown.remove()
     try:
@@ -105,7 +105,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             param_group.flat_shard()  # raises before anything is changed
     for unit in units:
         unit.reshard()
-        unit.before_gather()
+        unit.adopt_assigned()
         wholes = all_gather_full(unit, lambda param_group: param_group.flat_shard())
         for param_group, whole in zip(unit.param_groups, wholes, strict=True):
             held = {param: param.shape for param in param_group.shown.visible_params}

@@ -440,7 +440,7 @@ def _rename(unit: Unit, state_dict: dict[str, Any], *, prefix: str, load: ModelL
     """
     unit.reshard()
     # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
-    unit.before_gather()
+    unit.adopt_assigned()
     for param_group in unit.param_groups:
         load.writes.call(param_group.raise_weights_epoch)
     inner = prefix + FSDP_PREFIX

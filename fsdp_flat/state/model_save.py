@@ -307,7 +307,7 @@ def _shards_of(units: Sequence[Unit], codec: StateDictCodec, prefix: str) -> Ite
                 unit.step.recover()
             else:
                 unit.check_idle("state_dict")
-            unit.before_gather()
+            unit.adopt_assigned()
             if codec.is_flat:
                 for param_group in unit.param_groups:
                     yield flat_shard(unit, param_group, prefix)

@@ -50,6 +50,7 @@ def assign_twice(beside: Beside, path: str, assign: Callable[[nn.Module, torch.T
     assign(target, value.clone())
 
 
+@pytest.mark.of_guards
 @HOWS
 @pytest.mark.parametrize("layout, path, unit", CASES)
 @on_ranks(2)
@@ -70,6 +71,7 @@ def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_par
     assert f"{path.removeprefix(unit + '.')}.weight'" in text, text
 
 
+@pytest.mark.of_guards
 @HOWS
 @pytest.mark.parametrize("layout, path, unit", CASES)
 @on_ranks(2)

@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.of_guards
 @WRAPPER_FRONTS
 @on_ranks(2)
 @pytest.mark.parametrize("change, strategy", CASES)
@@ -65,6 +66,7 @@ def test_a_backward_through_weights_that_changed_raises_and_the_next_step_is_rig
     beside.train()
 
 
+@pytest.mark.of_guards
 @WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_backward_after_a_load_of_local_shards_raises(front: str, rank: int) -> None:

@@ -82,6 +82,7 @@ def test_weights_that_a_forward_replaces_and_puts_back_train_as_in_a_plain_modul
     Beside(layers(Rounded), front, shard=children_and_root, **placed(layout, front)).train(num_steps=3)
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 1x2"])
 @WRAPPER_FRONTS
 @on_ranks(2)
@@ -260,6 +261,7 @@ def test_parameters_that_two_modules_of_a_unit_exchange_are_exchanged() -> None:
     assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_an_optimizer_of_unsharded_parameters_raises_at_its_first_step() -> None:
     model = fully_shard(layers(nn.Linear))

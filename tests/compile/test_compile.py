@@ -295,6 +295,7 @@ def test_mixed_precision_in_a_compiled_model_is_that_of_the_eager_one() -> None:
         assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 @pytest.mark.parametrize("what", ["the wrapper", "the blocks"])
 def test_without_original_parameters_one_warning_says_that_nothing_is_compiled(what: str) -> None:

@@ -79,7 +79,7 @@ SAVES: dict[str, tuple[str, Callable[[Any, Any, Path], object]]] = {
     "a hook, state_dict": ("hook", lambda model, *_: model.state_dict()),
     "a hook, SHARDED state_dict": ("hook", lambda model, *_: sharded(model)),
     "shards, state_dict": (
-        "fsdp_flat.core.unit.Unit.before_gather",
+        "fsdp_flat.core.unit.Unit.adopt_assigned",
         lambda model, *_: model.state_dict(),
     ),
     "a fingerprint, get_model_state_dict": (PRINT, lambda model, *_: get_model_state_dict(model)),

@@ -60,6 +60,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 @HOWS
 @pytest.mark.parametrize("call", CALLS)
@@ -76,6 +77,7 @@ def test_new_data_of_kept_parameters_is_an_error_until_they_are_resharded(how: s
     assert_close(full_params(model), {name: 0.5 * value for name, value in before.items()}, atol=0, rtol=0)
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_an_assigned_parameter_is_adopted_once_the_unit_is_resharded() -> None:
     model = kept("told to")

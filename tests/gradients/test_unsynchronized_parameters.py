@@ -65,6 +65,7 @@ def _steps(model: nn.Module, rank: int, *, params: Any = None, num_steps: int = 
     return [str(each.message) for each in caught if "Gradients of" in str(each.message)]
 
 
+@pytest.mark.of_guards
 @FRONTS
 @on_ranks(2)
 def test_parameters_outside_of_sharded_blocks_are_named_once_at_the_first_backward(
@@ -128,6 +129,7 @@ def test_nothing_is_said_of_replicated_parts(rank: int) -> None:
     assert fsdp_flat.describe(model).unsynchronized == ()
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_ignored_parameters_outside_of_units_are_not_named(rank: int) -> None:
     net = Net()
@@ -137,6 +139,7 @@ def test_ignored_parameters_outside_of_units_are_not_named(rank: int) -> None:
     assert "'blocks.0.weight'" not in told
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 @pytest.mark.parametrize("shape", [(1, 2), (1, 1, 2)], ids=str)
 @on_ranks(2)
@@ -157,6 +160,7 @@ def test_a_mesh_that_connects_no_ranks_is_named_with_the_parameters(
     assert "HYBRID_SHARD" in told
 
 
+@pytest.mark.of_guards
 @on_ranks(4)
 def test_a_mesh_of_which_a_strategy_uses_one_dim_of_several_is_named(rank: int) -> None:
     """Two halves of ranks train unconnected."""

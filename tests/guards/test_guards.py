@@ -46,8 +46,8 @@ class Noting(Guard):
     def tree_built(self, *_: Any) -> None:
         self.events.append("tree_built")
 
-    def before_gather(self, *_: Any) -> None:
-        self.events.append("before_gather")
+    def before_reuse(self, *_: Any) -> None:
+        self.events.append("before_reuse")
 
     def after_compute(self, *_: Any) -> None:
         self.events.append("after_compute")
@@ -71,7 +71,7 @@ def test_a_guard_is_told_of_each_event_of_a_step_in_order(front: str) -> None:
     assert guard.events[0] == "tree_built"
     assert guard.events[-1] == "after_reduce"
     firsts = dict.fromkeys(guard.events)
-    assert list(firsts) == ["tree_built", "before_gather", "after_compute", "before_backward", "after_reduce"]
+    assert list(firsts) == ["tree_built", "after_compute", "before_reuse", "before_backward", "after_reduce"]
     # The outermost unit and each block compute once, and their backwards begin once.
     num_units = 1 + len(seeded(Stack).blocks)
     assert guard.events.count("after_compute") == guard.events.count("before_backward") == num_units
@@ -95,6 +95,7 @@ def test_steps_without_guards_train_as_with_them(front: str) -> None:
     assert_equal(without, with_guards)
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_guards_that_were_off_are_on_again_after_the_block() -> None:
     model = original(seeded(Stack))

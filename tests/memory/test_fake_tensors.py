@@ -479,6 +479,7 @@ def test_each_unit_is_gathered_and_reduced_in_its_size_and_in_the_order_of_a_ste
 # -- what stays an error -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.of_guards
 def test_a_weight_that_is_assigned_after_a_forward_is_refused_without_memory() -> None:
     with FakeTensorMode():
         model = sharded(Stack(3, WIDTH), original=True)

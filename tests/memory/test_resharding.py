@@ -118,6 +118,7 @@ def test_a_forward_without_backward_leaves_no_old_rows_behind() -> None:
         module.reshard()
 
 
+@pytest.mark.of_guards
 @on_ranks(4)
 def test_weights_changed_between_forward_and_backward_are_refused_as_without_groups() -> None:
     model = blocks_and_root(Stack().double(), fully_shard, reshard_after_forward=2)

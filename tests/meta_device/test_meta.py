@@ -265,6 +265,7 @@ def rotary(**kwargs: Any) -> FSDP:
     return FSDP(Rotary("meta"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 @on_ranks(2)
 def test_tensors_that_left_the_meta_device_without_values_are_named_at_the_first_forward(

@@ -157,6 +157,7 @@ def test_units_are_unsharded_by_hand_after_a_load_onto_the_meta_device(load: Cal
     assert_trains(model, CALLS[call])
 
 
+@pytest.mark.of_guards
 @FRONTS
 @on_ranks(2)
 def test_parameters_without_values_are_found_although_they_were_unsharded_by_hand(front: str) -> None:

@@ -34,6 +34,7 @@ def warned(model: nn.Module) -> list[str]:
     return [str(each.message) for each in caught if "meta device" in str(each.message)]
 
 
+@pytest.mark.of_guards
 @on_ranks(2, 4)
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -62,6 +62,7 @@ def test_small_steps_move_bf16_weights_that_have_fp32_masters(strategy: str, use
     assert output.float().mean().item() < 8 * 0.99 + 0.4
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_small_steps_are_lost_in_pure_bf16_and_a_warning_says_so_exactly_once(rank: int) -> None:
     torch.manual_seed(0)

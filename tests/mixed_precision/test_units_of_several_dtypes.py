@@ -31,6 +31,7 @@ class Mixed(nn.Module):
         return self.short(x.bfloat16()).float()
 
 
+@pytest.mark.of_guards
 @on_ranks(2, 4)
 def test_a_unit_of_several_dtypes_with_integers_and_a_scalar_trains_as_the_reference() -> None:
     torch.manual_seed(5)

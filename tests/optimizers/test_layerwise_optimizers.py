@@ -39,6 +39,7 @@ class Lamb(torch.optim.Optimizer):
                 param.sub_(group["lr"] * param.norm() / update.norm() * update)
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_layerwise_optimizers_by_their_usual_names_are_refused_on_local_shards(use_orig_params: bool) -> None:

@@ -47,6 +47,7 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False))
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_an_optimizer_of_norms_is_refused_by_the_name_of_its_class_or_base_class_before_it_changes_a_weight(

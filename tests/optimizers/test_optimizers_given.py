@@ -33,6 +33,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_an_optimizer_with_states_from_before_wrapping_is_refused_by_name_and_changes_nothing() -> None:
     for kind, build in BUILDERS.items():
@@ -50,6 +51,7 @@ def test_an_optimizer_with_states_from_before_wrapping_is_refused_by_name_and_ch
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_states_of_the_unwrapped_model_loaded_as_they_are_are_refused(use_orig_params: bool) -> None:
@@ -77,6 +79,7 @@ class ShampooOfSlices(Shampoo):
     works_on_slices = True
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Shampoo])
@@ -111,6 +114,7 @@ class SlicedLBFGS(torch.optim.LBFGS):
     works_on_slices = True
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_lbfgs_is_refused_on_slices_and_as_a_matrix_optimizer(use_orig_params: bool) -> None:
@@ -155,6 +159,7 @@ def test_sparse_adam_refuses_the_dense_gradients_of_slices() -> None:
         torch.optim.SparseAdam(model.parameters()).step()
 
 
+@pytest.mark.of_guards
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 @on_ranks(2)
 def test_muon_is_refused_if_built_before_wrapping_and_on_slices() -> None:

@@ -222,6 +222,7 @@ def test_a_batch_is_moved_to_the_weight_in_a_training_loop_and_in_a_parents_forw
         out.sum().backward()
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_a_compiled_function_may_read_the_metadata_of_a_sharded_weight(rank: int) -> None:
     model = wrapped(_net())

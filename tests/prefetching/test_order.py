@@ -168,6 +168,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(front: str, ra
     beside.train()
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 @WRAPPER_FRONTS
 def test_a_rank_that_changed_its_last_unit_after_forward_raises_without_waiting_for_the_others(

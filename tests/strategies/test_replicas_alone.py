@@ -235,6 +235,7 @@ def test_a_replica_of_a_model_from_the_meta_device_may_run_before_the_others(use
     model(batch(dist.get_rank()).float()).sum().backward()
 
 
+@pytest.mark.of_guards
 @ORIG_PARAMS
 @on_ranks(4, timeout=50)
 def test_ranks_of_a_replica_raise_together_if_one_has_no_values(use_orig_params: bool, rank: int) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from fsdp_flat.guards import guards_off
+
 from .freed_memory import checked, is_checked
 from .pool import TASK_TIMEOUT_S
+from .selection import NO_GUARDS
 
 # For tests in which batch statistics or ignored parameters drift apart between ranks, as in FSDP1.
 OWN_STATISTICS = pytest.mark.filterwarnings("ignore:Buffers differ between ranks")
@@ -60,5 +64,10 @@ def run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     body = getattr(importlib.import_module(module), name).__wrapped__
     if "rank" in inspect.signature(body).parameters:
         arguments["rank"] = dist.get_rank()
-    with checked() if is_checked(module) else nullcontext():
+    with chosen_guards(), checked() if is_checked(module) else nullcontext():
         body(**arguments)
+
+
+def chosen_guards() -> AbstractContextManager[None]:
+    """Return the context in which tests run: without guards, if the environment says so."""
+    return guards_off() if os.environ.get(NO_GUARDS) else nullcontext()

@@ -14,19 +14,22 @@ import pytest
 SIZES = ("quick", "cover", "all")
 # The variable of the environment with the size, for worker ranks.
 SIZE = "FSDP_FLAT_TESTS_SIZE"
+# The variable of the environment with which tests run without guards, but for those marked as tests of guards.
+NO_GUARDS = "FSDP_FLAT_TESTS_WITHOUT_GUARDS"
 # The number of ranks on which the quick suite runs a test that may run on more.
 FEW_RANKS = 2
 # How many times fewer combinations a body tries in the quick suite: no common factor with usual numbers of values.
 FEWER = 5
 MARKS = (
     "from_size(size, why): the smallest size of the suite that runs the test, cover or all; by default quick",
+    "of_guards: a guard raises or warns in the test, which is left out where tests run without guards",
     "every_value_in_quick(why): the quick suite too runs every value of the test's parameters",
 )
 Each = TypeVar("Each")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the combinations that the size of the suite leaves out, and the tests of a larger size.
+    """Deselect the combinations that the size of the suite leaves out, and tests of a larger size or of absent guards.
 
     ``all`` runs everything. ``cover`` leaves out combinations of slow tests, which are those on worker ranks or on the
     fake accelerator, as long as every value of every parameter still occurs. ``quick`` runs one of these of each test
@@ -42,7 +45,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         tests[item.nodeid.partition("[")[0]].append(item)
     kept: set[pytest.Item] = set()
     for same in tests.values():
-        if size >= _smallest_size(same[0]):
+        of_absent = bool(os.environ.get(NO_GUARDS)) and same[0].get_closest_marker("of_guards")
+        if size >= _smallest_size(same[0]) and not of_absent:
             kept.update(same[index] for index in _chosen(same, SIZES[size]))
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -7,15 +7,18 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_flat import ShardingStrategy
+from fsdp_flat.core import guards_in_use
 from tests.support.beside import APPLY
 from tests.support.both_sides import Layout
-from tests.support.selection import SIZE, cover, one, some
+from tests.support.rank_tests import chosen_guards
+from tests.support.selection import NO_GUARDS, SIZE, cover, one, select, some
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
@@ -114,3 +117,24 @@ def test_some_combinations_of_a_body_have_every_value_and_all_are_there_on_reque
     assert some(product, 7) == [product[0], product[35], product[70]]
     monkeypatch.setenv(SIZE, "all")
     assert some(product, 7) == product
+
+
+@pytest.mark.of_guards
+def test_without_guards_none_is_on_and_tests_of_guards_are_left_out(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deselected: list[pytest.Item] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    config: Any = SimpleNamespace(getoption=lambda _: "all", hook=hook)
+    others = [item for item in request.session.items if not any(item.iter_markers())]
+    with_guards = [*others, request.node]
+    select(config, with_guards)
+    monkeypatch.setenv(NO_GUARDS, "1")
+    without = [*others, request.node]
+    select(config, without)
+    assert with_guards == [*others, request.node]
+    assert (without, deselected) == (others, [request.node])
+    assert guards_in_use()
+    with chosen_guards():
+        assert not guards_in_use()
+    assert guards_in_use()

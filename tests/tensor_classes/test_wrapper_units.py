@@ -205,6 +205,7 @@ def test_rank_0s_values_of_such_units_reach_ranks_on_the_meta_device(rank: int) 
     close(trained(sharded), trained(in_place(model_of())))
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_param_init_fn_gives_such_units_memory_and_values() -> None:
     plain = model_of()

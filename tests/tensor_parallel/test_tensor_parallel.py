@@ -604,6 +604,7 @@ def test_a_partial_dtensor_cannot_be_flattened() -> None:
         wrapped(model, device_mesh=mesh["dp"])
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(4)
 def test_an_optimizer_that_holds_the_dtensors_is_found(use_orig_params: bool) -> None:

@@ -287,6 +287,7 @@ def test_a_model_taken_apart_changed_and_wrapped_again_goes_on_with_its_optimize
     again.train(tokens_loss, num_steps=2)
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_an_optimizer_built_before_wrapping_trains_original_parameters_and_is_an_error_for_flat_ones(rank: int) -> None:
     built: list[torch.optim.Optimizer] = []

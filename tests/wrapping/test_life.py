@@ -167,6 +167,7 @@ def test_a_conversion_that_changes_nothing_is_allowed_anywhere(front: str) -> No
     beside.train(body)
 
 
+@pytest.mark.of_guards
 @WRAPPER_FRONTS
 @on_ranks(2)
 def test_a_conversion_in_the_middle_of_a_step_is_an_error_and_the_next_step_is_right(front: str) -> None:

@@ -297,6 +297,7 @@ def test_a_compiled_module_assigned_to_a_unit_runs_compiled_once_a_step(layout: 
         assert backend.num_runs == 3
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_a_compiled_module_in_a_unit_of_a_flat_parameter_is_warned_about_at_the_first_use() -> None:
     with fresh_compiler():

@@ -67,6 +67,7 @@ def warned(*beginnings: str) -> Iterator[None]:
     assert [text[: len(beginning)] for text, beginning in zip(texts, beginnings, strict=True)] == [*beginnings], texts
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("front", FRONTS)
 @on_ranks(2)
 def test_a_replaced_module_is_named_once_on_every_rank_before_the_first_step(front: str, rank: int) -> None:
@@ -80,6 +81,7 @@ def test_a_replaced_module_is_named_once_on_every_rank_before_the_first_step(fro
         model(torch.arange(3))
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_it_trains_as_on_fsdp1_by_default_and_like_the_whole_model_where_its_gradients_are_averaged(

@@ -82,6 +82,7 @@ def test_a_policys_class_that_matches_nothing_is_named_beside_one_that_does(rank
     assert "Linear: " not in str(caught[0].message)
 
 
+@pytest.mark.of_guards
 @ORIG_PARAMS
 @on_ranks(2)
 def test_groups_by_number_of_dims_that_find_nothing_are_named_at_the_first_step(

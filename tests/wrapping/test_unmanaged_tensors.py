@@ -94,6 +94,7 @@ SAVES: dict[str, Callable[[Any, Path], object]] = {
 ADDED = "blocks.0.down.1.weight"
 
 
+@pytest.mark.of_guards
 @pytest.mark.parametrize("save", SAVES)
 @ORIG_PARAMS
 @on_ranks(2)
@@ -154,6 +155,7 @@ def test_check_replicas_takes_a_sharded_model_and_one_rank_has_nothing_to_compar
     assert check_replicas(shard(seeded())) == []
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_parameters_of_a_module_put_under_a_wrapper_that_differ_from_the_start_are_named(rank: int) -> None:
     model = shard(seeded())
@@ -181,6 +183,7 @@ def test_ignored_parameters_that_do_not_drift_are_not_warned_about(rank: int) ->
         model.state_dict()
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_an_ignored_head_that_drifts_above_frozen_units_is_named(rank: int) -> None:
     def frozen() -> Any:
@@ -225,6 +228,7 @@ def test_gradients_of_ignored_parameters_are_averaged_where_that_is_asked_for(us
     assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.of_guards
 @on_ranks(2, timeout=30)
 def test_a_warning_of_drift_that_raises_on_the_first_rank_leaves_the_other_waiting_for_nothing(rank: int) -> None:
     body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -318,6 +322,7 @@ def test_drift_after_a_warm_up_from_a_learning_rate_of_zero_is_named_at_a_save(r
     assert rank or "'last.bias' (ignored), 'last.weight' (ignored)" in texts[0]
 
 
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_steps_compare_values_at_the_end_of_the_first_backward_alone(rank: int) -> None:
     model = ignoring()
@@ -399,6 +404,7 @@ class Normed(nn.Module):
         return self.body(x) + self.shift
 
 
+@pytest.mark.of_guards
 @ORIG_PARAMS
 @on_ranks(2)
 def test_statistics_that_drift_apart_are_named_and_averaged_on_demand(use_orig_params: bool, rank: int) -> None:
@@ -460,6 +466,7 @@ def test_ranks_that_average_different_buffers_raise_with_both(rank: int) -> None
     assert_equal(dict(model.module.named_buffers()), {"shift" if rank else "scale": torch.ones(4)})
 
 
+@pytest.mark.of_guards
 @on_ranks(4)
 def test_one_rank_of_a_mesh_that_differs_is_named_on_its_first_rank(rank: int) -> None:
     """Rank 3 is in neither group of rank 0."""
@@ -470,6 +477,7 @@ def test_one_rank_of_a_mesh_that_differs_is_named_on_its_first_rank(rank: int) -
     assert rank or "rank 0's: 'shift'. " in texts[0]
 
 
+@pytest.mark.of_guards
 @ORIG_PARAMS
 @on_ranks(2)
 def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_on_all(use_orig_params: bool, rank: int) -> None:
@@ -500,6 +508,7 @@ def test_a_parameter_that_one_rank_freezes_between_steps_is_named_before_the_nex
     square_loss(model, batch(rank)).backward()
 
 
+@pytest.mark.of_guards
 @on_ranks(4)
 def test_a_parameter_that_one_replica_has_frozen_is_named_on_all_ranks(rank: int) -> None:
     for strategy in ("NO_SHARD", "HYBRID_SHARD"):
@@ -539,6 +548,7 @@ def test_buffers_that_differ_at_the_start_are_broadcast_or_refused(rank: int) ->
     )
 
 
+@pytest.mark.of_guards
 @on_ranks(4)
 def test_a_tensor_left_unwritten_by_one_unit_is_told_to_ranks_that_share_another_unit_alone(rank: int) -> None:
     """The first unit that was on meta is sharded over pairs, the second, whose values two ranks lack, over all."""

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.core import Guard, Unit, UnitForward
 from fsdp_flat.core.containers import differentiable_tensors, tensors_in
 
 
-class StoredTensors(Guard):
-    """Has a backward unshard a unit if it comes through a tensor that a module has stored: an auxiliary loss, a cache.
+class StoredTensors:
+    """Finds differentiable tensors among the attributes of a unit's modules: an auxiliary loss, a cache.
 
     A loss may use such tensors, and a backward then reaches the unit through them before it reaches an output.
-    """
-
-    def after_compute(self, forward: UnitForward) -> None:
-        """Add the tensors with autograd history that modules hold now to those that a backward may come through."""
-        unit = forward.unit
-        if unit.param_groups and torch.is_grad_enabled():
-            # With the unit, not with the guard: attributes of modules hold the unit.
-            found = unit.notes.get(self)
-            if found is None:
-                found = unit.notes[self] = _Attributes(unit)
-            forward.reached += found.tensors()
-
-
-class _Attributes:
-    """Finds differentiable tensors among the attributes of a unit's modules.
-
     All attributes are searched after the first forward, and after one in which modules got further attributes. After
     other forwards only those are that held a tensor then, or nothing: None, zero, or an empty container.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._attributes = [module.__dict__ for module in unit.own_modules]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes = [module.__dict__ for module in modules]
         self._num_attributes = 0
         # Attributes that may hold such a tensor, as those of a module and a name.
         self._places: list[tuple[dict[str, Any], str]] = []
 
-    def tensors(self) -> list[torch.Tensor]:
+    def find(self) -> list[torch.Tensor]:
         """Return the tensors with autograd history that are stored now."""
         num_attributes = sum(map(len, self._attributes))
         if num_attributes != self._num_attributes:
