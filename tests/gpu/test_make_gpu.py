@@ -64,7 +64,7 @@ def test_part_7_with_a_gpu_parity_sanitizer_faults_examples_and_clients_run() ->
     clients = [path for path in files if path.startswith("tests/clients/")]
     parity = sorted(path.relative_to(ROOT).as_posix() for path in parity_files())
     assert [path for path in files if path not in clients] == parity, "each file once"
-    assert {"tests/training/test_training.py", "tests/accumulation/test_torch_cases.py"} <= set(parity)
+    assert {"tests/training/test_training.py", "tests/training/test_torch_cases_core.py"} <= set(parity)
     assert len(clients) == 4
     assert all((ROOT / path).exists() for path in files)
     assert ("-m", "gpu", "tests/gpu") in words
