@@ -1,4 +1,4 @@
-"""Every name that the modules of torch 2.13's FSDP1 define is here, or is on a list that says why it is not needed."""
+"""Every member of FSDP1's wrapper class is here, and the older ones can be called."""
 
 from __future__ import annotations
 
