@@ -10,7 +10,6 @@ from tests.support.beside import CLOSE, WRAPPER_FRONTS
 from tests.support.both_sides import Layout, beside_case
 from tests.support.zoo import CASES
 
-
 # -- evaluation ---------------------------------------------------------------------------------------------------
 
 
