@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,24 +364,6 @@ def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> No
 
 
 # ------------------------------------------------------------------------------------------ the first start, numbers
-
-
-@on_ranks(2)
-def test_a_first_start_without_a_checkpoint_does_not_read_as_an_error(tmp_path: Path) -> None:
-    """The text "Nothing to load" is what a first run always said."""
-    records: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        assert fsdp_flat.load_checkpoint(tmp_path / "runs", shard(seeded())) is None
-    finally:
-        logger.removeHandler(handler)
-    if dist.get_rank() == 0:
-        text = next(record.getMessage() for record in records if record.levelno >= logging.WARNING)
-        assert text.startswith("Starting without a checkpoint: ")
-        assert "does not exist, so load_checkpoint loads nothing and returns None, as in the first run" in text
-        assert "If it should have found one: beside that directory there is nothing." in text
 
 
 @on_ranks(1)
