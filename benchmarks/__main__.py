@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from benchmarks.runner import measure, where
-from benchmarks.spec import BEFORE, IMPLEMENTATIONS, OVER_HOSTS, PRESETS, Setting
+from benchmarks.spec import IMPLEMENTATIONS, OVER_HOSTS, PRESETS, Setting
 from benchmarks.tables import write_table
 
 FLAGS = list(fields(Setting))
@@ -29,9 +29,6 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument(
         "--states", action="store_true", help="save and load state dicts of every kind, instead of steps"
     )
-    parser.add_argument(
-        "--against", type=Path, help="another checkout whose fsdp_flat runs too, in the same rounds, as 'before'"
-    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and table")
     parser.add_argument("--name", help="name of the files (default: made from the flags)")
     for field in FLAGS:
@@ -48,15 +45,12 @@ def main(argv: list[str] | None = None) -> Path:
         changed, preset = {"ranks": 4, **changed}, args.preset or "communication"
     setting = replace(PRESETS[preset], **changed)
     names = args.only or list(IMPLEMENTATIONS if setting.hosts == 1 else OVER_HOSTS)
-    if args.against is not None:
-        names = [twin for name in names for twin in ([BEFORE + name] * name.startswith("flat") + [name])]
     results = measure(
         names,
         setting,
         rounds=args.rounds,
         states=args.states,
         say=lambda line: print(line, flush=True),
-        against=(args.against or Path()).resolve(),
     )
     results = {"setting": asdict(setting), "where": where(), **results}
     name = args.name or "-".join(

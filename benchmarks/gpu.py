@@ -3,8 +3,8 @@
 One process is rank 0 of a simulated process group. It trains decoders in bf16 with fp32 master weights and reductions
 and fused AdamW. Compute is real; communication is emulated (``benchmarks/link.py``): collectives run in order on a
 stream of their own, each for as long as its bytes take on a link of the row's bandwidth, or of ``--gbps``. For torch's
-FSDP1 and ``fully_shard`` and for fsdp_flat it measures the time of a step, the time in which the host issues one,
-memory, and from a trace of two steps the time in which the stream of compute is idle, by cause.
+FSDP1 and ``fully_shard`` and for fsdp_flat it measures the time of a step, the time in which the host issues one, and
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,17 +25,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decoder import Decoder
 from benchmarks.gpu_rows import IMPLEMENTATIONS, PEERS, ROWS, Row, shard
-from benchmarks.idle import CAUSES, idle_by_cause
 from benchmarks.implementations import quiet
 from benchmarks.link import CudaStreams, HostStreams, Link, pretended
 from benchmarks.runner import ROOT, where
 from benchmarks.tables import markdown, medians, ratios
-
-_TRACED_STEPS = 2
 
 
 def measure(name: str, row: Row, device: str, world: int) -> dict[str, float]:
@@ -50,10 +45,10 @@ def measure(name: str, row: Row, device: str, world: int) -> dict[str, float]:
 
     Returns:
         ``step`` and ``least`` (seconds; median and minimum device time of a step, over steps issued one after the
-        other), ``host`` (seconds; median time in which the host issues a step to an idle device), ``busy`` and the keys
-        of ``CAUSES`` (seconds a step; :func:`benchmarks.idle.idle_by_cause`), ``peak``, ``reserved``, ``held`` (bytes;
-        held after a step), ``drift`` (bytes; maximum minus minimum of ``held`` over steps), ``sent`` (bytes on the link
-        a step), ``parameters``. On the CPU, issuing a step includes computing it; memory and idle times are 0.
+        other), ``host`` (seconds; median time in which the host issues a step to an idle device), ``peak``,
+        ``reserved``, ``held`` (bytes; held after a step), ``drift`` (bytes; maximum minus minimum of ``held`` over
+        steps), ``sent`` (bytes on the link a step), ``parameters``. On the CPU, issuing a step includes computing it;
+        memory is 0.
     """
     where_to = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     streams = CudaStreams(where_to) if device == "cuda" else HostStreams()
@@ -111,25 +106,10 @@ def _train(name: str, row: Row, device: torch.device, link: Link) -> dict[str, f
         "step": statistics.median(times),
         "least": min(times),
         "host": statistics.median(host),
-        **idle_by_cause(_trace(step, clock), _TRACED_STEPS),
         **memory,
         "sent": sent,
         "parameters": num_parameters,
     }
-
-
-def _trace(step: Callable[[], None], clock: _Clock) -> list[dict[str, Any]]:
-    """Return the events of two steps, which follow each other as in training."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if isinstance(clock, _DeviceClock) else [])]
-    step()
-    with profile(activities=activities) as profiler:
-        for _ in range(_TRACED_STEPS):
-            step()
-        clock.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return list(json.loads(path.read_text())["traceEvents"])
 
 
 class _Clock:
@@ -214,7 +194,7 @@ def gpu_table(results: Mapping[str, Any]) -> str:
     kept = {"rounds": [{name: each[name] for name in each if name not in failed} for each in results["rounds"]]}
     rows = medians(kept)
     header = ["implementation", "step ms", "least", "x torch", "host ms", "host x torch"]
-    header += ["busy ms", *CAUSES.values(), "peak MB", "peak x torch", "reserved MB", "held MB", "drift MB"]
+    header += ["peak MB", "peak x torch", "reserved MB", "held MB", "drift MB"]
     table = []
     for name, row in rows.items():
         peers = PEERS.get(name, ())
@@ -226,7 +206,6 @@ def gpu_table(results: Mapping[str, Any]) -> str:
                 _cell(ratios(kept, name, peers)),
                 f"{1e3 * row['host']:.1f}",
                 _cell(ratios(kept, name, peers, "host")),
-                *(f"{1e3 * row[key]:.1f}" for key in ("busy", *CAUSES)),
                 f"{row['peak'] / 1e6:.0f}",
                 _cell(ratios(kept, name, peers, "peak") if row["peak"] else None),
                 f"{row['reserved'] / 1e6:.0f}",

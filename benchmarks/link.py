@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 
 # Label of collectives in a trace: kernels that are launched inside it are those of the link.
-LABEL = "benchmarks::link"
 _ALL_GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -187,13 +185,12 @@ class Link:
     ) -> LinkWork | None:
         nbytes = full.numel() * full.element_size() * (self._world - 1) / self._world
         self.nbytes += nbytes
-        with record_function(LABEL):
-            self.stream.wait_event(self._streams.current_stream().record_event())
-            with self._streams.on(self.stream):
-                copy()
-                if self._gbps is not None:
-                    self._streams.spin(nbytes / (self._gbps * 1e9))
-            work = LinkWork(self._streams, self.stream.record_event(), tensors)
+        self.stream.wait_event(self._streams.current_stream().record_event())
+        with self._streams.on(self.stream):
+            copy()
+            if self._gbps is not None:
+                self._streams.spin(nbytes / (self._gbps * 1e9))
+        work = LinkWork(self._streams, self.stream.record_event(), tensors)
         if is_async:
             return work
         work.wait()

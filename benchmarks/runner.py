@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.network import two_hosts
-from benchmarks.spec import BEFORE, Job, Setting
+from benchmarks.spec import Job, Setting
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,13 +49,12 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[dict[str, Any]]:
+def run_processes(job: Job, timeout_s: float = 900) -> list[dict[str, Any]]:
     """Run one job in ``job.setting.ranks`` new single-threaded processes; return their results by rank.
 
     Args:
         job: the job.
         timeout_s: seconds after which the job counts as failed.
-        root: the checkout whose fsdp_flat and benchmarks run.
 
     Raises:
         JobError: a rank failed or took too long.
@@ -67,7 +66,7 @@ def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[d
             hosts = stack.enter_context(two_hosts(job.setting.gbit))
             logs = [Path(folder) / f"host{host}.log" for host in (0, 1)]
             program = ["-m", "benchmarks.worker", json.dumps(arguments)]
-            processes = hosts.start(job.setting.ranks // 2, program, logs, folder=root)
+            processes = hosts.start(job.setting.ranks // 2, program, logs, folder=ROOT)
         else:
             processes, logs = [], [Path(folder) / f"{rank}.log" for rank in range(job.setting.ranks)]
             for rank, path in enumerate(logs):
@@ -77,7 +76,7 @@ def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[d
                 with path.open("wb") as log:
                     processes.append(
                         subprocess.Popen(
-                            program, cwd=root, env={**os.environ, **threads}, stdout=log, stderr=subprocess.STDOUT
+                            program, cwd=ROOT, env={**os.environ, **threads}, stdout=log, stderr=subprocess.STDOUT
                         )
                     )
         _wait(job, processes, logs, timeout_s)
@@ -108,11 +107,8 @@ def measure(
     rounds: int,
     states: bool,
     say: Callable[[str], None],
-    against: Path = ROOT,
 ) -> dict[str, Any]:
     """Time the steps of ``names`` in interleaved rounds and count bytes once; with ``states``, time state dicts.
-
-    Names that start with ``before-`` run in the checkout ``against``.
 
     Returns:
         ``rounds`` (a list of {name: mean over ranks}), ``counts`` by name, ``states`` (a list of {name: {kind: seconds
@@ -120,8 +116,7 @@ def measure(
     """
 
     def run(name: str, task: str) -> list[dict[str, Any]]:
-        kind = name.removeprefix(BEFORE)
-        return run_processes(Job(kind, task, setting), root=ROOT if kind == name else against)
+        return run_processes(Job(name, task, setting))
 
     results: dict[str, Any] = {"rounds": [], "counts": {}, "states": []}
     for index in range(rounds):

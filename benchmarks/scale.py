@@ -33,7 +33,7 @@ def setting_for(units: int) -> Setting:
     return Setting(layers=units - 1, width=16, heads=2, vocab=32, seq=4, batch=1)
 
 
-def measure_here(name: str, world: int, units: int, *, steps: int = 15, collect: bool = True) -> dict[str, float]:
+def measure_here(name: str, world: int, units: int, *, steps: int = 15) -> dict[str, float]:
     """Wrap and train in this process, as rank 0 of ``world`` simulated ranks.
 
     Args:
@@ -41,7 +41,6 @@ def measure_here(name: str, world: int, units: int, *, steps: int = 15, collect:
         world: the number of ranks.
         units: the number of units.
         steps: the number of steps.
-        collect: let Python's garbage collector run meanwhile.
 
     Returns:
         ``wrap`` and ``step`` (seconds of CPU time; the minimum of a step without optimizer), ``held`` (bytes by which
@@ -58,8 +57,6 @@ def measure_here(name: str, world: int, units: int, *, steps: int = 15, collect:
         library_of(name)
         _move_nothing()
         gc.collect()
-        if not collect:
-            gc.disable()
         before = _resident()
         begun = time.process_time()
         with quiet():
@@ -104,8 +101,8 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _measure(name: str, world: int, units: int, *, collect: bool) -> dict[str, float]:
-    flags = ["--here", name, str(world), str(units), "--gc" if collect else "--no-gc"]
+def _measure(name: str, world: int, units: int) -> dict[str, float]:
+    flags = ["--here", name, str(world), str(units)]
     out = subprocess.run(
         [sys.executable, "-m", "benchmarks.scale", *flags],
         cwd=ROOT,
@@ -142,22 +139,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--units", type=int, nargs="+", default=[25, 200])
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of all combinations")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument(
-        "--gc", action=argparse.BooleanOptionalAction, default=True, help="let Python's garbage collector run"
-    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--here", nargs=3, metavar=("NAME", "RANKS", "UNITS"), help="measure one in this process")
     args = parser.parse_args(argv)
     if args.here:
         name, world, units = args.here
-        print(json.dumps(measure_here(name, int(world), int(units), collect=args.gc)))
+        print(json.dumps(measure_here(name, int(world), int(units))))
         return
     found: dict[tuple[str, int, int], list[dict[str, float]]] = {}
     for index in range(args.rounds):
         for units in args.units:
             for name in dict.fromkeys(["local", *args.only]):
                 for world in args.ranks if name != "local" else args.ranks[:1]:
-                    one = _measure(name, world, units, collect=args.gc)
+                    one = _measure(name, world, units)
                     found.setdefault((name, world, units), []).append(one)
                     what = f"round {index + 1}: {name}, {units} units, {world} ranks"
                     print(f"{what}: {1e3 * one['step']:.1f} ms a step", flush=True)
@@ -168,10 +162,9 @@ def main(argv: list[str] | None = None) -> None:
     ]
     flags = {"ranks": args.ranks, "units": args.units, "rounds": [args.rounds]}
     flags |= {"only": args.only} if args.only != list(NAMES) else {}
-    flags |= {} if args.gc else {"no-gc": []}
     command = " ".join(["python -m benchmarks.scale", *(" ".join([f"--{k}", *map(str, v)]) for k, v in flags.items())])
     results = {"rows": rows, "command": command, "where": where()}
-    save_results(args.out, "scale" if args.gc else "scale-no-gc", results, scale_table(results))
+    save_results(args.out, "scale", results, scale_table(results))
 
 
 if __name__ == "__main__":

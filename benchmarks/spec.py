@@ -79,10 +79,6 @@ OVER_HOSTS = {
 }
 
 
-# Prefix of the names that run fsdp_flat of another checkout, with --against.
-BEFORE = "before-"
-
-
 def is_fully_shard(name: str) -> bool:
     """Return whether an implementation has FSDP2's interface."""
     return name.startswith(("fsdp2", "flat-fully-shard"))
@@ -90,8 +86,7 @@ def is_fully_shard(name: str) -> bool:
 
 def title_of(name: str) -> str:
     """Return the title of an implementation on the page."""
-    kind = name.removeprefix(BEFORE)
-    return {**IMPLEMENTATIONS, **OVER_HOSTS}[kind] + (", before" if name != kind else "")
+    return {**IMPLEMENTATIONS, **OVER_HOSTS}[name]
 
 
 @dataclass(frozen=True)
@@ -109,12 +104,8 @@ class Job:
     setting: Setting
 
     def as_json(self) -> dict[str, Any]:
-        """Return the job as plain values.
-
-        Settings at their defaults are left out, so that a checkout that does not know them runs the job too.
-        """
-        changed = {key: value for key, value in asdict(self.setting).items() if value != getattr(Setting, key)}
-        return {**asdict(self), "setting": changed}
+        """Return the job as plain values."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:

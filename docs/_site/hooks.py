@@ -25,6 +25,13 @@ _FETCHED = re.compile(
 # A cell of a table with nothing but names of tests, as `folder/test_file.py::test_name`.
 _TESTS = re.compile(r"<td>((?:\s*<code>[\w/]+\.py::\w+</code>)+)</td>")
 _TEST = re.compile(r"<code>([\w/]+\.py::\w+)</code>")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_HEADING = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+_ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_CODE = re.compile(r"<code>([^<]*)</code>")
+# Where code in a cell may break, beside spaces: within words of more than so many characters.
+_BREAKS = re.compile(r"(?:(?<=[(=.\[])|(?<=\w_))(?=\w)")
+_LONG = re.compile(r"\S{17,}")
 _PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
 # What a program prints, on a page that shows it.
 _OUTPUT = re.compile(r"^```(?:text|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -102,8 +109,25 @@ def wrapped(markdown: str) -> str:
     return _OUTPUT.sub(narrow, markdown)
 
 
+def fitted(table: re.Match[str]) -> str:
+    """Name the column in each cell, for narrow screens, which show rows one below another, and let long code break."""
+    headings = [
+        re.sub(r"<[^>]*>", "", each).strip() for each in _HEADING.findall(table[0])
+    ]
+
+    def named(row: re.Match[str]) -> str:
+        columns = iter(headings)
+        return re.sub("<td", lambda _: f'<td data-column="{next(columns, "")}"', row[0])
+
+    def broken(code: re.Match[str]) -> str:
+        text = _LONG.sub(lambda word: _BREAKS.sub("<wbr>", word[0]), code[1])
+        return f"<code>{text}</code>"
+
+    return _CODE.sub(broken, _ROW.sub(named, table[0]))
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """Put names of tests behind a word that opens them, and make each picture a link to itself."""
+    """Put names of tests behind a word that opens them, fit tables, and make each picture a link to itself."""
 
     def behind(match: re.Match[str]) -> str:
         names = [
@@ -113,7 +137,7 @@ def on_page_content(html: str, **_: Any) -> str:
         title = "1 test" if len(names) == 1 else f"{len(names)} tests"
         return f'<td><details class="tests"><summary>{title}</summary><ul>{shown}</ul></details></td>'
 
-    html = _TESTS.sub(behind, html)
+    html = _TABLE.sub(fitted, _TESTS.sub(behind, html))
     return _PICTURE.sub(
         lambda match: f'<a href="{match[1]}" title="Open the picture">{match[0]}</a>',
         html,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.accumulation.test_cleared_between_backwards import BACKWARDS
 from tests.support import assert_close, on_ranks
 from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, batch, placed
@@ -78,22 +77,3 @@ def test_a_gradient_of_the_local_shard_that_a_caller_assigns_inside_no_sync_repl
         param.grad = torch.full_like(param, 0.25)
     beside.backward(step=2)
     beside.check_gradients()
-
-
-@on_ranks(2)
-def test_torchs_own_zero_grad_is_back_after_restoring(rank: int) -> None:
-    model = Beside(Stack()).ours
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    left = []
-    try:
-        for replace in (replace_torch_functions, restore_torch_functions):
-            replace()
-            model.zero_grad()
-            with BACKWARDS["not last"](model):
-                square_loss(model, batch(rank)).backward()
-                optimizer.zero_grad()
-            (square_loss(model, batch(rank)) * 0).backward()
-            left.append(any(param.grad is not None and bool(param.grad.any()) for param in model.parameters()))
-    finally:
-        replace_torch_functions()
-    assert left == [False, True]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_state
@@ -52,13 +53,12 @@ def on_both(run: Callable[..., Any], *, fully_shard: bool = False, **arguments: 
     Returns:
         The outcomes of torch's FSDP and of fsdp_flat.
     """
-    counted = _counted_of_fsdp2 if fully_shard else _counted
     folder = arguments.pop("folder", None)
     outcomes = []
     for ours in (False, True):
         if folder is not None:
             arguments["folder"] = _made(Path(folder) / ("ours" if ours else "theirs"))
-        with warnings.catch_warnings(), rank_environment(), _peer_on_rank_device(), counted() as counts:
+        with warnings.catch_warnings(), rank_environment(), _peer_on_rank_device(), _counted(fully_shard) as counts:
             warnings.simplefilter("ignore")  # clients and torch use deprecated functions
             torch.manual_seed(0)
             if ours:
@@ -98,11 +98,15 @@ def _peer_on_rank_device() -> Iterator[None]:
 
 
 @contextmanager
-def _counted() -> Iterator[dict[str, int]]:
-    """Count the forwards of torch's wrapper, and the fsdp_flat units that run a forward."""
+def _counted(fully_shard: bool) -> Iterator[dict[str, int]]:
+    """Count the forwards of units of torch's FSDP, and the fsdp_flat units that run a forward."""
     counts = {"peer": 0, "ours": 0}
     units: set[int] = set()
-    peer_forward, our_forward = _PEER["class"].forward, fsdp_flat.FullyShardedDataParallel.forward
+    if fully_shard:
+        methods = (_fsdp_state.FSDPState, "_pre_forward"), (fsdp_flat.FSDPModule, "__call__")
+    else:
+        methods = (_PEER["class"], "forward"), (fsdp_flat.FullyShardedDataParallel, "forward")
+    peer_forward, our_forward = (getattr(*method) for method in methods)
 
     def of_peer(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts["peer"] += 1
@@ -113,38 +117,10 @@ def _counted() -> Iterator[dict[str, int]]:
         counts["ours"] = len(units)
         return our_forward(self, *args, **kwargs)
 
-    _PEER["class"].forward = of_peer  # type: ignore[method-assign]
-    fsdp_flat.FullyShardedDataParallel.forward = of_ours  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*methods[0], of_peer)
+        patch.setattr(*methods[1], of_ours)
         yield counts
-    finally:
-        _PEER["class"].forward = peer_forward  # type: ignore[method-assign]
-        fsdp_flat.FullyShardedDataParallel.forward = our_forward  # type: ignore[method-assign]
-
-
-@contextmanager
-def _counted_of_fsdp2() -> Iterator[dict[str, int]]:
-    """Count the forwards of torch's ``fully_shard``, and the fsdp_flat units that run a forward."""
-    counts = {"peer": 0, "ours": 0}
-    units: set[int] = set()
-    peer_forward, our_call = _fsdp_state.FSDPState._pre_forward, fsdp_flat.FSDPModule.__call__
-
-    def of_peer(self: Any, *args: Any) -> Any:
-        counts["peer"] += 1
-        return peer_forward(self, *args)
-
-    def of_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
-        units.add(id(self))
-        counts["ours"] = len(units)
-        return our_call(self, *args, **kwargs)
-
-    _fsdp_state.FSDPState._pre_forward = of_peer  # type: ignore[method-assign]
-    fsdp_flat.FSDPModule.__call__ = of_ours  # type: ignore[method-assign]
-    try:
-        yield counts
-    finally:
-        _fsdp_state.FSDPState._pre_forward = peer_forward  # type: ignore[method-assign]
-        fsdp_flat.FSDPModule.__call__ = our_call  # type: ignore[method-assign]
 
 
 @contextmanager

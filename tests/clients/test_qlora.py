@@ -27,7 +27,6 @@ from fsdp_flat import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardedEMA,
     StateDictType,
     fully_shard,
     installed,
@@ -186,10 +185,6 @@ def full_state(model: Any, side: str) -> dict[str, torch.Tensor]:
         return {name: full(value) for name, value in model.state_dict().items()}
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def frozen(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if "lora" not in name}
 
 
 @EVERY_STORAGE
@@ -466,15 +461,6 @@ def test_torchs_fsdp_trains_with_the_same_losses(side: str, tmp_path: Path) -> N
     assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2)
-def test_ranks_start_from_the_codes_and_constants_of_rank_zero(rank: int, tmp_path: Path) -> None:
-    model = adapted([quantized(tmp_path, "bfloat16", seed=seed) for seed in range(2)][rank])
-    policy = ModuleWrapPolicy({type(layers_of(model)[0])})
-    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, sync_module_states=True)
-    first = adapted(quantized(tmp_path, "bfloat16"))
-    assert_equal(full_state(model, "originals"), {name: each.detach() for name, each in first.state_dict().items()})
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("keeps", ["parameter", "layer", "emptied layer"])
 @on_ranks(2)
@@ -582,16 +568,3 @@ def test_8_bit_weights_train_and_are_saved_though_each_layer_keeps_its_codes(sid
     layers = [each for each in model.modules() if isinstance(each, Linear8bitLt) and hasattr(each, "state")]
     assert layers
     assert all(each.state.CB.shape == (each.out_features, each.in_features) for each in layers)
-
-
-@SIDES
-@on_ranks(2)
-def test_an_average_copies_codes_some_of_which_are_no_numbers(side: str, tmp_path: Path) -> None:
-    model = sharded(adapted(quantized(tmp_path, "bfloat16")), side)
-    before, average, optimizer = full_state(model, side), ShardedEMA(model, 0.5), optimizer_of(model)
-    trained(model, optimizer, 0, 1, part=dist.get_rank())
-    average.update()
-    with average.swap():
-        inside = full_state(model, side)
-    assert_equal(frozen(inside), frozen(before))
-    assert all(not torch.equal(inside[name], before[name]) for name in before if "lora" in name)

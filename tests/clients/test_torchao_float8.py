@@ -26,9 +26,8 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MixedPrecision, ShardedEMA, describe, fully_shard, load_checkpoint, plan, save_checkpoint
+from fsdp_flat import MixedPrecision, fully_shard, load_checkpoint, save_checkpoint
 from fsdp_flat.composable import MixedPrecisionPolicy
-from fsdp_flat.core import units_of
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -200,44 +199,6 @@ def test_training_of_float8_linears_goes_on_from_a_checkpoint(tmp_path: Path) ->
     precompute_float8_dynamic_scale_for_fsdp(models[1])
     expected = trained(models[0], 2, precomputes=True, optimizer=first, first=2)
     assert trained(models[1], 2, precomputes=True, optimizer=second, first=2) == expected
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@on_ranks(2)
-def test_a_plan_and_a_description_count_float8_weights_as_they_are_gathered(device: str) -> None:
-    x, policy = torch.empty(16, 32, device="meta"), ModuleWrapPolicy({Layers})
-    kwargs = {"api": "fully_shard", "auto_wrap_policy": policy, "batch": x, "device_type": device}
-    planned, plain = [plan(model_of(float8=float8), 2, **kwargs) for float8 in (True, False)]
-    model = sharded(model_of())
-    gathered = [unit.gathered_nbytes for unit in describe(model).units]
-    assert [unit.gathered_nbytes for unit in planned.units] == gathered
-    trained(model, 1, precomputes=False)
-    groups = [unit.param_groups for unit in units_of(model) if unit.param_groups]
-    assert [sum(each.nbytes for group in unit for each in group.buffer_tensors) for unit in groups] == gathered
-    assert [unit.gathered_nbytes for unit in plain.units] == [nbytes + 3 * 2 * 32 * 64 for nbytes in gathered]
-
-
-@on_ranks(2)
-def test_a_plan_refuses_float8_linears_with_biases_as_the_wrapper_does() -> None:
-    policy = ModuleWrapPolicy({Float8Linear, Layers})
-    with pytest.raises(UnsupportedError, match=r"'weight' is a WeightWithDynamicFloat8CastTensor.*unit of its own"):
-        plan(model_of(), 2, auto_wrap_policy=policy, use_orig_params=True)
-
-
-@on_ranks(2)
-def test_an_average_of_float8_weights_is_that_of_their_values() -> None:
-    model = sharded(model_of())
-    average, values = ShardedEMA(model, 0.75), [{name: each.clone() for name, each in locals_of(model).items()}]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        trained(model, 1, precomputes=True, optimizer=optimizer, first=step)
-        average.update()
-        values.append({name: each.clone() for name, each in locals_of(model).items()})
-    with average.swap():
-        for name, value in locals_of(model).items():
-            mean = 0.75 * (0.75 * values[0][name] + 0.25 * values[1][name]) + 0.25 * values[2][name]
-            torch.testing.assert_close(value, mean)
-    assert_alike(locals_of(model), values[2])
 
 
 @pytest.mark.parametrize("precomputes", [True, False], ids=["precomputed", "not_precomputed"])

@@ -21,19 +21,14 @@ from torchao.quantization import Int8WeightOnlyConfig, NF4Tensor, quantize_
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import (
-    ShardedEMA,
     StateDictType,
-    describe,
     fully_shard,
     iter_full_state_dict,
     load_checkpoint,
     load_full,
-    plan,
     save_checkpoint,
     save_full,
 )
-from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp_flat.core import units_of
 from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -140,10 +135,6 @@ def whole_bases(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def fails(*_args: Any) -> None:
-    raise RuntimeError("a hook's error")
-
-
 def full_precision(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of an unsharded model with the values of NF4 weights."""
     return {
@@ -202,19 +193,6 @@ def test_adapters_beside_nf4_weights_train_as_on_torch_and_without_sharding(resh
             assert type(module.weight._local_tensor) is NF4Tensor
 
 
-@on_ranks(2)
-def test_adapters_compute_in_bfloat16_beside_nf4_weights() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ours, theirs = [sharded(model_of(), shard, mp_policy=policy) for shard in BOTH]
-    assert trained(ours) == trained(theirs)
-
-
-@on_ranks(2)
-def test_nf4_weights_in_host_memory_train_alike() -> None:
-    model = sharded(model_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert trained(model) == trained(sharded(model_of()))
-
-
 @on_ranks(2, 4)
 def test_full_state_dicts_of_adapters_and_base_equal_torchs_and_are_loaded() -> None:
     full = StateDictOptions(full_state_dict=True)
@@ -258,12 +236,6 @@ def test_the_wrapper_trains_adapters_beside_nf4_weights_as_without_sharding(use_
     assert losses[0] == plain[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), atol=1e-6, rtol=1e-5)
     assert_equal(whole_bases(model), plain_bases(model_of()))
-
-
-@on_ranks(2)
-def test_the_wrapper_refuses_nf4_weights_beside_plain_ones_in_a_unit() -> None:
-    with pytest.raises(UnsupportedError, match=r"'base.weight' is a NF4Tensor.*unit of its own"):
-        FSDP(model_of(), auto_wrap_policy=ModuleWrapPolicy({Adapted}), use_orig_params=True)
 
 
 @FRONTS
@@ -397,19 +369,6 @@ def test_full_files_hold_the_values_of_nf4_weights(front: Callable[..., nn.Modul
     assert_equal(whole_bases(again), plain_bases(plain))
 
 
-@FRONTS
-@on_ranks(2)
-def test_a_load_that_fails_leaves_nf4_weights_as_they_were(front: Callable[..., nn.Module], tmp_path: Path) -> None:
-    model, last = front(model_of()), model_of(seed=1)
-    save_full(model, tmp_path / "full")
-    last[2].register_load_state_dict_post_hook(fails)  # type: ignore[index, operator]
-    again = front(last)
-    before = values_of(again)
-    with pytest.raises(Exception, match="a hook's error"):
-        load_full(again, tmp_path / "full")
-    assert_equal(values_of(again), before)
-
-
 @on_ranks(2, 4)
 def test_a_model_on_the_meta_device_is_assigned_full_weights_which_are_quantized() -> None:
     with torch.device("meta"):
@@ -419,43 +378,6 @@ def test_a_model_on_the_meta_device_is_assigned_full_weights_which_are_quantized
     model.load_state_dict(state, assign=True)
     assert_equal(whole_bases(model), plain_bases(plain))
     assert trained(model, 1)[0] == trained(plain, 1)[0]
-
-
-@on_ranks(2)
-def test_a_plan_and_a_description_count_nf4_weights_as_they_are_gathered() -> None:
-    policy = ModuleWrapPolicy({Adapted})
-    planned = plan(
-        model_of(), 2, api="fully_shard", auto_wrap_policy=policy, batch=torch.empty(4, WIDTH, device="meta")
-    )
-    model = sharded(model_of())
-    found = [(unit.shard_nbytes, unit.gathered_nbytes) for unit in describe(model).units]
-    assert [(unit.shard_nbytes, unit.gathered_nbytes) for unit in planned.units] == found
-    trained(model, 1)
-    groups = [unit.param_groups for unit in units_of(model) if unit.param_groups]
-    assert [sum(each.nbytes for group in unit for each in group.buffer_tensors) for unit in groups] == [
-        nbytes for _, nbytes in found
-    ]
-    # 4 bits and a little more, beside plain adapters and norms.
-    assert found[0][1] < WIDTH * WIDTH * 5 / 8 + 4 * (2 * 4 * WIDTH + 2 * WIDTH)
-
-
-@FRONTS
-@on_ranks(2)
-def test_an_average_of_adapters_leaves_nf4_weights_as_they_are(front: Callable[..., nn.Module]) -> None:
-    model = front(model_of())
-    before, average = values_of(model), ShardedEMA(model, 0.5)
-    trained(model, 2)
-    own, x = values_of(model), torch.ones(1, WIDTH)
-    output = model(x)
-    average.update()
-    with average.swap():
-        inside = values_of(model)
-        assert not torch.equal(model(x), output)
-    assert torch.equal(model(x), output)
-    assert_equal(values_of(model), own)
-    for name, mean in inside.items():
-        expected = before[name] if "base" in name else [torch.lerp(before[name][0], own[name][0], 0.5)]
-        assert_close(mean, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("background", [True, False])

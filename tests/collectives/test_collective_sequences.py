@@ -95,17 +95,6 @@ def check(layout: str, front: str, rank: int, all_uses: list[list[tuple[int, ...
         beside.ours.zero_grad()
 
 
-@on_ranks(2)
-def test_a_recorded_sequence_has_names_sizes_and_the_order(rank: int) -> None:
-    def run(first: int, second: int) -> None:
-        dist.all_reduce(torch.ones(first))
-        dist.broadcast(torch.ones(second), src=0)
-
-    sequence = collectives_of(lambda: run(3, 5))
-    assert sequence == ["c10d::allreduce_ [3]", "c10d::broadcast_ [5]"]
-    assert collectives_of(lambda: run(4, 5)) != sequence
-
-
 @WRAPPER_FRONTS
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)

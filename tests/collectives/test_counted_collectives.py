@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import fsdp_flat
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, batch, mesh, seeded, square_loss, wrapped
 from tests.support.models import Block, Stack
-from tests.support.peer import peer_fsdp, peer_fully_shard, peer_warnings_silenced
+from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 GATHER, REDUCE, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 
@@ -67,26 +66,6 @@ def test_a_wrapper_with_backend_collectives_shows_those_of_fsdp1(
         options = wrapper_options(strategy, peer_library, num_ranks)
         theirs = peer_fsdp(seeded(Stack), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
     assert counts(ours, rank) == counts(theirs, rank) == [expected] * 3
-
-
-def blocks_and_root(function: Callable[..., Any], **kwargs: Any) -> Any:
-    model = seeded(Stack)
-    for block in model.blocks:
-        function(block, **kwargs)
-    return function(model, **kwargs)
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize("reshards", [None, True, False])
-@on_ranks(4)
-def test_fully_shard_with_backend_collectives_shows_those_of_torch(
-    reshards: bool | None, hybrid: bool, rank: int
-) -> None:
-    options = {"mesh": mesh(2, 2) if hybrid else None, "reshard_after_forward": reshards}
-    ours = blocks_and_root(fsdp_flat.fully_shard, **options)
-    ours.set_backend_collectives()
-    expected = {GATHER: {None: 7, True: 8, False: 4}[reshards], REDUCE: 4, **({ALL_REDUCE: 4} if hybrid else {})}
-    assert counts(ours, rank) == counts(blocks_and_root(peer_fully_shard, **options), rank) == [expected] * 3
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""FSDP1's undocumented names are added to the wrapper class, which inherits from no class of compat."""
+"""FSDP1's undocumented names are added to the wrapper class: a subclass overrides them and calls the wrapper's."""
 
 from __future__ import annotations
 
@@ -8,27 +8,7 @@ import pytest
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.compat.semi_private import add_undocumented_members
 from tests.support import on_ranks
-
-
-def test_the_wrapper_inherits_from_no_class_of_compat() -> None:
-    assert [kind for kind in FSDP.__mro__ if kind.__module__.startswith("fsdp_flat.compat")] == []
-
-
-def test_a_members_own_definition_in_the_wrapper_stays_and_one_that_its_base_defines_is_replaced() -> None:
-    class Base(nn.Module):
-        world_size = "of the base"
-
-    class Wrapper(Base):
-        """Defines one of the names itself."""
-
-        rank = "its own"
-
-    add_undocumented_members(Wrapper)
-    assert Wrapper.rank == "its own"
-    assert isinstance(Wrapper.world_size, property)
-    assert (Wrapper.__doc__, Wrapper.__qualname__.rpartition(".")[2]) == ("Defines one of the names itself.", "Wrapper")
 
 
 class Named(FSDP):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from torch import nn
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType
-from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError, counted
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.support.peer import peer_warnings_silenced
@@ -99,23 +97,6 @@ def test_ours_around_or_inside_torchs_fully_shard_is_refused_with_its_name() -> 
         peer.fully_shard(whole)
         text = text_of(OptionError, lambda around=around, whole=whole: around(whole.blocks[0]))
         assert text.startswith("'up' of BufferedBlock is sharded by torch's FSDP already.")
-
-
-@on_ranks(2)
-def test_torchs_constructors_are_its_own_again_after_they_are_restored() -> None:
-    """The guard can be undone, and is in the list of what is replaced."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    fully()
-    guarded = FSDPParamGroup.__init__, peer.FullyShardedDataParallel.__init__, torch.optim.Muon.__init__
-    try:
-        restore_torch_functions()
-        restored = FSDPParamGroup.__init__, peer.FullyShardedDataParallel.__init__, torch.optim.Muon.__init__
-        assert not any(first is second for first, second in zip(guarded, restored, strict=True))
-        assert "fsdp_flat" not in restored[0].__globals__["__name__"]
-    finally:
-        replace_torch_functions()
-    assert FSDPParamGroup.__init__ is not restored[0]
 
 
 # ------------------------------------------------------------------------------------------------------ after unwrap
@@ -383,31 +364,6 @@ def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> No
 
 
 # ------------------------------------------------------------------------------------------ the first start, numbers
-
-
-@on_ranks(2)
-def test_a_first_start_without_a_checkpoint_does_not_read_as_an_error(tmp_path: Path) -> None:
-    """The text "Nothing to load" is what a first run always said."""
-    records: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        assert fsdp_flat.load_checkpoint(tmp_path / "runs", shard(seeded())) is None
-    finally:
-        logger.removeHandler(handler)
-    if dist.get_rank() == 0:
-        text = next(record.getMessage() for record in records if record.levelno >= logging.WARNING)
-        assert text.startswith("Starting without a checkpoint: ")
-        assert "does not exist, so load_checkpoint loads nothing and returns None, as in the first run" in text
-        assert "If it should have found one: beside that directory there is nothing." in text
-
-
-def test_a_number_and_its_noun_agree() -> None:
-    """The text "1 ranks" was one of about thirty."""
-    assert [counted(num, "ranks") for num in (0, 1, 2, 1000)] == ["0 ranks", "1 rank", "2 ranks", "1,000 ranks"]
-    assert [counted(num, "entries") for num in (1, 2)] == ["1 entry", "2 entries"]
-    assert [counted(num, "replicas") for num in (1, 3)] == ["1 replica", "3 replicas"]
 
 
 @on_ranks(1)

@@ -16,10 +16,6 @@ from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, STRATEGIES, mesh_for
 
 
-def two_inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch(rank, 0), batch(rank, 1)
-
-
 class Contrastive(nn.Module):
     """A shared encoder called on two inputs, and a head on both."""
 
@@ -61,18 +57,6 @@ def test_two_roots_trained_in_turn_equal_the_reference(front: str, rank: int) ->
 
 
 @on_ranks(2)
-def test_backward_twice_through_one_graph_adds_twice_the_gradient(rank: int) -> None:
-    beside = Beside(Stack())
-    loss = square_loss(beside.ours, batch(rank))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for _ in range(2):
-        beside.follow()
-    beside.check_gradients()
-    assert_idle(beside.ours)
-
-
-@on_ranks(2)
 @pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters")
 def test_a_backward_that_keeps_its_graph_reduces_what_no_sync_has_left_under_every_strategy(rank: int) -> None:
     strategies = [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP]
@@ -111,24 +95,6 @@ def test_a_first_call_that_does_not_train_changes_nothing_about_training(
         if mode != "eval":
             assert_idle(beside.ours)
         beside.train()
-
-
-@on_ranks(2)
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_unit_called_alone_before_its_root_changes_nothing_about_training(
-    trains: bool, strategy: ShardingStrategy, front: str, rank: int
-) -> None:
-    beside = Beside(Stack(), front, sharding_strategy=strategy)
-    with torch.set_grad_enabled(trains):
-        out = beside.ours.blocks[1](batch(rank))
-    assert_close(out.detach(), beside.plain.blocks[1](batch(rank)).detach(), **CLOSE)
-    if trains:
-        out.pow(2).mean().backward()
-        beside.follow(lambda model, x: model.blocks[1](x).pow(2).mean())
-        beside.check_gradients()
-    beside.train(num_steps=2)
 
 
 @on_ranks(2)

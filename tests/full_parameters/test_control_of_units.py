@@ -393,15 +393,6 @@ def test_a_reset_after_an_exception_frees_everything_and_the_next_step_is_right(
     beside.train()
 
 
-@on_ranks(2)
-def test_a_reset_before_the_first_forward_changes_nothing() -> None:
-    model = stack_of("fully_shard")
-    model.blocks[0].unshard(async_op=True)
-    model.reset_iter_state()
-    assert_idle(model)
-    square_loss(model, batch_of(0)).backward()
-
-
 # -- several roots, and methods --------------------------------------------------------------------------------------
 
 

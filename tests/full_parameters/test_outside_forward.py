@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedEMA, ShardingStrategy, debug, register_forward_method, unshard_for
 from fsdp_flat.composable import trace
-from fsdp_flat.core import is_managed, unsharded_shape
+from fsdp_flat.core import unsharded_shape
 from tests.support import on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import full_params
@@ -255,22 +253,6 @@ def test_parameters_of_a_wrapped_model_are_plain_parameters_in_steps_too(
     assert all(seen)
 
 
-@on_ranks(2)
-def test_a_copied_or_pickled_parameter_is_plain_and_belongs_to_no_unit(rank: int) -> None:
-    for use_orig_params in (True, False):
-        param = list(sharded(small_model(), use_orig_params=use_orig_params).parameters())[-2]
-        stored = io.BytesIO()
-        torch.save(param, stored)
-        stored.seek(0)
-        copies = [copy.deepcopy(param), pickle.loads(pickle.dumps(param))]
-        for twin in (*copies, torch.load(stored, weights_only=use_orig_params)):
-            assert type(twin) is nn.Parameter
-            assert torch.equal(twin, param)
-            assert twin.requires_grad
-            assert not (use_orig_params and is_managed(twin))
-        assert "Parameter containing" in repr(param)
-
-
 class Marked(nn.Parameter):
     """A class of parameters that some other library puts in a model."""
 
@@ -282,16 +264,6 @@ def test_a_parameter_of_a_class_of_its_own_keeps_it(rank: int, num_ranks: int) -
     model = sharded(plain, use_orig_params=True)
     mean_loss(model, batches(num_ranks)[rank]).backward()
     assert type(model[3].weight) is Marked
-
-
-@on_ranks(2)
-def test_shape_dtype_and_size_of_a_sharded_parameter_can_be_read(rank: int) -> None:
-    weight = sharded(small_model(), use_orig_params=False)[3].weight
-    assert weight.shape == (3, 7)
-    assert weight.dtype == torch.float32
-    assert (weight.numel(), weight.dim(), weight.size(1), len(weight)) == (21, 2, 7, 3)
-    assert weight.is_floating_point()
-    assert weight.T.shape == (7, 3)
 
 
 @ORIG_PARAMS
@@ -544,75 +516,6 @@ def test_unshard_for_is_refused_inside_summon_full_params(rank: int) -> None:
 class Result:
     hidden: torch.Tensor
     extra: Any = None
-
-
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor
-
-
-class Box:
-    """A result class that nothing knows about."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "dict": (lambda x: {"hidden": x, "count": 3}, lambda out: out["hidden"]),
-    "ordered dict": (lambda x: OrderedDict(a=None, hidden=x), lambda out: out["hidden"]),
-    "list in tuple": (lambda x: ("text", [x, x.detach()]), lambda out: out[1][0]),
-    "named tuple": (lambda x: Pair(x.detach(), x), lambda out: out.second),
-    "dataclass": (lambda x: Result(x), lambda out: out.hidden),
-    "nested dataclass": (lambda x: Result(x.detach(), Result(x.detach(), {"x": [x]})), lambda r: r.extra.extra["x"][0]),
-    "object": (lambda x: Box(x), lambda out: out.hidden),
-    "object in dict": (lambda x: {"box": Box(x)}, lambda out: out["box"].hidden),
-    "changed view": (lambda x: x, lambda out: add_one(out)),
-}
-
-
-def add_one(out: torch.Tensor) -> torch.Tensor:
-    out.view(-1).add_(1)
-    return out
-
-
-class Packed(nn.Module):
-    """A block whose output is packed into something."""
-
-    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.block = NormedBlock()
-        self.pack = pack
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.pack(self.block(x))
-
-
-class Unpacking(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        pack, self.unpack = OUTPUTS[kind]
-        self.first, self.inner, self.last = nn.Linear(5, 7), Packed(pack), nn.Linear(7, 7)
-        self.pack = pack
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.pack(self.last(self.unpack(self.inner(self.first(x)))))
-
-
-@ORIG_PARAMS
-@pytest.mark.parametrize("kind", OUTPUTS)
-@on_ranks(2)
-def test_outputs_in_any_container_train(kind: str, use_orig_params: bool, rank: int, num_ranks: int) -> None:
-    model = sharded(Unpacking(kind), classes=(Packed,), use_orig_params=use_orig_params)
-
-    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return OUTPUTS[kind][1](module(batch)).pow(2).mean()
-
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model, batches(num_ranks)[rank]).backward()
-        check_grads(model, Unpacking(kind), num_ranks, loss_of)
 
 
 class Caching(nn.Module):

@@ -39,29 +39,6 @@ def _scaled_gradient() -> AbstractContextManager[None]:
     return _replaced(FSDP, "forward", make)
 
 
-def _changed_output() -> AbstractContextManager[None]:
-    """A unit's output on the last rank is a millionth too large."""
-
-    def make(original: Any) -> Any:
-        def forward(self: FSDP, x: torch.Tensor) -> Any:
-            out = original(self, x)
-            is_last = dist.get_rank() == dist.get_world_size() - 1
-            return out * (1 + 1e-6) if isinstance(out, torch.Tensor) and is_last else out
-
-        return forward
-
-    return _replaced(FSDP, "forward", make)
-
-
-def _lost_clip() -> AbstractContextManager[None]:
-    """Clipping returns the norm and scales nothing."""
-    return _replaced(
-        FSDP,
-        "clip_grad_norm_",
-        lambda original: lambda self, max_norm, norm_type=2.0: original(self, 1e30, norm_type),
-    )
-
-
 @contextmanager
 def _lost_reductions() -> Iterator[None]:
     """Every backward runs inside ``no_sync``, so none reduces anything."""
@@ -120,21 +97,6 @@ def _lost_optimizer_state() -> AbstractContextManager[None]:
     return _replaced(FSDP, "optim_state_dict", make)
 
 
-def _changed_buffer() -> AbstractContextManager[None]:
-    """Buffers of the wrapped model change in forward."""
-
-    def make(original: Any) -> Any:
-        def forward(self: FSDP, x: torch.Tensor) -> Any:
-            out = original(self, x)
-            for buffer in self.buffers():
-                buffer.add_(1)
-            return out
-
-        return forward
-
-    return _replaced(FSDP, "forward", make)
-
-
 def _error_on_one_rank() -> AbstractContextManager[None]:
     """Rank 1 raises in forward."""
 
@@ -165,12 +127,9 @@ def _hang() -> AbstractContextManager[None]:
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "scaled gradient": _scaled_gradient,
-    "changed output": _changed_output,
-    "lost clip": _lost_clip,
     "lost reductions": _lost_reductions,
     "lost step": _lost_step,
     "lost optimizer state": _lost_optimizer_state,
-    "changed buffer": _changed_buffer,
     "error on one rank": _error_on_one_rank,
     "hang": _hang,
 }

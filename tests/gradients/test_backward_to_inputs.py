@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
-from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import blocks_and_root
 from tests.support.kit import square_loss
@@ -116,16 +115,3 @@ def test_inside_summon_full_params_the_parameters_themselves_are_in_the_graph(us
         params = [model.module.weight, model.module.bias]
         found = torch.autograd.grad(nn.functional.linear(batch(rank), *params).pow(2).sum(), params)
     assert_equal(list(found), list(torch.autograd.grad(plain(batch(rank)).pow(2).sum(), list(plain.parameters()))))
-
-
-@on_ranks(2)
-def test_torchs_own_function_comes_back(rank: int) -> None:
-    model = FRONTS["originals"](seeded())
-    restore_torch_functions()
-    try:
-        square_loss(model, batch(rank)).backward(inputs=list(model.parameters()))
-        assert all(each is None for each in grads_of(model))
-    finally:
-        replace_torch_functions()
-    square_loss(model, batch(rank)).backward(inputs=list(model.parameters()))
-    assert_equal(grads_of(model), expected("originals", rank))

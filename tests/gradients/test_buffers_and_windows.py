@@ -35,26 +35,6 @@ def free(buffer: FlatBuffer, pool: MemoryPool) -> None:
     pool.empty(buffer.tensor.untyped_storage())
 
 
-def test_a_freed_buffer_holds_no_bytes_and_its_storage_stays() -> None:
-    buffer = filled(torch.arange(6.0))
-    storage = buffer.tensor.untyped_storage()
-    assert buffer.nbytes == 24
-    free(buffer, POOL)
-    assert buffer.nbytes == 0
-    assert buffer.tensor.numel() == 6
-    buffer.alloc(POOL)
-    assert buffer.nbytes == 24
-    assert buffer.tensor.untyped_storage()._cdata == storage._cdata
-
-
-def test_allocating_twice_keeps_the_content() -> None:
-    buffer = filled(torch.arange(6.0))
-    pointer = buffer.tensor.data_ptr()
-    buffer.alloc(POOL)
-    assert buffer.tensor.data_ptr() == pointer
-    assert_equal(buffer.tensor, torch.arange(6.0))
-
-
 def test_what_autograd_saved_is_valid_again_after_a_refill() -> None:
     values = torch.arange(1.0, 7.0)
     buffer = filled(values)
@@ -167,17 +147,6 @@ def test_one_operation_lays_out_rows_that_need_little_padding_and_all_on_acceler
     assert not LAYOUT.can_chunk_cat(on_accelerator=True)
 
 
-def test_a_window_goes_on_after_it_was_closed() -> None:
-    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    grad_buffer.add_grad(1, torch.ones(3))
-    grad_buffer.close(POOL)
-    grad_buffer.add_grad(1, torch.ones(3))
-    grad_buffer.add_grad(0, torch.ones(2, 2))
-    flat = grad_buffer.close(POOL)
-    assert_equal(flat[LAYOUT.param_infos[1].interval.to_slice()], torch.full((3,), 2.0))
-    assert_equal(flat[:4], torch.ones(4))
-
-
 def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() -> None:
     grad_buffer = FlatGradBuffer(LAYOUT, torch.float64, CPU)
     grad_buffer.add_grad(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
@@ -219,22 +188,6 @@ def test_a_freed_buffers_memory_serves_the_next_one_and_its_views_see_nothing_of
     first.tensor.fill_(1)
     assert_equal(second.tensor, torch.full((6,), 7.0))
     assert_equal(view, torch.ones(4))
-
-
-def test_a_pool_keeps_a_few_blocks_of_a_size_and_none_after_it_is_cleared() -> None:
-    pool = MemoryPool()
-    buffers = [FlatBuffer(torch.empty(6)) for _ in range(5)]
-    for buffer in buffers:
-        free(buffer, pool)
-        free(buffer, pool)
-    assert idle_nbytes(pool) == (0 if swap_memory is None else 48)
-    assert all(buffer.nbytes == 0 for buffer in buffers)
-    pool.clear()
-    assert idle_nbytes(pool) == 0
-    for buffer in buffers:
-        buffer.alloc(pool)
-        buffer.tensor.fill_(3)
-    assert len({buffer.tensor.data_ptr() for buffer in buffers}) == 5
 
 
 def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() -> None:

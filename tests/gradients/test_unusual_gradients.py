@@ -10,25 +10,12 @@ from torch import nn
 
 from tests.support import assert_close, on_ranks
 from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, placed
-from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 
 
 # ------------------------------------------------------------------------------------------------------ second order
-
-
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@on_ranks(2)
-def test_differentiable_parameter_gradients_are_refused_by_name(strategy: str, front: str) -> None:
-    beside = Beside(Stack(2), front, **placed(strategy))
-    loss = square_loss(beside.ours, beside.batch())
-    with pytest.raises(NotImplementedError, match=r"'head\.(weight|bias)'.*create_graph=True"):
-        loss.backward(create_graph=True)
-    # The next step is right.
-    beside.train()
 
 
 @WRAPPER_FRONTS

@@ -83,27 +83,6 @@ def test_the_bound_on_the_number_of_boxes_is_reached(ndim: int) -> None:
     assert len(boxes(shape, Interval(1, 3**ndim - 1))) == 2 * ndim - 1
 
 
-def test_whole_tensors_are_one_box() -> None:
-    assert boxes((2, 3, 4), Interval(0, 24)) == (Box((0, 0, 0), (2, 3, 4), Interval(0, 24)),)
-
-
-def test_a_scalar_is_one_box_without_dims() -> None:
-    assert boxes((), Interval(0, 1)) == (Box((), (), Interval(0, 1)),)
-
-
 @pytest.mark.parametrize("shape", [(), (4,), (0, 3), (3, 0)])
 def test_an_empty_interval_has_no_boxes(shape: tuple[int, ...]) -> None:
     assert boxes(shape, Interval(0, 0)) == ()
-
-
-def test_a_torch_size_is_a_shape() -> None:
-    torch = pytest.importorskip("torch")
-    assert boxes(torch.Size([2, 3]), Interval(0, 6)) == boxes((2, 3), Interval(0, 6))
-
-
-def test_the_check_of_these_tests_notices_a_wrong_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = boxes((3, 4), Interval(1, 11))
-    for wrong in (right[:-1], right[::-1], (*right[:-1], Box((2, 1), (1, 3), right[-1].interval))):
-        monkeypatch.setitem(globals(), "boxes", lambda shape, interval, wrong=wrong: wrong)
-        with pytest.raises(AssertionError):
-            check((3, 4), Interval(1, 11))

@@ -6,7 +6,7 @@ import copy
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,16 +164,6 @@ def uneven_model() -> nn.Module:
     )
 
 
-def tiny_model() -> nn.Module:
-    return nn.Linear(1, 1)
-
-
-def tied_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2))
-    model[1].weight = model[0].weight
-    return model
-
-
 def layout_as_the_peer_has_it(
     params: Sequence[tuple[str, Sequence[int]]], *, itemsize: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> FlatLayout:
@@ -244,25 +234,6 @@ def assert_same_as_peer(layout: FlatLayout, rank: int, handle: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("make", [uneven_model, tiny_model, tied_model])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_the_layout_is_that_of_torch_fsdp(
-    make: Callable[[], nn.Module], dtype: torch.dtype, strategy: str, use_orig_params: bool, world_size: int
-) -> None:
-    params = [(name, param.shape) for name, param in make().named_parameters()]
-    layout = layout_as_the_peer_has_it(
-        params, itemsize=dtype.itemsize, world_size=world_size, strategy=strategy, use_orig_params=use_orig_params
-    )
-    for rank in range(world_size):
-        with peer_handle(
-            make().to(dtype), rank=rank, world_size=world_size, strategy=strategy, use_orig_params=use_orig_params
-        ) as handle:
-            assert_same_as_peer(layout, 0 if strategy == "NO_SHARD" else rank, handle)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     # FSDP1 takes no scalars and no flat parameter without elements.
@@ -313,33 +284,6 @@ def test_each_ranks_shard_holds_the_values_that_torch_fsdp_puts_there(use_orig_p
                 assert torch.equal(shard[local_shard.in_shard.to_slice()], mine)
 
 
-def test_the_comparison_with_the_peer_notices_each_difference() -> None:
-    shapes: Shapes = [(3, 5), (1,), (7,)]
-    wrong = {
-        "alignment": FlatLayout.build(named(shapes), world_size=4, align_numel=8),
-        "no alignment": FlatLayout.build(named(shapes), world_size=4),
-        "world size": FlatLayout.build(named(shapes), world_size=2, align_numel=4),
-        "order": FlatLayout.build(named(shapes)[::-1], world_size=4, align_numel=4),
-        "shape": FlatLayout.build(named([(5, 3), (1,), (7,)]), world_size=4, align_numel=4),
-        "name": FlatLayout.build([("q", (3, 5)), *named(shapes)[1:]], world_size=4, align_numel=4),
-        "tail": FlatLayout.build(named(shapes), world_size=4, align_numel=4, tail_multiple=1),
-    }
-    right = FlatLayout.build(named(shapes), world_size=4, align_numel=4)
-    with peer_handle(bag(shapes), rank=1, world_size=4, strategy="FULL_SHARD", use_orig_params=True) as handle:
-        assert_same_as_peer(right, 1, handle)
-        for layout in wrong.values():
-            with pytest.raises(AssertionError):
-                assert_same_as_peer(layout, 1, handle)
-        with pytest.raises(AssertionError):
-            assert_same_as_peer(right, 2, handle)
-
-
-def test_no_process_group_is_left_behind() -> None:
-    with peer_handle(tiny_model(), rank=0, world_size=2, strategy="FULL_SHARD", use_orig_params=True):
-        assert dist.is_initialized()
-    assert not dist.is_initialized()
-
-
 @pytest.mark.every_value_in_quick("dtypes that few tests have")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_alignment_is_that_of_torch_fsdp(dtype: torch.dtype) -> None:
@@ -350,10 +294,6 @@ def test_alignment_is_that_of_torch_fsdp(dtype: torch.dtype) -> None:
 
 
 # --- the small things ------------------------------------------------------------------------------------------------
-
-
-def test_alignment_is_at_least_one_element() -> None:
-    assert alignment_numel(16, use_orig_params=True) == alignment_numel(32, use_orig_params=True) == 1
 
 
 def test_a_known_layout_reads_as_on_paper() -> None:
@@ -399,11 +339,6 @@ def test_a_layout_is_a_value() -> None:
         assert copied.local_shards(1) == one.local_shards(1)
     with pytest.raises(AttributeError):
         one.numel = 7  # type: ignore[misc]
-
-
-def test_a_torch_size_becomes_a_plain_shape() -> None:
-    layout = FlatLayout.build([("a", torch.Size([2, 3]))], world_size=1)
-    assert type(layout.param_infos[0].shape) is tuple
 
 
 def test_two_parameters_of_one_name_are_refused() -> None:

@@ -13,7 +13,6 @@ from fsdp_flat.layout import (
     clean_fqn,
     flat_param_name,
     is_flat_param_name,
-    join_fqn,
 )
 
 WRAPPERS = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"]
@@ -46,14 +45,6 @@ def test_clean_fqn_keeps_all_other_components_in_order(parts: list[str]) -> None
     assert clean_fqn(cleaned) == cleaned
 
 
-@pytest.mark.parametrize(
-    "parts, joined",
-    [((), ""), (("",), ""), (("", "a", "", "b.c"), "a.b.c"), (("a", ""), "a")],
-)
-def test_join_fqn_skips_empty_parts(parts: tuple[str, ...], joined: str) -> None:
-    assert join_fqn(*parts) == joined
-
-
 def test_names_of_flat_parameters_are_recognized_and_no_others() -> None:
     assert [flat_param_name(position) for position in range(3)] == ["_flat_param", "_flat_param_1", "_flat_param_2"]
     assert all(is_flat_param_name(flat_param_name(position)) for position in (0, 1, 12))
@@ -66,11 +57,3 @@ def test_the_names_are_those_of_torch_fsdp() -> None:
     assert FSDP_WRAPPED_MODULE == _common_utils.FSDP_WRAPPED_MODULE
     assert FSDP_PREFIX == _common_utils.FSDP_PREFIX
     assert FLAT_PARAM == _unshard_param_utils.FLAT_PARAM
-
-
-@given(st.lists(st.sampled_from([*WRAPPERS[:2], "weight", "0"]), max_size=6))
-def test_clean_fqn_agrees_with_torch_fsdp_on_ordinary_names(parts: list[str]) -> None:
-    from torch.distributed.fsdp._common_utils import clean_tensor_name
-
-    name = ".".join([*parts, "bias"])
-    assert clean_fqn(name) == clean_tensor_name(name)

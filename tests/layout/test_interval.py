@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,27 +32,7 @@ def test_intersect_holds_the_elements_of_both(one: Interval, other: Interval) ->
     assert both.stop <= one.stop
 
 
-@given(intervals(), intervals())
-def test_an_empty_intersection_lies_at_the_end_nearest_to_the_other(one: Interval, other: Interval) -> None:
-    both = one.intersect(other)
-    if other.stop < one.start:
-        assert both == Interval(one.start, one.start)
-    if other.start > one.stop:
-        assert both == Interval(one.stop, one.stop)
-
-
 @given(intervals(), st.integers(0, 9))
 def test_shift_moves_every_element_and_back(interval: Interval, by: int) -> None:
     assert elements(interval.shift(by)) == [element + by for element in elements(interval)]
     assert interval.shift(by).shift(-by) == interval
-
-
-@given(intervals())
-def test_to_slice_selects_the_elements(interval: Interval) -> None:
-    assert list(range(30))[interval.to_slice()] == elements(interval)
-
-
-def test_intervals_are_ordered_hashable_values() -> None:
-    assert Interval(0, 3) < Interval(1, 2)
-    assert {Interval(0, 3)} == {Interval(0, 3)}
-    assert pickle.loads(pickle.dumps(Interval(0, 3))) == Interval(0, 3)

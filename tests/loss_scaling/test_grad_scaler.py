@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import blocks_and_root
@@ -87,19 +86,3 @@ def test_models_that_no_unit_shards_are_torchs_business(rank: int) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == (1.0 if rank == 0 else 2.0)
-
-
-@on_ranks(2)
-def test_torchs_own_scaler_can_be_restored(rank: int) -> None:
-    model = shard(seeded(), use_orig_params=True)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(square_loss(model, batch(rank))).backward()
-    if rank == 0:
-        local_grads(model)[0].fill_(float("inf"))
-    restore_torch_functions()
-    try:
-        scaler.unscale_(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == (1.0 if rank == 0 else 2.0)
-    finally:
-        replace_torch_functions()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import pickle
 from collections import namedtuple
@@ -570,17 +569,6 @@ def test_a_scaler_can_be_pickled_between_iterations() -> None:
 
 
 # -- names and errors --------------------------------------------------------------------------------------------------
-
-
-def test_names_arguments_and_defaults_are_the_peers() -> None:
-    assert ShardedGradScaler.__mro__[1] is GradScaler
-    for name in ("__init__", "scale", "_unscale_grads_", "unscale_", "_amp_update_scale_cpu_", "update"):
-        ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (ShardedGradScaler, PeerScaler))
-        assert list(ours) == list(theirs), name
-        for key in theirs:
-            # The peer's default group is what the default group was when it was imported: none.
-            assert ours[key].default == theirs[key].default, (name, key)
-            assert ours[key].kind == theirs[key].kind, (name, key)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA; this one has it")

@@ -1,15 +1,7 @@
-"""The cases of torch's suite of modules on the meta device.
-
-Covered: ``reset_parameters`` and ``param_init_fn``, with and without a policy, with units inside units by hand, with
-buffers, with mixed precision; which modules ``param_init_fn`` is called for; a module without ``reset_parameters``; a
-``param_init_fn`` that is no function; synchronisation of ranks afterwards.
-
-Not covered: modules deferred by torchdistX, a package that is no longer made.
-"""
+"""Cases of torch's suite of the meta device that are tested nowhere else: units nested by hand, mixed precision."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.both_sides import Layout
-from tests.support.torch_and_ours import FULL, SHARDED, Side, on_both_sides, sgd, state_of
+from tests.support.torch_and_ours import SHARDED, Side, on_both_sides, sgd, state_of
 from tests.support.transport import rank_device
 
 
@@ -77,19 +69,6 @@ def end_of(model: nn.Module) -> Any:
 
 @on_both_sides()
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("auto", [True, False], ids=["policy", "one unit"])
-def test_a_model_on_meta_starts_as_one_that_was_built_on_the_cpu(
-    side: Side, layout: Layout, use_orig_params: bool, how: str, auto: bool
-) -> Any:
-    units = (WithBuffer, Filled) if auto else ()
-    options: dict[str, Any] = {"units": units, "use_orig_params": use_orig_params}
-    result = end_of(side.wrap(stack("meta"), layout, param_init_fn=HOW[how], **options))
-    assert all(map(torch.equal, result[0].values(), stack().state_dict().values()))
-    return [result, end_of(side.wrap(stack(), layout, **options))]
-
-
-@on_both_sides()
-@pytest.mark.parametrize("how", HOW)
 def test_units_on_meta_can_be_nested_by_hand(side: Side, layout: Layout, use_orig_params: bool, how: str) -> Any:
     options: dict[str, Any] = {"param_init_fn": HOW[how], "use_orig_params": use_orig_params}
     model = stack("meta")
@@ -117,50 +96,3 @@ def test_meta_goes_with_mixed_precision(side: Side, layout: Layout, use_orig_par
     loss.backward()
     sgd(model).step()
     return [before, loss.detach(), state_of(model)]
-
-
-@on_both_sides(layouts=FULL)
-def test_the_init_function_is_called_for_each_module_once(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    called: list[str] = []
-
-    def note(module: nn.Module) -> None:
-        called.append(type(module).__name__)
-        fill(module)
-
-    side.wrap(stack("meta"), layout, param_init_fn=note, units=(WithBuffer,), use_orig_params=use_orig_params)
-    return sorted(called)
-
-
-class Silent(nn.Module):
-    """A parameter, and nothing that initialises it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, device="meta"))
-
-
-@on_both_sides(layouts=FULL)
-def test_a_module_that_nothing_initialises_is_an_error(side: Side, layout: Layout, use_orig_params: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*reset_parameters")  # torch says it twice
-        with pytest.raises((AttributeError, ValueError), match="reset_parameters"):
-            side.wrap(Silent(), layout, use_orig_params=use_orig_params)
-
-
-@on_both_sides(layouts=FULL)
-def test_an_init_function_must_be_callable(side: Side, layout: Layout, use_orig_params: bool) -> None:
-    with pytest.raises(ValueError):
-        side.wrap(stack("meta"), layout, param_init_fn=42, use_orig_params=use_orig_params)
-
-
-@on_both_sides(torch_cannot="it wants an accelerator for sync_module_states")
-def test_ranks_that_initialised_at_random_are_made_equal(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    torch.manual_seed(dist.get_rank())
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    wrapped = side.wrap(model, layout, sync_module_states=True, use_orig_params=use_orig_params)
-    state = state_of(wrapped)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {name: value.tolist() for name, value in state.items()})
-    assert gathered[0] == gathered[1]
-    return state

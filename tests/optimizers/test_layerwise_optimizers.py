@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat import MatrixOptimizer, fully_shard
 from fsdp_flat.errors import OptionError, UsageError
@@ -15,7 +14,12 @@ from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params, square_loss
 from tests.support.wrapper_models import batch, seeded, shard
 
-NAMES = ["Lamb", "LAMB", "FusedLAMB", "LAMB8bit", "LARS", "Lars", "NovoGrad", "AdamP"]
+NAMES = (
+    *("LAMB", "Lamb", "FusedLAMB", "FusedLamb", "LAMB8bit", "LARS", "Lars", "LARS8bit"),
+    *("NovoGrad", "FusedNovoGrad", "NvNovoGrad", "AdamP", "SGDP"),
+)
+# A part of a name, other capitals or another word are another class.
+OTHERS = ("Lambda", "lamb", "LambOfShards", "DistributedFusedLAMB", "DistributedShampoo", "Larson", "Solar")
 
 
 class Lamb(torch.optim.Optimizer):
@@ -45,20 +49,25 @@ class Lamb(torch.optim.Optimizer):
 def test_layerwise_optimizers_by_their_usual_names_are_refused_on_local_shards(use_orig_params: bool) -> None:
     for name in NAMES:
         model = shard(seeded(), use_orig_params=use_orig_params)
-        optimizer = type(name, (Lamb,) if name != "Lamb" else (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+        kind = type(name, (Lamb,) if name != "Lamb" else (torch.optim.SGD,), {})
         square_loss(model, batch(0)).backward()
         before = full_params(model)
-        with pytest.raises(UsageError, match=rf"{name} computes with full parameters.*fsdp_flat.MatrixOptimizer"):
-            optimizer.step()
+        for each in (kind, type("Mine", (kind,), {})):
+            text = rf"{each.__name__} computes with full parameters.*fsdp_flat.MatrixOptimizer"
+            with pytest.raises(UsageError, match=text):
+                each(model.parameters(), lr=0.1).step()
         assert_equal(full_params(model), before, what="weights")
 
 
 @on_ranks(2)
-def test_a_class_whose_name_only_contains_one_of_these_steps() -> None:
-    for name in ("Lambda", "LambdaSGD", "Larson", "Solar"):
+def test_a_class_of_another_name_and_one_that_declares_shards_step() -> None:
+    for name in OTHERS:
         model = shard(seeded(), use_orig_params=True)
         square_loss(model, batch(0)).backward()
         type(name, (torch.optim.SGD,), {})(model.parameters(), lr=0.1).step()
+    optimizer = type("LAMB", (Lamb,), {})(model.parameters())
+    optimizer.works_on_slices = True
+    optimizer.step()
 
 
 @pytest.mark.parametrize("adapts", [False, True])
@@ -69,17 +78,20 @@ def test_matrix_optimizer_runs_them_as_on_the_unwrapped_model(adapts: bool, rank
     compare(model, plain, ours, Lamb(plain.parameters(), adapts=adapts), rank)
 
 
+WHOLE = {"fully_shard": fully_shard, "NO_SHARD": lambda model: shard(model, "NO_SHARD", use_orig_params=True)}
+
+
+@pytest.mark.parametrize("front", WHOLE)
 @on_ranks(2)
-def test_fully_shard_runs_them_as_on_the_unwrapped_model() -> None:
-    model: Any = fully_shard(seeded())
+def test_they_run_as_on_the_unwrapped_model_where_parameters_are_whole(front: str) -> None:
+    model: Any = WHOLE[front](seeded())
     plain = seeded()
-    ours, theirs = Lamb(model.parameters()), Lamb(plain.parameters())
+    ours, theirs = type("LAMB", (Lamb,), {})(model.parameters()), Lamb(plain.parameters())
     for step in range(2):
         for each, optimizer in ((model, ours), (plain, theirs)):
             optimizer.zero_grad()
             square_loss(each, batch(0, step)).backward()
             optimizer.step()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
     expected = {name: param.detach() for name, param in plain.named_parameters()}
     assert_close(full_params(model), expected, rtol=1e-6, atol=1e-7)
 

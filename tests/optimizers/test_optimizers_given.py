@@ -159,21 +159,6 @@ def test_sparse_adam_refuses_the_dense_gradients_of_slices() -> None:
         torch.optim.SparseAdam(model.parameters()).step()
 
 
-@pytest.mark.of_guards
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
-@on_ranks(2)
-def test_muon_is_refused_if_built_before_wrapping_and_on_slices() -> None:
-    module = nn.Linear(4, 4, bias=False)
-    optimizer = torch.optim.Muon(module.parameters())
-    model = FSDP(module, use_orig_params=True)
-    model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(UsageError, match=r"Muon computes with full parameters.*'weight' \(4, 4\) of unit 'Linear'"):
-        optimizer.step()
-    # torch's own error would be a ValueError too.
-    with pytest.raises(ValueError, match="Muon computes with full parameters"):
-        torch.optim.Muon(model.parameters())
-
-
 @on_ranks(2)
 def test_an_optimizer_that_needs_whole_parameters_works_where_they_are_whole() -> None:
     with pytest.warns(FutureWarning, match="NO_SHARD"):

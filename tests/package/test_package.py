@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import fsdp_flat
 from fsdp_flat.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -45,24 +44,11 @@ def metadata(made: Path) -> Message:
         return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_the_version_has_one_place() -> None:
-    places = [
-        path for path in (ROOT / "setup.py", *(ROOT / "fsdp_flat").rglob("*.py")) if __version__ in path.read_text()
-    ]
-    assert fsdp_flat.__version__ == __version__
-    assert places == [ROOT / "fsdp_flat" / "version.py"]
-
-
 def test_a_build_without_torch_has_the_version_the_readme_and_the_classifiers(metadata: Message) -> None:
     assert metadata["Version"] == __version__
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
-
-
-def test_no_address_of_the_package_is_a_placeholder(metadata: Message) -> None:
-    addresses = [*metadata.get_all("Project-URL", []), metadata.get("Home-page", "")]
-    assert not [address for address in addresses if "example" in address or "OWNER" in address]
 
 
 def test_a_source_distribution_has_what_a_build_needs_and_nothing_else(made: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls that the documentation shows, as a user's typed program; test_4_4_types.py has a type checker read it."""
+"""Calls that the documentation shows, as a user's typed program; test_types.py has a type checker read it."""
 
 from __future__ import annotations
 

@@ -98,19 +98,6 @@ def parameters_of(signature: str) -> list[tuple[str, str, str | None]]:
     return result
 
 
-def test_the_signature_reader_tells_signatures_apart() -> None:
-    read = parameters_of("(self, a: 'int', b: <class 'int'> = 1, *rest, c: str = <Color.RED: 1>, **more) -> None")
-    assert read == [
-        ("plain", "self", None),
-        ("plain", "a", None),
-        ("plain", "b", "1"),
-        ("*", "rest", None),
-        ("keyword", "c", "Color.RED"),
-        ("**", "more", None),
-    ]
-    assert parameters_of("(a, b=1)") != parameters_of("(b=1, a=2)")
-
-
 def assert_same_parameters(what: str, actual: str, expected: str) -> None:
     __tracebackhide__ = True
     got, wanted = parameters_of(actual), parameters_of(expected)
@@ -174,12 +161,6 @@ def assert_same_member(mine: Any, name: str, facts: dict[str, Any]) -> None:
     else:
         signature = str(inspect.signature(getattr(mine, name)))
         assert_same_parameters(f"{mine.__name__}.{name}", signature, facts["signature"])
-
-
-def test_every_exception_is_needed() -> None:
-    names = {name for surface in SURFACE.values() for name in surface["importable_public_names"]}
-    assert set(NO_COUNTERPART) <= names
-    assert [name for name in NO_COUNTERPART if NO_COUNTERPART[name] is NOISE and hasattr(fsdp_flat, name)] == []
 
 
 # ----------------------------------------------------------------------------------------- semi-private names

@@ -169,12 +169,6 @@ def test_copies_that_compute_waits_for_at_once_are_found() -> None:
     assert any("waits for a copy to the host" in text for text in copies.exposed())
 
 
-def test_copies_that_compute_does_not_wait_for_are_found() -> None:
-    with rehearsal() as run, mock.patch.object(HostSwap, "wait", return_value=None):
-        train_offloading(run.wrap(on_device(DEEP)), 2)
-    assert run.kinds() & {"conflict", "freed memory"}
-
-
 @BOTH_KINDS
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.AdamW, foreach=True)])
 def test_optimizer_states_are_on_the_host_between_steps_and_copies_are_ordered(

@@ -182,17 +182,3 @@ def test_an_all_gather_that_waits_for_all_compute_is_found() -> None:
     with rehearsal() as run, mock.patch.object(Streams, "_enter_all_gathers", _after_compute):
         overlap = _watched_step(run)
     assert any("for the forward of 'blocks.2' waits for that of 'blocks.1'" in text for text in overlap.exposed())
-
-
-def test_an_all_gather_of_a_backward_that_waits_for_all_compute_is_found() -> None:
-    with rehearsal() as run, mock.patch.object(Streams, "_enter_all_gathers", _after_compute):
-        overlap = _watched_step(run, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-    assert any("for the backward of 'blocks.2' waits for that of 'blocks.3'" in text for text in overlap.exposed())
-
-
-def test_an_all_gather_that_begins_in_its_own_backward_is_found() -> None:
-    """Without prefetch the reduction of the unit before comes first on the network, and waits for its compute."""
-    with rehearsal() as run:
-        exposed = _watched_step(run, backward_prefetch=None).exposed()
-    assert exposed
-    assert all("for the backward of" in text for text in exposed)

@@ -22,7 +22,7 @@ from tests.support.kit import train_on
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DIFFERENCES = (ROOT / "docs" / "differences.md").read_text()
+
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -48,19 +48,6 @@ def broken_links(path: str, text: str) -> list[str]:
 @pytest.mark.parametrize("path", PAGES)
 def test_every_link_leads_to_a_file_and_a_heading(path: str) -> None:
     assert broken_links(path, (ROOT / path).read_text()) == []
-
-
-def test_a_broken_link_is_found() -> None:
-    text = "[a](docs/nothing.md) [b](docs/migrating.md#nowhere) [c](docs/migrating.md#migrating)"
-    assert broken_links("README.md", text) == ["docs/nothing.md", "docs/migrating.md#nowhere"]
-
-
-def test_the_first_paragraph_says_what_it_is_and_how_far_each_device_is() -> None:
-    first = " ".join(README.split("\n\n")[1].split())
-    devices = ("CPU (gloo): tested", "One NVIDIA H200", "two ranks that shared the GPU", "communication emulated")
-    not_run = ("Several GPUs over NVLink or InfiniBand", "not run.**")
-    for words in ("FSDP1", "fully_shard", *devices, *not_run):
-        assert words in first
 
 
 def with_fully_shard(program: str, block: str) -> str:
@@ -103,15 +90,6 @@ def test_functions_that_a_page_names_are_there(path: str) -> None:
             found = getattr(found, part)
     for name in re.findall(r"`(\w+Error)`", text):
         assert hasattr(errors, name) or hasattr(builtins, name), name
-
-
-def test_differences_are_in_three_groups_with_both_sides_of_each() -> None:
-    groups = re.split(r"^## ", DIFFERENCES, flags=re.MULTILINE)[1:]
-    assert [group.partition(".")[0] for group in groups] == ["1", "2", "3"]
-    for group in groups:
-        rows = [line.strip("|").split(" | ") for line in group.splitlines() if line.startswith("| ")]
-        assert len(rows) > 3
-        assert [row for row in rows if len(row) != 3 or not all(cell.strip() for cell in row)] == []
 
 
 @on_ranks(2)

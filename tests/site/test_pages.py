@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.site.pages import PAGES, ROOT, blocks_in, blocks_of
+from tests.site.pages import PAGES, blocks_of
 from tests.support import on_ranks
 
 # Pages whose results a test of their own looks at; it runs all their blocks.
@@ -41,24 +41,3 @@ def test_the_blocks_of_a_page_run_in_their_order(page: str, tmp_path: Path) -> N
                 block.run(names)
     finally:
         os.chdir(here)
-
-
-@pytest.mark.parametrize("page", OTHER_TESTS)
-def test_a_page_with_a_test_of_its_own_is_run_there(page: str) -> None:
-    assert page.rpartition("/")[2] in (ROOT / OTHER_TESTS[page]).read_text()
-    assert not any(block.hidden or block.reason for block in blocks_of(page))
-
-
-def test_blocks_are_found_with_their_lines_and_reasons() -> None:
-    text = "# A\n<!-- run\nx = 1\n-->\n```python\ny = x\n```\n<!-- not run: no time -->\n\n```python\nz\n```\n"
-    text += "```\nq\n```\n"
-    found = [(block.line, block.code, block.hidden, block.reason) for block in blocks_in(text, Path("a.md"))]
-    assert found == [(3, "x = 1\n", True, ""), (6, "y = x\n", False, ""), (11, "z\n", False, "no time")]
-
-
-def test_an_error_in_a_block_has_the_line_of_the_page() -> None:
-    (block,) = blocks_in("# A\n\n```python\nx = 1\nx / 0\n```\n", Path("a.md"))
-    with pytest.raises(ZeroDivisionError) as caught:
-        block.run({})
-    last = caught.traceback[-1]
-    assert (str(last.path), last.lineno + 1) == ("a.md", 5)

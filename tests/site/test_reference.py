@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from importlib import import_module
 
-import pytest
-
 import fsdp_flat
 from fsdp_flat import errors
 from tests.site.pages import DOCS, PAGES, ROOT, blocks_of, names_in
@@ -52,11 +50,3 @@ def test_every_public_name_has_one_entry_in_the_reference() -> None:
 def test_every_public_name_is_used_in_code_of_the_pages_that_runs() -> None:
     used = set().union(*used_names().values())
     assert [name for name in public_names() if name.rpartition(".")[2] not in used] == []
-
-
-@pytest.mark.parametrize("page", sorted(set(ENTRIES) - {"reference/index.md"}))
-def test_a_page_of_the_reference_has_an_example_of_its_names(page: str) -> None:
-    used = used_names()
-    if page == "reference/wrapper.md":
-        used[page] |= used["getting_started.md"]  # which imports the class under a short name
-    assert {entry.rpartition(".")[2] for entry in ENTRIES[page]} & used[page]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.support import on_ranks
-from tests.support.beside import APPLY, BOTH, FRONTS, OURS, Beside, adamw, assert_idle, batch_of, placed
+from tests.support.beside import APPLY, FRONTS, OURS, Beside, adamw, assert_idle, batch_of
 from tests.support.kit import square_loss
-from tests.support.models import Block, BufferedBlock, Stack
+from tests.support.models import BufferedBlock, Stack
 
 EVERY = pytest.mark.parametrize("front", list(APPLY))
 
@@ -49,51 +49,6 @@ def test_a_gradient_that_one_side_alone_has_fails(front: str) -> None:
     beside.follow()
     with pytest.raises(AssertionError, match=r"'first.weight'\]"):
         beside.check_gradients()
-
-
-class PartlyUsed(Block):
-    """A unit with a layer that no step uses."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__(width)
-        self.unused = nn.Linear(width, width)
-
-
-@pytest.mark.parametrize("front", ["originals", "fully_shard"])
-@on_ranks(2)
-def test_a_gradient_of_zeros_in_place_of_none_fails(front: str) -> None:
-    beside = Beside(Stack(block=PartlyUsed), front)
-    beside.backward()
-    beside.check_gradients()
-    for name, param in beside.ours.named_parameters():
-        if "blocks.0" in name and "unused" in name:
-            param.grad = torch.zeros_like(param)
-    with pytest.raises(AssertionError, match="unused"):
-        beside.check_gradients()
-
-
-@on_ranks(2)
-def test_unused_parameters_of_a_flat_one_decay_in_the_replica_too_but_not_those_of_an_unused_unit() -> None:
-    beside = Beside(Stack(block=PartlyUsed), "flat", optimizer=adamw)
-    for model in beside.models:
-        model.order = [0, 2]
-    beside.ours.module.order = [0, 2]
-    beside.train(num_steps=2)
-    beside.backward()
-    beside.check_gradients()
-    assert beside.plain.blocks[0].unused.weight.grad is not None
-    assert beside.plain.blocks[1].unused.weight.grad is None
-
-
-@EVERY
-@on_ranks(2, 4)
-def test_one_element_of_a_parameter_that_differs_fails(front: str) -> None:
-    beside = Beside(Stack(), front)
-    beside.train()
-    with torch.no_grad():
-        beside.plain.first.bias += 1e-6
-    with pytest.raises(AssertionError, match=r"parameters\['first.bias'\]: \d of \d elements differ"):
-        beside.check_parameters()
 
 
 @EVERY
@@ -144,29 +99,6 @@ def test_gradients_of_a_wrong_scale_fail_whatever_the_optimizer(front: str) -> N
     beside.step()
     with pytest.raises(AssertionError, match="parameters"):
         beside.check_parameters()
-
-
-@pytest.mark.parametrize("front", ["flat", "originals"])
-@on_ranks(2)
-def test_gradients_that_are_not_reduced_fail(front: str) -> None:
-    # On a 2x1 mesh each rank has all parameters, so that unreduced gradients only make the ranks drift apart.
-    beside = Beside(Stack(), front, **placed("HYBRID_SHARD 2x1"))
-    beside.ours.register_comm_hook(None, lambda _state, _grad, *_out: None)
-    with pytest.raises(AssertionError, match="gradients"):
-        beside.train()
-
-
-@on_ranks(2)
-def test_the_replica_gets_the_mean_of_what_ranks_run_each_on_its_own(rank: int) -> None:
-    def body(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return square_loss(model, x) if rank == 0 else square_loss(model.blocks[1], x)
-
-    beside = Beside(Stack(), BOTH[0])
-    expected = torch.autograd.grad(square_loss(beside.plain, batch_of(0)), beside.plain.head.bias)[0] / 2
-    beside.follow(body)
-    if rank == 0:
-        torch.testing.assert_close(beside.plain.head.bias.grad, expected)
-    assert beside.plain.blocks[0].up.weight.grad is not None
 
 
 LEFT: dict[str, Callable[[Any], Any]] = {

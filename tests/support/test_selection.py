@@ -16,9 +16,8 @@ import torch
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import guards_in_use
 from tests.support.beside import APPLY
-from tests.support.both_sides import Layout
 from tests.support.rank_tests import chosen_guards
-from tests.support.selection import NO_GUARDS, SIZE, cover, one, select, some
+from tests.support.selection import NO_GUARDS, cover, select
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
@@ -30,32 +29,6 @@ def test_every_value_of_every_parameter_occurs_in_as_few_combinations_as_the_lon
     assert len(chosen) == 3
     for name in names:
         assert {combination[name] for combination in chosen} == {combination[name] for combination in product}
-
-
-def test_a_test_of_one_parameter_keeps_all_of_its_values() -> None:
-    assert cover([{"strategy": strategy} for strategy in STRATEGIES]) == {0, 1, 2}
-
-
-def test_the_choice_is_the_same_in_every_run() -> None:
-    combinations = [{"a": a, "b": b} for a, b in itertools.product("xyz", "pq")]
-    assert cover(combinations) == cover([dict(combination) for combination in combinations])
-
-
-def test_one_combination_stands_for_a_test_and_over_many_names_each_of_the_covering_ones_does() -> None:
-    combinations = [{"front": front, "num_ranks": 2} for front in "abc"]
-    chosen = [one(f"test_{number}", combinations, [0, 2]) for number in range(50)]
-    assert chosen == [one(f"test_{number}", combinations, [2, 0]) for number in range(50)]
-    assert set(chosen) == {0, 2}
-
-
-@pytest.mark.parametrize("strategy", ["NO_SHARD", Layout("HYBRID_SHARD", (2, 2))])
-def test_a_test_runs_on_two_ranks_where_it_can_unless_its_strategy_has_two_dimensions(strategy: Any) -> None:
-    options: list[Any] = ["a", "b"]
-    product = [{"num_ranks": number, "strategy": strategy, "option": option} for number in (2, 4) for option in options]
-    ranks = Counter(product[one(f"test_{number}", product, range(4))]["num_ranks"] for number in range(50))
-    assert ranks.keys() == ({2} if strategy == "NO_SHARD" else {2, 4})
-    on_four = [each for each in product if each["num_ranks"] == 4]
-    assert {one(f"test_{number}", on_four, range(2)) for number in range(50)} == {0, 1}
 
 
 class Counted:
@@ -103,20 +76,6 @@ def test_every_front_strategy_dtype_and_number_of_ranks_of_the_suite_occurs_in_t
         "ranks": ("2", "4"),
     }.items():
         assert {value: count for value in usual if (count := quick[what].get(value, 0)) < 5} == {}, quick[what]
-
-
-def test_some_combinations_of_a_body_have_every_value_and_all_are_there_on_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    product = list(itertools.product(range(5), range(5), range(4)))
-    monkeypatch.setenv(SIZE, "cover")
-    chosen = some(product, 7)
-    assert len(chosen) == 15
-    assert [len({each[position] for each in chosen}) for position in range(3)] == [5, 5, 4]
-    monkeypatch.setenv(SIZE, "quick")
-    assert some(product, 7) == [product[0], product[35], product[70]]
-    monkeypatch.setenv(SIZE, "all")
-    assert some(product, 7) == product
 
 
 @pytest.mark.of_guards

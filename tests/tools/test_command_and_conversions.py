@@ -109,17 +109,6 @@ def test_a_wrong_dtype_or_config_writes_nothing(options: list[str], tmp_path: Pa
     assert (sorted(tmp_path.iterdir()) == before) == (not is_alias)
 
 
-@pytest.mark.parametrize("command", ["run", "migrate", "show"])
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_the_help_of_every_command_has_one_style(command: str, option: str, run: Run) -> None:
-    """``run`` and ``migrate`` as the commands of checkpoints."""
-    status, text, errors = run(command, option)
-    assert (status, errors) == (0, "")
-    assert text.lstrip().startswith(f"Usage: fsdp-flat {command} [OPTIONS] ")
-    assert "  Example: " in text
-    assert "--json" in text
-
-
 def test_help_after_the_script_is_an_argument_of_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:

@@ -33,7 +33,3 @@ def test_each_command_of_the_page_prints_what_the_page_shows(
         assert program == "fsdp-flat"
         _, output, errors = run(*arguments)
         assert output + errors == expected, command
-
-
-def test_a_block_is_a_command_and_the_lines_below_it() -> None:
-    assert steps_of("a\n```console\n$ x 1\ny\n$ z\n```\nb\n") == [("x 1", "y\n"), ("z", "")]

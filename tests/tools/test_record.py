@@ -17,7 +17,7 @@ from fsdp_flat.comm.torch_comm import profiler_is_on
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.extras.describe import describe
 from fsdp_flat.tools.recording import Recording
-from fsdp_flat.tools.step_trace import Segment, StepTrace, Work, innermost, read_trace
+from fsdp_flat.tools.step_trace import Work, read_trace
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, batch, square_loss, wrapped
 from tests.support.models import Stack
@@ -236,7 +236,7 @@ def recording_of(events: list[dict[str, Any]]) -> Recording:
     return recording
 
 
-def test_part_6_memory_of_a_device_is_on_the_devices_clock_where_launches_tell_which_kernel_took_it() -> None:
+def test_memory_of_a_device_is_on_the_devices_clock_where_launches_tell_which_kernel_took_it() -> None:
     trace = read_trace(SLOW_DEVICE)
     assert not trace.memory_in_host_time
     assert [(round(1e6 * time), nbytes) for time, nbytes in trace.allocated] == [
@@ -252,24 +252,15 @@ def test_part_6_memory_of_a_device_is_on_the_devices_clock_where_launches_tell_w
     ]
 
 
-def test_part_6_memory_that_a_fast_device_waits_for_is_taken_when_the_host_takes_it() -> None:
+def test_memory_that_a_fast_device_waits_for_is_taken_when_the_host_takes_it() -> None:
     events = [launch(1, 10), memory(50, 5), launch(2, 60), kernel("gemm", 12, 20, 1, 7), kernel("gemm", 62, 70, 2, 7)]
     trace = read_trace([*events, memory(90, 1), span("cpu_op", "waits", 0, 100)])
     assert [(round(1e6 * time), nbytes) for time, nbytes in trace.allocated] == [(62, 5), (90, 1)]
 
 
-def test_part_6_memory_of_a_device_without_known_launches_is_in_host_time_and_says_so() -> None:
-    trace = read_trace(without_launches(SLOW_DEVICE))
-    assert trace.is_accelerator
-    assert trace.memory_in_host_time
-    assert [round(1e6 * time) for time, _ in trace.allocated] == [1, 13, 20, 40, 49]
-    assert not read_trace(ACCELERATOR).memory_in_host_time
-    assert not read_trace([span("cpu_op", "add", 0, 10), memory(5, 7)]).memory_in_host_time, "a CPU has one clock"
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("in_host_time", [False, True])
-def test_part_6_a_saved_recording_of_a_device_names_the_clock_of_its_memory(
+def test_a_saved_recording_of_a_device_names_the_clock_of_its_memory(
     in_host_time: bool, rank: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="pictures need it")
@@ -289,19 +280,3 @@ def test_part_6_a_saved_recording_of_a_device_names_the_clock_of_its_memory(
     device = "time of the device, ms"
     assert (timeline.get_xlabel(), allocated.get_xlabel()) == ((device, host) if in_host_time else ("", device))
     assert timeline.get_shared_x_axes().joined(timeline, allocated) != in_host_time
-
-
-def test_the_innermost_span_counts() -> None:
-    outer, inner = Segment(0, 10, Work.FORWARD, "a"), Segment(2, 4, Work.ALL_GATHER, "b")
-    late = Segment(8, 12, Work.WAIT, "c")
-    assert innermost([inner, late, outer]) == [
-        Segment(0, 2, Work.FORWARD, "a"),
-        inner,
-        Segment(4, 8, Work.FORWARD, "a"),
-        late,
-    ]
-    assert innermost([]) == []
-
-
-def test_an_empty_trace_has_no_work() -> None:
-    assert read_trace([]) == StepTrace((), (), (), 0.0, 0, False, 0.0)

@@ -396,23 +396,6 @@ def test_frozen_and_trainable_parameters_in_one_unit_also_when_they_change(setti
     cases(model, setting).train(run, num_steps=4)
 
 
-class Tied(Stack):
-    """Its head is the transpose of an embedding, inside one unit with it."""
-
-    def __init__(self) -> None:
-        super().__init__(num_outputs=8)
-        self.head.weight = self.first.weight
-
-
-@on_ranks(2, 4)
-@EVERY
-def test_shared_parameters_inside_a_unit(setting: str) -> None:
-    beside = cases(Tied(), setting)
-    if "fully_shard" in beside.sharded:
-        assert beside.ours.head.weight is beside.ours.first.weight
-    beside.train(num_steps=3)
-
-
 # -- forwards in other orders ----------------------------------------------------------------------------------------
 
 

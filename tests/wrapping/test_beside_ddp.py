@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, fully_shard
-from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.beside import ORIG_PARAMS
@@ -133,18 +132,3 @@ def test_ddp_averages_gradients_of_units_that_shard_nothing(
         model = shard(seeded(small))
         with pytest.raises(UsageError, match="find_unused_parameters"):
             DDP(model, find_unused_parameters=True)
-
-
-@on_ranks(2)
-def test_torchs_own_constructor_is_restored() -> None:
-    model = FSDP(seeded(small))
-    with pytest.raises(UsageError):
-        DDP(model)
-    replaced = DDP.__init__
-    try:
-        restore_torch_functions()
-        assert DDP.__init__ is replaced.__wrapped__
-    finally:
-        replace_torch_functions()
-    assert DDP.__init__ is replaced
-    assert DDP(seeded(small)) is not None

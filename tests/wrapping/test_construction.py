@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from typing import Any
 
@@ -14,17 +13,14 @@ import torch.distributed.fsdp as peer_library
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.models import BufferedBlock, Model
 from tests.support.wrapper_models import WIDTH, assert_same_grads, batch, seeded, shard, shard_by_peer, whole_state
-
-STRATEGIES = [member.name for member in peer_library.ShardingStrategy]
-
 
 # ------------------------------------------------------------------------------------------- groups and meshes
 
@@ -77,43 +73,6 @@ def test_groups_and_meshes_give_the_peers_axes_and_shards(strategy: str, form: s
     assert_same_grads(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("per_node", "size"),
-    [("2", 2), ("4", 4), (None, 4)],
-)
-@on_ranks(4)
-def test_a_hybrid_strategy_with_only_a_policy_shards_within_the_launchers_node(
-    per_node: str | None, size: int, rank: int
-) -> None:
-    os.environ.pop("LOCAL_WORLD_SIZE", None)  # the worker restores the environment after each test
-    if per_node is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = per_node
-    model = shard(seeded(), "HYBRID_SHARD")
-    node = rank // size * size
-    for wrapper in FSDP.fsdp_modules(model):
-        assert dist.get_process_group_ranks(wrapper.process_group) == list(range(node, node + size))
-        assert wrapper.process_group is model.process_group
-    square_loss(model, batch(rank)).backward()
-    plain = seeded()
-    sum(square_loss(plain, batch(other)) for other in range(4)).div(4).backward()
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters()):
-            assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6, what=name)
-
-
-@on_ranks(4)
-def test_a_model_on_a_sub_group_trains_on_that_groups_mean(rank: int) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = shard(seeded(), process_group=groups[rank % 2])
-    square_loss(model, batch(rank)).backward()
-    plain = seeded()
-    pair = (0, 2) if rank % 2 == 0 else (1, 3)
-    sum(square_loss(plain, batch(other)) for other in pair).div(2).backward()
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters()):
-            assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6, what=name)
-
-
 @on_ranks(2)
 def test_a_single_rank_becomes_no_shard_with_a_warning(rank: int) -> None:
     alone = [dist.new_group([other]) for other in range(2)][rank]
@@ -135,25 +94,6 @@ def test_no_shard_over_several_ranks_warns_as_fsdp1_does() -> None:
 
 
 # ------------------------------------------------------------------------------------------- enums and devices
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@on_ranks(2)
-def test_torchs_own_strategy_is_taken_by_its_name(name: str) -> None:
-    groups: dict[str, Any] = {}
-    if "HYBRID" in name:
-        groups["device_mesh"] = init_device_mesh("cpu", (1, 2))
-    with no_shard_allowed():
-        model = FSDP(nn.Linear(3, 3), sharding_strategy=peer_library.ShardingStrategy[name], **groups)
-    assert model.sharding_strategy is ShardingStrategy[name]
-
-
-@pytest.mark.parametrize("name", ["BACKWARD_PRE", "BACKWARD_POST", None])
-@on_ranks(2)
-def test_torchs_own_prefetch_is_taken_by_its_name(name: str | None) -> None:
-    theirs = None if name is None else peer_library.BackwardPrefetch[name]
-    model = FSDP(nn.Linear(3, 3), backward_prefetch=theirs)
-    assert model._unit.options.backward_prefetch == (None if name is None else BackwardPrefetch[name])
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
@@ -248,19 +188,6 @@ def test_ignoring_the_root_itself_warns_and_shards_nothing() -> None:
 # ------------------------------------------------------------------------------------------- initial weights
 
 
-@pytest.mark.parametrize("by_blocks", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-@on_ranks(4)
-def test_sync_module_states_starts_every_rank_from_rank_zero(strategy: str, by_blocks: bool, rank: int) -> None:
-    groups = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
-    model = seeded(seed=rank)
-    # Not contiguous: broadcast has to go through a copy.
-    model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())
-    wrapped = shard(model, strategy, by_blocks=by_blocks, sync_module_states=True, **groups)
-    assert_equal(whole_state(wrapped), dict(seeded(seed=0).state_dict()))
-    assert_equal(model.blocks[0].scratch, torch.ones(WIDTH))
-
-
 @on_ranks(2)
 def test_sync_module_states_leaves_ignored_parameters_alone(rank: int) -> None:
     model = seeded(seed=rank)
@@ -305,17 +232,6 @@ def test_enable_wrap_wraps_with_its_arguments(rank: int) -> None:
     assert model._unit.options.backward_prefetch is None
     square_loss(model, batch(rank)).backward()
     assert all(param.grad is not None for param in model.parameters() if param.numel())
-
-
-@on_ranks(2)
-def test_a_policy_and_wrapping_by_hand_give_the_same_shards(rank: int) -> None:
-    by_policy = shard(seeded())
-    by_hand = seeded()
-    for index, block in enumerate(by_hand.blocks):
-        by_hand.blocks[index] = FSDP(block)
-    by_hand = FSDP(by_hand)
-    assert_equal(dict(by_policy.named_parameters()), dict(by_hand.named_parameters()))
-    assert_equal(by_policy(batch(rank)), by_hand(batch(rank)))
 
 
 @on_ranks(2)

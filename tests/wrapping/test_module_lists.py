@@ -1,4 +1,4 @@
-"""Several modules as one unit: the first to run unshards, the last reshards, and backward goes the other way."""
+"""Several modules as one unit, all of which a rank may skip."""
 
 from __future__ import annotations
 
@@ -10,29 +10,7 @@ from torch import nn
 
 from fsdp_flat import participate
 from tests.support import on_ranks
-from tests.support.beside import BOTH, Beside, adamw
-
-
-class Tail(nn.Module):
-    """A body, and two modules that run one after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.body(x)).relu())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_two_modules_in_one_unit_train_as_a_replica_and_torch(reshard_after_forward: bool) -> None:
-    def shard(model: Any, apply: Any) -> Any:
-        apply(model.body)
-        apply([model.norm, model.head], reshard_after_forward=reshard_after_forward)
-        return apply(model)
-
-    Beside(Tail(), BOTH, shard=shard, optimizer=adamw).train(num_steps=3)
+from tests.support.beside import Beside
 
 
 class Branching(nn.Module):

@@ -1,4 +1,4 @@
-"""What is set on a nested wrapper, meshes without a strategy, and torch's ``fully_shard`` around a wrapper."""
+"""What is set on a nested wrapper, meshes without a strategy, and torch's ``fully_shard`` beside wrappers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
-from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.errors import PhaseError
 from tests.support import on_ranks
 from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
-from tests.support.kit import mesh, square_loss
+from tests.support.kit import mesh
 from tests.support.models import Block, Stack
 
 WHEN = pytest.mark.parametrize("steps_before", [0, 2], ids=["before the first step", "after two steps"])
@@ -153,69 +153,6 @@ def test_a_mesh_of_one_dimension_without_a_strategy_is_full_sharding(front: str,
 
 
 # -- torch's fully_shard -----------------------------------------------------------------------------------------------
-
-
-def around_the_wrapper(model: FSDP, cpus: Any) -> nn.Module:
-    fully_shard(model, mesh=cpus)
-    return model
-
-
-def around_a_parent(model: FSDP, cpus: Any) -> nn.Module:
-    parent = nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), model)
-    fully_shard(parent, mesh=cpus)
-    return parent
-
-
-def around_a_unit(model: FSDP, cpus: Any) -> nn.Module:
-    fully_shard(model.blocks[1], mesh=cpus)
-    return model
-
-
-def around_a_parent_of_plain_modules(model: FSDP, cpus: Any) -> nn.Module:
-    parent = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH).double()), nn.Sequential(model))
-    fully_shard(parent, mesh=cpus)
-    return parent
-
-
-AROUND = (around_the_wrapper, around_a_parent, around_a_unit, around_a_parent_of_plain_modules)
-
-
-@WRAPPER_FRONTS
-@WHEN
-@pytest.mark.parametrize("then", ["forward", "state_dict"])
-@pytest.mark.parametrize("around", AROUND)
-@on_ranks(2)
-def test_fully_shard_around_wrappers_is_refused_at_the_latest_when_they_are_used(
-    around: Callable[[FSDP, Any], nn.Module],
-    then: str,
-    steps_before: int,
-    front: str,
-    rank: int,
-    num_ranks: int,
-) -> None:
-    cpus = init_device_mesh("cpu", (num_ranks,))
-    beside = Beside(Stack(), front)
-    beside.train(num_steps=steps_before)
-
-    def use() -> None:
-        model = around(beside.ours, cpus)
-        if then == "forward":
-            square_loss(model, batch(rank))
-        else:
-            model.state_dict()
-
-    with pytest.raises(UsageError, match="fully_shard"):
-        use()
-
-
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_fully_shard_that_takes_the_parameters_of_a_wrapper_raises_at_the_call(front: str, num_ranks: int) -> None:
-    cpus = init_device_mesh("cpu", (num_ranks,))
-    for around in (nn.Sequential, lambda wrapper: wrapper):
-        wrapper = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=front == "originals")
-        with pytest.raises(UsageError, match="torch's fully_shard was called"):
-            fully_shard(around(wrapper), mesh=cpus)
 
 
 @WRAPPER_FRONTS

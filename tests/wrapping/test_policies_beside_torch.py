@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -238,32 +236,3 @@ def test_units_equal_those_of_a_real_peer_model(tree: str, policy: str, use_orig
     assert {path for path, _ in got} == set(expected)
     for path, kwargs in got:
         assert (kwargs["mixed_precision"] is None) == (expected[path].param_dtype is None)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *peer.__all__,
-        "_Policy",
-        "_Policy._run_policy",
-        "_or_policy",
-        "_module_wrap_policy",
-        "_wrap_module_cls_individually",
-        "ModuleWrapPolicy.__call__",
-        "ModuleWrapPolicy._run_policy",
-        "CustomPolicy._run_policy",
-    ],
-)
-def test_signatures_equal_the_peers(name: str) -> None:
-    signatures = []
-    for lib in (ours, peer):
-        parameters = inspect.signature(operator.attrgetter(name)(lib)).parameters.values()
-        signatures.append([(p.name, p.kind, p.default) for p in parameters])
-    assert signatures[0] == signatures[1]
-
-
-def test_public_names_and_function_attributes_equal_the_peers() -> None:
-    assert sorted(ours.__all__) == sorted(peer.__all__)
-    for attribute in ("FORCE_LEAF_MODULES", "EXCLUDE_WRAP_MODULES"):
-        mine = getattr(ours.size_based_auto_wrap_policy, attribute)
-        assert mine == getattr(peer.size_based_auto_wrap_policy, attribute)

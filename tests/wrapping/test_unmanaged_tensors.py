@@ -23,7 +23,7 @@ from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS, average_gradients
-from tests.support.kit import no_shard_allowed, square_loss, train_on
+from tests.support.kit import square_loss, train_on
 from tests.support.wrapper_models import batch, message, seeded, shard
 
 
@@ -157,16 +157,6 @@ def test_check_replicas_takes_a_sharded_model_and_one_rank_has_nothing_to_compar
 
 @pytest.mark.of_guards
 @on_ranks(2)
-def test_parameters_of_a_module_put_under_a_wrapper_that_differ_from_the_start_are_named(rank: int) -> None:
-    model = shard(seeded())
-    torch.manual_seed(rank)
-    model.blocks[0].down = nn.Sequential(model.blocks[0].down, nn.Linear(5, 5, bias=False))
-    with warned(rank == 0) as texts:
-        square_loss(model, batch(0)).backward()
-    assert rank or "'blocks.0.down.1.weight' (added after wrapping)" in texts[0]
-
-
-@on_ranks(2)
 def test_ignored_parameters_that_do_not_drift_are_not_warned_about(rank: int) -> None:
     """The same data, an average by hand, experts of each rank's own, and those of which a caller has said so."""
     same, by_hand, experts, declared = (ignoring() for _ in range(4))
@@ -295,16 +285,6 @@ def test_a_wrapper_put_around_a_root_goes_on_averaging_its_ignored_gradients(ran
     gathered = [torch.zeros_like(module.last.weight) for _ in range(2)]
     dist.all_gather(gathered, module.last.weight.grad)
     assert not torch.equal(*gathered)
-
-
-@on_ranks(2)
-def test_averaging_walks_the_names_once_a_backward(rank: int) -> None:
-    model = ignoring()
-    model.average_ignored_gradients()
-    square_loss(model, batch(rank)).backward()
-    with counted("unmanaged_params") as walks:
-        square_loss(model, batch(rank)).backward()
-    assert len(walks) == 1
 
 
 @on_ranks(2)
@@ -521,16 +501,6 @@ def test_a_parameter_that_one_replica_has_frozen_is_named_on_all_ranks(rank: int
         assert "'up.weight' of unit 'blocks.0' with requires_grad=False" in text
         model.blocks[0].requires_grad_(True)
         square_loss(model, batch(rank)).backward()
-
-
-@on_ranks(2)
-def test_a_forward_of_unsharded_units_asks_no_other_rank(rank: int) -> None:
-    with no_shard_allowed():
-        model = shard(seeded(), "NO_SHARD")
-    if rank == 0:
-        with model.no_sync():
-            square_loss(model, batch(rank)).backward()
-        square_loss(model, batch(rank))
 
 
 @on_ranks(2)

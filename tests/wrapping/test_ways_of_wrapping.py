@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import enable_wrap, wrap
 from tests.support import Ranks, assert_close, on_ranks
-from tests.support.beside import CLOSE, WRAPPER_FRONTS, adamw, average_gradients
+from tests.support.beside import WRAPPER_FRONTS, adamw, average_gradients
 from tests.support.both_sides import LAYOUTS, TOLERANCE, Layout, batch_of, beside_case, build, wrapped
 from tests.support.kit import no_shard_allowed
 from tests.support.models import Layer
@@ -89,26 +88,6 @@ def test_every_way_of_wrapping_trains_as_a_replicated_model(
 def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(style: str, front: str) -> None:
     with peer_warnings_silenced():
         train_wrapped_as(style, LAYOUTS[2][0], front, "fsdp1" if front == "originals" else "fsdp1_flat")
-
-
-@on_ranks(2, 4)
-@WRAPPER_FRONTS
-def test_units_of_one_tree_may_have_different_strategies(front: str) -> None:
-    def shard(model: Any, apply: Callable[..., nn.Module], **_: Any) -> nn.Module:
-        first, *blocks = model.blocks
-        first.first = apply(first.first, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-        model.blocks[0] = apply(first, sharding_strategy=ShardingStrategy.FULL_SHARD)
-        model.blocks[1] = apply(blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
-        return apply(model, sharding_strategy=ShardingStrategy.FULL_SHARD)
-
-    beside = beside_case("nested units", front, shard=shard)
-    for _ in range(3):
-        beside.backward()
-        expected = nn.utils.clip_grad_norm_(beside.plain.parameters(), 0.05)
-        assert_close(float(beside.ours.clip_grad_norm_(0.05)), float(expected), **CLOSE, what="norm")
-        beside.check_gradients()
-        beside.step()
-    beside.check_state_dict()
 
 
 @on_ranks(4)
