@@ -29,6 +29,7 @@ from tests.support import on_ranks
 from tests.support.beside import FRONTS
 from tests.support.hosts import on_hosts
 from tests.support.kit import RaisesInBackward, Trouble, batch, seeded, wrapped
+from tests.support.patience import SECONDS, tell, wait_until
 
 WIDTH = 64
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "shared", "hosts"])
@@ -302,7 +303,7 @@ def test_a_wait_that_failed_fails_again_or_ends_once_the_works_are_complete(rank
         whole[2 * rank : 2 * rank + 2] = rank
         if rank == 1:
             failures.report_failure(group, "raised Trouble: an odd batch")
-            time.sleep(3)
+            wait_until("rank 0 has raised")
             # As no rank of the library would: it would compare its calls first.
             with mock.patch.object(given_up, "_compare"):
                 collectives.begin_all_gather(whole).wait()
@@ -310,6 +311,7 @@ def test_a_wait_that_failed_fails_again_or_ends_once_the_works_are_complete(rank
             pending = collectives.begin_all_gather(whole)
             with pytest.raises(PeerFailureError, match="an odd batch"):
                 pending.wait()
+            tell("rank 0 has raised")
             while not pending.is_completed():
                 time.sleep(0.05)
             pending.wait()
@@ -387,5 +389,5 @@ def test_a_rank_that_had_failed_before_and_gone_on_is_told_of_anothers_first_fai
         begun = time.monotonic()
         with pytest.raises(Trouble if rank == 1 else PeerFailureError, match="an odd batch"):
             model(x)
-        assert time.monotonic() - begun < 15, "waited for the timeout of the group"
+        assert time.monotonic() - begun < SECONDS, "waited for the timeout of the group"
     dist.barrier()
