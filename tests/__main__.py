@@ -25,6 +25,7 @@ from typing import IO, Any
 import pytest
 
 from tests.support.pool import PRELOADED, share_server, start_server, stop_server
+from tests.support.selection import SIZE, size_in
 from tests.support.session import NUM_BYTES, FilesOfQueue
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> int:
     os.chdir(ROOT)
     paths = [argument for argument in arguments if not argument.startswith("-") and Path(argument).exists()]
     files = files_of(paths or ["tests"], () if paths else APART)
+    # Ranks are forked from the server, which starts before a session reads its options.
+    os.environ[SIZE] = size_in(arguments)
     options = [*QUIET, *(argument for argument in arguments if argument not in paths)]
     # The server imports what ranks need, while this process imports the same for the sessions. Processes forked from it
     # that are no warm ranks, which print to their pool, say nothing beside the line of progress.
