@@ -54,6 +54,7 @@ save_full(FSDP(torch.nn.Linear(3, 4), sharding_strategy=ShardingStrategy.NO_SHAR
 """
 
 
+@pytest.mark.from_size("cover", "starts a program that imports torch")
 def test_files_are_complete_where_asserts_are_removed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-O", "-W", "ignore", "-c", ALONE, str(tmp_path)], check=True)
     found, _ = read_safetensors(tmp_path / "model.safetensors")
