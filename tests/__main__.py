@@ -33,8 +33,6 @@ NUM_SESSIONS = 3
 QUIET = ("-q", "-o", "console_output_style=classic")
 # Run by a command of their own.
 APART = ("tests/clients", "tests/fuzz", "tests/hosts", "tests/soak")
-# Begun first, since their files take longest: they start programs, or their ranks wait.
-FIRST = ("tests/examples", "tests/compile", "tests/benchmarks", "tests/package", "tests/site", "tests/comm")
 
 
 def main(arguments: list[str]) -> int:
@@ -97,8 +95,7 @@ def files_of(paths: Sequence[str], apart: Sequence[str]) -> list[Path]:
     found = {
         file for path in paths for file in ([Path(path)] if Path(path).is_file() else Path(path).rglob("test_*.py"))
     }
-    files = sorted(file for file in found if not any(file.is_relative_to(folder) for folder in apart))
-    return sorted(files, key=lambda file: not any(file.is_relative_to(folder) for folder in FIRST))
+    return sorted(file for file in found if not any(file.is_relative_to(folder) for folder in apart))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from tests.support import on_ranks
 from tests.support.beside import FRONTS
 from tests.support.hosts import on_hosts
 from tests.support.kit import RaisesInBackward, Trouble, batch, seeded, wrapped
-from tests.support.patience import SECONDS, tell, wait_until
+from tests.support.patience import LATE_S, SECONDS, impatient, tell, wait_until
 
 WIDTH = 64
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "shared", "hosts"])
@@ -68,11 +68,7 @@ def looking_soon(transport: str, places: str = "ab") -> Iterator[None]:
         places: the host of each rank.
     """
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(transport != "gloo"))
-    with (
-        mock.patch.object(failures, "WARN_AFTER_S", 0.5),
-        mock.patch.object(failures, "REPORT_TIMEOUT_S", 0.3),
-        on_hosts(places) if transport == "hosts" else nullcontext(),
-    ):
+    with impatient(), on_hosts(places) if transport == "hosts" else nullcontext():
         yield
 
 
@@ -141,7 +137,7 @@ def test_after_one_rank_raised_alone_no_rank_goes_on_with_what_another_has_given
         with pytest.raises(Trouble if rank == 0 else PeerFailureError, match="an odd batch"):
             model(x)
         layers_of(model).bad = None
-        time.sleep(0 if rank else 2)
+        time.sleep(0 if rank else 2 * LATE_S)
         assert all(is_named(goes_on(model, x, right)) for _ in range(2))
     dist.barrier()
 
@@ -163,7 +159,7 @@ def test_after_one_rank_of_a_replica_raised_alone_no_rank_computes_wrong_values(
         with pytest.raises(kind, match="an odd batch"):
             model(x).sum().backward()
         layers_of(model).bad = None
-        time.sleep(0 if rank else 2)
+        time.sleep(0 if rank else 2 * LATE_S)
         found = [goes_on(model, x, right) for _ in range(2)]
         assert all(map(is_named, found)) if rank < 2 else found == [None, None]
     dist.barrier()
@@ -203,7 +199,7 @@ def test_ranks_that_raise_at_one_point_go_on(in_backward: bool, transport: str, 
         for late in (0, 1):
             layers = layers_of(model)
             layers.bad, layers.in_backward = 1, in_backward
-            time.sleep(1.5 if rank == late else 0)
+            time.sleep(LATE_S if rank == late else 0)
             with pytest.raises(Trouble):
                 model(x).sum().backward()
             layers.bad = None
@@ -276,7 +272,7 @@ def test_memory_of_a_callers_collective_that_failed_is_kept_until_its_work_is_co
         for param_group in unit.param_groups:
             comm = param_group.comm
             comm.use(comm.options, type(comm.choice)(all_gather=all_gather))
-    with pytest.raises(PeerFailureError, match="the network is gone"):
+    with impatient(), pytest.raises(PeerFailureError, match="the network is gone"):
         model(x)
     assert all(not param_group.buffer.nbytes for unit in units_of(model) for param_group in unit.param_groups)
     kept = [each for each in given_up._kept if work in [getattr(w, "work", None) for w in getattr(each, "_works", ())]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -109,7 +111,18 @@ def test_part_7_a_part_that_takes_too_long_is_ended_with_its_processes_and_fails
     child = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     module = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])"
     command = Command("sleeps", ("timeit", "-n1", "-r1", "-s", module, "time.sleep(60)"))
-    done = run_command(command, time.monotonic() + 20.0)
+    popen = subprocess.Popen
+
+    def started_popen(*words: Any, **options: Any) -> Any:
+        process = popen(*words, **options)
+        deadline = time.monotonic() + 60.0
+        while not started.exists() or not started.read_text():
+            assert time.monotonic() < deadline, "the child has not started"
+            time.sleep(0.05)
+        return process
+
+    with mock.patch.object(subprocess, "Popen", started_popen):
+        done = run_command(command, time.monotonic())
     assert done.status == TOO_LONG
     stat = Path("/proc") / started.read_text() / "stat"
     # Ended, if not yet collected by the process that took it over; a loaded machine takes a while to end it.
