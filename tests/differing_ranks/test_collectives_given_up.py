@@ -272,7 +272,8 @@ def test_memory_of_a_callers_collective_that_failed_is_kept_until_its_work_is_co
         for param_group in unit.param_groups:
             comm = param_group.comm
             comm.use(comm.options, type(comm.choice)(all_gather=all_gather))
-    with impatient(), pytest.raises(PeerFailureError, match="the network is gone"):
+    settling_soon = mock.patch.object(given_up, "_SETTLE_S", LATE_S)
+    with impatient(), settling_soon, pytest.raises(PeerFailureError, match="the network is gone"):
         model(x)
     assert all(not param_group.buffer.nbytes for unit in units_of(model) for param_group in unit.param_groups)
     kept = [each for each in given_up._kept if work in [getattr(w, "work", None) for w in getattr(each, "_works", ())]]
