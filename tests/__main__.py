@@ -25,6 +25,7 @@ from typing import IO, Any
 import pytest
 
 from tests.support.pool import PRELOADED, share_server, start_server, stop_server
+from tests.support.selection import SIZE, size_in
 from tests.support.session import NUM_BYTES, FilesOfQueue
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +33,6 @@ NUM_SESSIONS = 3
 QUIET = ("-q", "-o", "console_output_style=classic")
 # Run by a command of their own.
 APART = ("tests/clients", "tests/fuzz", "tests/hosts", "tests/soak")
-# Begun first, since their files take longest: they start programs, or their ranks wait.
-FIRST = ("tests/examples", "tests/compile", "tests/benchmarks", "tests/package", "tests/site", "tests/comm")
 
 
 def main(arguments: list[str]) -> int:
@@ -50,6 +49,8 @@ def main(arguments: list[str]) -> int:
     os.chdir(ROOT)
     paths = [argument for argument in arguments if not argument.startswith("-") and Path(argument).exists()]
     files = files_of(paths or ["tests"], () if paths else APART)
+    # Ranks are forked from the server, which starts before a session reads its options.
+    os.environ[SIZE] = size_in(arguments)
     options = [*QUIET, *(argument for argument in arguments if argument not in paths)]
     # The server imports what ranks need, while this process imports the same for the sessions. Processes forked from it
     # that are no warm ranks, which print to their pool, say nothing beside the line of progress.
@@ -94,8 +95,7 @@ def files_of(paths: Sequence[str], apart: Sequence[str]) -> list[Path]:
     found = {
         file for path in paths for file in ([Path(path)] if Path(path).is_file() else Path(path).rglob("test_*.py"))
     }
-    files = sorted(file for file in found if not any(file.is_relative_to(folder) for folder in apart))
-    return sorted(files, key=lambda file: not any(file.is_relative_to(folder) for folder in FIRST))
+    return sorted(file for file in found if not any(file.is_relative_to(folder) for folder in apart))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -98,12 +99,18 @@ def is_inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Parse a file once for all tests."""
+    return ast.parse(source)
+
+
 def imports_of(source: str, path: str, modules: set[str]) -> Iterator[tuple[int, str]]:
     """``(line, module)`` of every import in a file, inside functions and for type checkers too.
 
     The names torch.distributed and torch.distributed.fsdp also count when they are only spelled out.
     """
-    for node in ast.walk(ast.parse(source, path)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -224,7 +231,7 @@ def test_no_two_classes_or_public_functions_have_one_name() -> None:
     names = [
         (node.name, path)
         for path, source in package_sources().items()
-        for node in ast.parse(source).body
+        for node in parsed(source).body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
         if "overload" not in map(ast.unparse, node.decorator_list)
     ]

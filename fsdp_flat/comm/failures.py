@@ -311,7 +311,13 @@ class WatchedWork:
 
     def has_failed(self) -> bool:
         """Return whether the work has ended with an error, which ``wait`` would raise."""
-        return self.is_completed() and not self.work.is_success()
+        if not self.is_completed():
+            return False
+        try:
+            self.work.wait()  # returns at once; of ``is_success`` torch warns that it is deprecated
+        except RuntimeError:
+            return True
+        return False
 
     def wait(self) -> None:
         """Block until the work has completed; raise a PeerFailureError if it failed."""

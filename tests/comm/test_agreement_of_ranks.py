@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from fsdp_flat.comm.failures import report_failure
 from fsdp_flat.comm.torch_comm import group_store
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
-from tests.support.patience import LATE_S, SHORT, impatient
+from tests.support.patience import impatient, tell, wait_until
 
 CPU = torch.device("cpu")
 TEXTS = ErrorTexts("counting", "Ranks count differently.", "Count alike.")
@@ -117,13 +116,17 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
         # The caller has caught the error, and goes on.
         report_failure(rank_group, "raised ValueError: an odd batch")
     dist.barrier()
-    begun = time.monotonic()
+    looks = failures.will_not_come
+
+    def look(*args: Any, **options: Any) -> bool:
+        found = looks(*args, **options)
+        tell("rank 0 has looked for failures")
+        return found
+
     if rank == 1:
-        time.sleep(LATE_S)
-    with impatient():
+        wait_until("rank 0 has looked for failures")
+    with impatient(), mock.patch.object(failures, "will_not_come", look if rank == 0 else looks):
         payloads = exchange_if_different(b"of rank %d" % rank, rank_group, CPU)
-        # Rank 0 has waited beyond its patience, so it has looked for failures.
-        assert time.monotonic() - begun > SHORT[failures]["LOOK_AFTER_S"]
         assert payloads == [b"of rank 0", b"of rank 1"]
         assert find_disagreement(["one"], None, [rank_group], CPU, TEXTS) is None
     dist.barrier()

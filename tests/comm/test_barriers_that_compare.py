@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import RankGroup, agreement, barrier, enter
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.support.patience import alone_after
+from tests.support.patience import LATE_S, alone_after
 
 
 def world() -> RankGroup:
@@ -58,7 +58,8 @@ def test_a_later_barrier_does_not_know_what_was_said_in_an_earlier_one() -> None
 def test_a_rank_that_has_entered_may_work_longer_than_a_rank_is_waited_for(rank: int) -> None:
     with alone_after(0.2):
         enter(world())
-        time.sleep(1.0 if rank else 0)
+        dist.barrier()
+        time.sleep(2 * LATE_S if rank else 0)
         assert barrier("a test", world(), "the same", is_entered=True)
 
 

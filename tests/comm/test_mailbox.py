@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import logging
 import os
 import socket
 import subprocess
@@ -29,7 +28,7 @@ from fsdp_flat.comm.shm.transport import Messages, SharedMemoryTransport, wait_f
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import RankFailure, assert_equal, on_ranks
-from tests.support.patience import LATE_S, TIMEOUT_S, impatient
+from tests.support.patience import TIMEOUT_S, impatient, logged, wait_until
 
 PAGE = 4096
 
@@ -386,19 +385,11 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
     box.names[7] = "layers.0"
     dist.barrier()
     if rank == 1:
-        time.sleep(LATE_S)
+        wait_until("rank 0 has waited")
         box.send("reduction", {0: torch.ones(1)}, unit=7)
     else:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("fsdp_flat")
-        logger.addHandler(handler)
-        try:
-            with impatient():
-                expected(box, "reduction", 1, 4, unit=7).wait()
-        finally:
-            logger.removeHandler(handler)
+        with impatient(), logged("rank 0 has waited") as said:
+            expected(box, "reduction", 1, 4, unit=7).wait()
         assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
     dist.barrier()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 
@@ -16,7 +15,7 @@ from tests.support import on_ranks
 from tests.support.beside import batch
 from tests.support.kit import BLOCKS, square_loss, wrapped
 from tests.support.models import Stack
-from tests.support.patience import LATE_S, give_up_soon, impatient
+from tests.support.patience import LATE_S, SECONDS, give_up_soon, impatient, logged, wait_until
 
 TRANSPORTS = pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 
@@ -91,9 +90,8 @@ def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
         with pytest.raises(ValueError, match="an odd batch"):
             model(batch(rank))
     else:
-        # The last rank finds the reports of both others.
-        time.sleep(LATE_S * rank)
-        with impatient(), pytest.raises(PeerFailureError) as caught:
+        # Each waits for the reports of both others.
+        with impatient(REPORT_TIMEOUT_S=SECONDS), pytest.raises(PeerFailureError) as caught:
             square_loss(model, batch(rank)).backward()
         text = str(caught.value)
         assert ".." not in text, text
@@ -102,8 +100,7 @@ def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
         assert text.count("rank 1 raised ValueError: an odd batch. Look at the sampler") == 1, text
         assert text.count("Of the others") == 1, text
         assert text.endswith("that came first."), text
-        if rank == 2:
-            assert "rank 0 was in the all-gather of unit 'blocks." in text, text
+        assert f"rank {2 - rank} was in the all-gather of unit 'blocks." in text, text
     dist.barrier()
 
 
@@ -123,24 +120,12 @@ def test_a_rank_that_makes_fewer_steps_leaves_the_others_with_their_unit_and_its
 @on_ranks(2, timeout=50)
 def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> None:
     model = ready()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_flat")
-    logger.addHandler(handler)
-    try:
-        if rank == 1:
-            time.sleep(LATE_S)
-        with impatient():
-            square_loss(model, batch(rank)).backward()
-    finally:
-        logger.removeHandler(handler)
-    waited = [text for text in said if "has waited" in text]
-    if rank == 0:
-        assert len(waited) == 1, said
-        assert "for rank(s) [1] in the all-gather of unit 'Moody'" in waited[0], waited
-    else:
-        assert not waited
+    if rank == 1:
+        wait_until("rank 0 has waited")
+        time.sleep(LATE_S)  # rank 0 looks several times more
+    with impatient(real=rank == 1), logged(f"rank {rank} has waited") as said:
+        square_loss(model, batch(rank)).backward()
+    assert sum("has waited 0 s for rank(s) [1] in the all-gather of unit 'Moody'" in text for text in said) == 1 - rank
 
 
 @TRANSPORTS

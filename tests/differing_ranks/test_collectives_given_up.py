@@ -29,6 +29,7 @@ from tests.support import on_ranks
 from tests.support.beside import FRONTS
 from tests.support.hosts import on_hosts
 from tests.support.kit import RaisesInBackward, Trouble, batch, seeded, wrapped
+from tests.support.patience import LATE_S, SECONDS, impatient, tell, wait_until
 
 WIDTH = 64
 TRANSPORTS = pytest.mark.parametrize("transport", ["gloo", "shared", "hosts"])
@@ -67,11 +68,7 @@ def looking_soon(transport: str, places: str = "ab") -> Iterator[None]:
         places: the host of each rank.
     """
     os.environ["FSDP_FLAT_SHARED_MEMORY"] = str(int(transport != "gloo"))
-    with (
-        mock.patch.object(failures, "WARN_AFTER_S", 0.5),
-        mock.patch.object(failures, "REPORT_TIMEOUT_S", 0.3),
-        on_hosts(places) if transport == "hosts" else nullcontext(),
-    ):
+    with impatient(), on_hosts(places) if transport == "hosts" else nullcontext():
         yield
 
 
@@ -140,7 +137,7 @@ def test_after_one_rank_raised_alone_no_rank_goes_on_with_what_another_has_given
         with pytest.raises(Trouble if rank == 0 else PeerFailureError, match="an odd batch"):
             model(x)
         layers_of(model).bad = None
-        time.sleep(0 if rank else 2)
+        time.sleep(0 if rank else 2 * LATE_S)
         assert all(is_named(goes_on(model, x, right)) for _ in range(2))
     dist.barrier()
 
@@ -162,7 +159,7 @@ def test_after_one_rank_of_a_replica_raised_alone_no_rank_computes_wrong_values(
         with pytest.raises(kind, match="an odd batch"):
             model(x).sum().backward()
         layers_of(model).bad = None
-        time.sleep(0 if rank else 2)
+        time.sleep(0 if rank else 2 * LATE_S)
         found = [goes_on(model, x, right) for _ in range(2)]
         assert all(map(is_named, found)) if rank < 2 else found == [None, None]
     dist.barrier()
@@ -202,7 +199,7 @@ def test_ranks_that_raise_at_one_point_go_on(in_backward: bool, transport: str, 
         for late in (0, 1):
             layers = layers_of(model)
             layers.bad, layers.in_backward = 1, in_backward
-            time.sleep(1.5 if rank == late else 0)
+            time.sleep(LATE_S if rank == late else 0)
             with pytest.raises(Trouble):
                 model(x).sum().backward()
             layers.bad = None
@@ -275,7 +272,8 @@ def test_memory_of_a_callers_collective_that_failed_is_kept_until_its_work_is_co
         for param_group in unit.param_groups:
             comm = param_group.comm
             comm.use(comm.options, type(comm.choice)(all_gather=all_gather))
-    with pytest.raises(PeerFailureError, match="the network is gone"):
+    settling_soon = mock.patch.object(given_up, "_SETTLE_S", LATE_S)
+    with impatient(), settling_soon, pytest.raises(PeerFailureError, match="the network is gone"):
         model(x)
     assert all(not param_group.buffer.nbytes for unit in units_of(model) for param_group in unit.param_groups)
     kept = [each for each in given_up._kept if work in [getattr(w, "work", None) for w in getattr(each, "_works", ())]]
@@ -302,7 +300,7 @@ def test_a_wait_that_failed_fails_again_or_ends_once_the_works_are_complete(rank
         whole[2 * rank : 2 * rank + 2] = rank
         if rank == 1:
             failures.report_failure(group, "raised Trouble: an odd batch")
-            time.sleep(3)
+            wait_until("rank 0 has raised")
             # As no rank of the library would: it would compare its calls first.
             with mock.patch.object(given_up, "_compare"):
                 collectives.begin_all_gather(whole).wait()
@@ -310,6 +308,7 @@ def test_a_wait_that_failed_fails_again_or_ends_once_the_works_are_complete(rank
             pending = collectives.begin_all_gather(whole)
             with pytest.raises(PeerFailureError, match="an odd batch"):
                 pending.wait()
+            tell("rank 0 has raised")
             while not pending.is_completed():
                 time.sleep(0.05)
             pending.wait()
@@ -387,5 +386,5 @@ def test_a_rank_that_had_failed_before_and_gone_on_is_told_of_anothers_first_fai
         begun = time.monotonic()
         with pytest.raises(Trouble if rank == 1 else PeerFailureError, match="an odd batch"):
             model(x)
-        assert time.monotonic() - begun < 15, "waited for the timeout of the group"
+        assert time.monotonic() - begun < SECONDS, "waited for the timeout of the group"
     dist.barrier()

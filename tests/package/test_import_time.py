@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fsdp_flat
+
+# Each line says what its import has loaded beside what those before it have.
+PROGRAM = """
+import json, sys, torch
+def new(before): return sorted(set(sys.modules) - before)
+before = set(sys.modules)
+import fsdp_flat
+print(json.dumps(new(before)))
+print(json.dumps(fsdp_flat.wrap.ModuleWrapPolicy.__name__))
+from fsdp_flat import FullyShardedDataParallel
+print(json.dumps(new(before)))
+from fsdp_flat import *  # each is imported when it is first used
+print(json.dumps(new(before)))
+"""
 
 
 def in_a_new_process(program: str) -> str:
@@ -20,20 +36,26 @@ def in_a_new_process(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_import_loads_no_module_of_torch_and_of_the_package_only_the_versions() -> None:
-    program = """
-import sys, torch
-before = set(sys.modules)
-import fsdp_flat
-new = set(sys.modules) - before
-print(*sorted(name for name in new if name.startswith(("fsdp_flat", "torch", "numpy", "sympy"))))
-"""
-    assert in_a_new_process(program).split() == ["fsdp_flat", "fsdp_flat.torch_version", "fsdp_flat.version"]
+@pytest.fixture(scope="module")
+def loaded() -> list[Any]:
+    """What the program prints."""
+    return [json.loads(line) for line in in_a_new_process(PROGRAM).splitlines()]
 
 
-def test_the_wrapper_class_does_not_load_the_checkpoint_package() -> None:
-    program = "import sys\nfrom fsdp_flat import FullyShardedDataParallel\nprint('fsdp_flat.checkpoint' in sys.modules)"
-    assert in_a_new_process(program) == "False"
+def test_the_import_loads_no_module_of_torch_and_of_the_package_only_the_versions(loaded: list[Any]) -> None:
+    names = [name for name in loaded[0] if name.startswith(("fsdp_flat", "torch", "numpy", "sympy"))]
+    assert names == ["fsdp_flat", "fsdp_flat.torch_version", "fsdp_flat.version"]
+
+
+def test_the_wrapper_class_does_not_load_the_checkpoint_package(loaded: list[Any]) -> None:
+    assert "fsdp_flat.fully_sharded_data_parallel" in loaded[2]
+    assert "fsdp_flat.checkpoint" not in loaded[2]
+
+
+@pytest.mark.parametrize("module", ["torch._dynamo", "torch.distributed.fsdp"])
+def test_importing_all_names_leaves_a_module_alone(module: str, loaded: list[Any]) -> None:
+    assert "fsdp_flat.core.unit" in loaded[3]
+    assert module not in loaded[3]
 
 
 def test_each_public_name_is_the_object_that_type_checkers_see() -> None:
@@ -57,8 +79,8 @@ def test_a_star_import_and_dir_give_all_public_names() -> None:
     assert in_a_new_process(program) == "True"
 
 
-def test_a_submodule_is_an_attribute_without_an_import_of_its_own() -> None:
-    assert in_a_new_process("import fsdp_flat\nprint(fsdp_flat.wrap.ModuleWrapPolicy.__name__)") == "ModuleWrapPolicy"
+def test_a_submodule_is_an_attribute_without_an_import_of_its_own(loaded: list[Any]) -> None:
+    assert loaded[1] == "ModuleWrapPolicy"
 
 
 @pytest.mark.parametrize("name", ["FullyShardedDataParalel", "__wrapped__"])

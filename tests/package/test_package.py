@@ -91,6 +91,7 @@ def test_the_command_runs_a_script_or_a_module_of_the_working_directory_on_fsdp_
         assert result.stdout == "fsdp_flat.fully_sharded_data_parallel --lr 1\n"
 
 
+@pytest.mark.from_size("cover", "starts a program that imports torch; tests/tools migrate a folder here")
 def test_the_command_migrates_a_folder(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n")
     result = run("migrate", ".", folder=tmp_path)

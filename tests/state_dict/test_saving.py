@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,10 +39,9 @@ from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Tied
-from tests.support.patience import SECONDS, alone_after, impatient
+from tests.support.patience import SECONDS, alone_after, impatient, tell, wait_until
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, acquaint, recorded
-from tests.support.torch_and_ours import default_store
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
 
 ITEMSIZE = 4
@@ -388,7 +386,7 @@ def test_other_ranks_are_told_of_a_hook_that_raises_on_one(kind: Any, rank: int)
     told = pytest.raises(ValueError if rank == 1 else PeerFailureError, match="no disk")
     with FSDP.state_dict_type(model, kind), impatient(), told:
         model.state_dict()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < SECONDS
     dist.barrier()
 
 
@@ -396,15 +394,13 @@ def test_other_ranks_are_told_of_a_hook_that_raises_on_one(kind: Any, rank: int)
 def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> None:
     model = shard(seeded())
     acquaint(model)
-    store = default_store()
 
     def warn(text: str) -> None:
         warn_user(text)
-        store.set("rank 1 has warned", "")
+        tell("rank 1 has warned")
 
     if rank == 0:
-        store.wait(["rank 1 has warned"], timedelta(seconds=30))
-        store.delete_key("rank 1 has warned")
+        wait_until("rank 1 has warned")
         state = model.state_dict()
     else:
         with (

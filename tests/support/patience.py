@@ -2,11 +2,13 @@
 
 A wait for a rank that is late or absent is what such a test tests, and takes as long as the patience. Values of less
 than a second are for what a rank does meanwhile (it looks, it warns); what ends a wait, the timeout of a group, has
-room for a slow machine's step. ``make test-all`` has a test of each kind of wait with the values of the library.
+room for a slow machine's step. ``make test-all`` has a test of each kind of wait with the values of the library. Where
+the order of ranks matters, one waits until another tells it to go on: a sleep is no order.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -17,6 +19,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from fsdp_flat.comm import agreement, failures
+
+from .torch_and_ours import default_store
 
 # By module. That of agreement, after which rank 0 takes a call for one of its own alone, is set by a test of it only.
 SHORT: dict[ModuleType, dict[str, float]] = {
@@ -52,6 +56,36 @@ def alone_after(seconds: float) -> Iterator[None]:
     """Have rank 0 take a call for one of its own alone after so many seconds inside the block."""
     with mock.patch.object(agreement, "WARN_AFTER_S", seconds):
         yield
+
+
+def tell(event: str) -> None:
+    """Let the rank go on that waits for an event, now or later."""
+    default_store().set(event, "")
+
+
+def wait_until(event: str) -> None:
+    """Wait until another rank has told of an event; one rank may wait for each that is told."""
+    default_store().wait([event], timedelta(seconds=2 * SECONDS))
+    default_store().delete_key(event)
+
+
+@contextmanager
+def logged(event: str) -> Iterator[list[str]]:
+    """Collect the texts that the library logs inside the block, and tell of an event once there is one."""
+    texts: list[str] = []
+
+    def keep(record: logging.LogRecord) -> None:
+        texts.append(record.getMessage())
+        if len(texts) == 1:
+            tell(event)
+
+    handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")
+    handler.emit = keep  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
 
 
 def give_up_soon(group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import zlib
 from collections import defaultdict
@@ -19,13 +20,21 @@ NO_GUARDS = "FSDP_FLAT_TESTS_WITHOUT_GUARDS"
 # The number of ranks on which the quick suite runs a test that may run on more.
 FEW_RANKS = 2
 # How many times fewer combinations a body tries in the quick suite: no common factor with usual numbers of values.
-FEWER = 5
+FEWER = 7
 MARKS = (
     "from_size(size, why): the smallest size of the suite that runs the test, cover or all; by default quick",
     "of_guards: a guard raises or warns in the test, which is left out where tests run without guards",
     "every_value_in_quick(why): the quick suite too runs every value of the test's parameters",
 )
 Each = TypeVar("Each")
+
+
+def size_in(arguments: Sequence[str]) -> str:
+    """Return the size of the suite that options of pytest ask for."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--size", choices=SIZES, default="cover")
+    size: str = parser.parse_known_args(arguments)[0].size
+    return size
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -98,8 +107,11 @@ def some(combinations: Iterable[Each], every: int) -> list[Each]:
         combinations: such as a product of several values.
         every: without a common factor with the numbers of values, so that each value occurs.
     """
-    size = os.environ.get(SIZE, "cover")
-    return list(combinations)[:: {"quick": FEWER * every, "cover": every, "all": 1}[size]]
+    size, every_one = os.environ.get(SIZE, "cover"), list(combinations)
+    if size == "quick":
+        # Not from the first one on, which has the plainest values.
+        return every_one[min(FEWER * every, len(every_one)) // 2 :: FEWER * every]
+    return every_one[:: every if size == "cover" else 1]
 
 
 def cover(combinations: Sequence[Mapping[str, Any]]) -> set[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import FIRST, ROOT, files_of
+from tests.__main__ import ROOT, files_of
 
 PASSING = "def test_that_passes() -> None:\n    assert True\n"
 FAILING = "def test_that_fails() -> None:\n    assert 1 == 2\n"
@@ -38,11 +38,8 @@ def test_each_file_runs_once_and_failures_come_between_the_line_of_progress_and_
     assert "passed" not in text
 
 
-def test_files_are_those_of_folders_and_the_long_ones_come_first() -> None:
+def test_files_are_those_of_folders() -> None:
     files = files_of(["tests/support", "tests/comm"], ["tests/comm/test_faults.py"])
     assert len(set(files)) == len(files)
     assert Path("tests/comm/test_faults.py") not in files
     assert Path("tests/support/test_session.py") in files
-    is_first = [any(file.is_relative_to(folder) for folder in FIRST) for file in files]
-    assert is_first == sorted(is_first, reverse=True)
-    assert any(is_first)

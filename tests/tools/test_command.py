@@ -6,8 +6,8 @@ import json
 import os
 import pickle
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 import warnings
 import zipfile
@@ -391,8 +391,13 @@ def test_every_command_has_help_with_an_example_and_an_option_for_json(
         assert "--json" in text
 
 
-def test_a_command_needs_no_process_group_and_shows_plain_text_in_a_pipe(peer_files: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_flat", "show", str(peer_files / "run"), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert json.loads(result.stdout)["step"] == 3
+def test_a_command_needs_no_process_group_and_shows_plain_text_in_a_pipe(
+    peer_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "show", str(peer_files / "run"), "--json"])
+    monkeypatch.delitem(sys.modules, "fsdp_flat.__main__", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("fsdp_flat", run_name="__main__")
+    shown = capsys.readouterr()
+    assert (caught.value.code, shown.err) == (0, "")
+    assert json.loads(shown.out)["step"] == 3

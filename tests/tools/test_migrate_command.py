@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -117,10 +118,15 @@ def test_without_libcst_the_error_says_what_to_install(
     assert "pip install libcst" in capsys.readouterr().err
 
 
-def test_python_m_ends_with_the_exit_status(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "fsdp_flat.migrate", "package"], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("--- a/package/train.py")
+def test_python_m_ends_with_the_exit_status(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "package"])
+    monkeypatch.delitem(sys.modules, "fsdp_flat.migrate")
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("fsdp_flat.migrate", run_name="__main__")
+    assert caught.value.code == 1
+    assert capsys.readouterr().out.startswith("--- a/package/train.py")
 
 
 def test_a_wrong_command_line_is_one_line_that_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:

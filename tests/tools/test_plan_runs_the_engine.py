@@ -39,6 +39,7 @@ def test_a_memory_budget_keeps_units_and_saves_their_second_all_gathers(api: str
     assert none.phases[0].nbytes.gathered <= some.phases[0].nbytes.gathered < all_.phases[0].nbytes.gathered
 
 
+@pytest.mark.from_size("cover", "plans a step in many ways")
 @pytest.mark.parametrize("api", APIS)
 def test_a_search_spends_what_full_sharding_leaves_on_a_memory_budget(api: str) -> None:
     freed, kept = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.support import Ranks, assert_close, assert_equal, on_ranks
 from tests.support.beside import OUR_WRAPPERS, WIDTH, WRAPPER_FRONTS, Beside
 from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, train_on, wrapped
 from tests.support.models import Stack
+from tests.support.selection import some
 from tests.support.steps import STRATEGIES as ALL_STRATEGIES
 from tests.support.steps import mesh_for
 
@@ -308,11 +310,10 @@ def digest_of_run(strategy: Any, front: str) -> list[Any]:
 
 @on_ranks(4)
 def test_two_runs_are_equal_to_the_bit(rank: int) -> None:
-    for strategy in ALL_STRATEGIES:
-        for front in OUR_WRAPPERS:
-            first = digest_of_run(strategy, front)
-            assert_equal(digest_of_run(strategy, front), first, what=f"{strategy}, {front}")
-            assert len({float(value) for value in first[:-1]}) == 8
+    for strategy, front in some(itertools.product(ALL_STRATEGIES, OUR_WRAPPERS), 1):
+        first = digest_of_run(strategy, front)
+        assert_equal(digest_of_run(strategy, front), first, what=f"{strategy}, {front}")
+        assert len({float(value) for value in first[:-1]}) == 8
 
 
 def run_on_batches(num_batches: int, front: str) -> dict[str, torch.Tensor]:

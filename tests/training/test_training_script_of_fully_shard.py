@@ -41,6 +41,7 @@ def test_the_script_trains_saves_and_loads_as_on_torch(options: dict[str, Any], 
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.from_size("cover", "trains twice on four ranks; tests/strategies compare hybrid meshes with torch's")
 @on_ranks(4)
 def test_the_script_trains_on_a_hybrid_mesh_as_on_torch(tmp_path: Path) -> None:
     theirs, ours = of_both(tmp_path, replicate=2)
