@@ -49,14 +49,25 @@ def test_a_plan_is_that_of_the_function(run_json: RunJson, run: Run) -> None:
 
 
 def test_a_plan_that_fits_nothing_has_status_one(run_json: RunJson) -> None:
-    status, found = run_json("plan", STACK, "--ranks", 2, "--batch", "16x8", "--fit", "1kB")
+    status, found = run_json("plan", STACK, "--ranks", 2, "--batch", "16x8", "--wrap", "Block", "--fit", "1kB")
     assert (status, found["fits"]) == (1, False)
     assert len(found["choices"]) > 1
 
 
 def test_a_plan_that_fits_has_status_zero_and_a_picture(run_json: RunJson, tmp_path: Path) -> None:
     status, found = run_json(
-        "plan", STACK, "--ranks", 2, "--batch", "16x8", "--fit", "1MB", "--picture", tmp_path / "plan.png"
+        "plan",
+        STACK,
+        "--ranks",
+        2,
+        "--batch",
+        "16x8",
+        "--wrap",
+        "Block",
+        "--fit",
+        "1MB",
+        "--picture",
+        tmp_path / "plan.png",
     )
     assert (status, found["fits"]) == (0, True)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
