@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp_flat
 from fsdp_flat import core
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
@@ -36,10 +35,12 @@ from fsdp_flat.core import (
     Unit,
     alignment_numel,
     have_grads,
+    modules_of,
     outermost_of,
     predivide_factor,
     reset_step,
     sharded_grad_of,
+    unit_of,
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
@@ -151,6 +152,12 @@ def _unchanged(value: Any) -> Any:
 
 def _as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
     return None if value is None else member_of(BackwardPrefetch, value, "backward_prefetch", others=" or None")
+
+
+def wrappers_in(module: nn.Module) -> list[Any]:
+    """Return every wrapper at or below ``module``, in the order of ``module.modules()``."""
+    units = [(child, unit_of(child)) for child in modules_of(module)]
+    return [child for child, unit in units if unit is not None and unit.options.front.has_wrapper]
 
 
 class GroupMember:
@@ -546,17 +553,17 @@ class UndocumentedMembers(GroupMember):
 
     # -- the tree ------------------------------------------------------------------------------------------------
 
-    def _of_root(self: Any, name: str) -> list[fsdp_flat.FullyShardedDataParallel]:
+    def _of_root(self: Any, name: str) -> list[Any]:
         if not self._is_root:
             raise AttributeError(f"{name} is there on the outermost wrapper only, after its first use.")
-        return fsdp_flat.FullyShardedDataParallel.fsdp_modules(self)
+        return wrappers_in(self)
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
         return [handle for wrapper in self._of_root("_all_handles") for handle in wrapper._named_handles()]
 
     @property
-    def _all_fsdp_states(self) -> list[fsdp_flat.FullyShardedDataParallel]:
+    def _all_fsdp_states(self) -> list[Any]:
         return self._of_root("_all_fsdp_states")
 
     @property
