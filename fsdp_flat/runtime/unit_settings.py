@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from fsdp_flat.core.reduction import ReductionPolicy
 from fsdp_flat.core.step import step_of
 from fsdp_flat.core.torch_core import LOW_PRECISION_HOOKS
 from fsdp_flat.core.unit import Unit, own_unit, units_of
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.runtime.unused_switches import UnusedSwitches
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
 
 
 @contextmanager
@@ -109,7 +108,7 @@ def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> No
         unit.policy.divide_factor = factor
 
 
-class UnitSettings(UnusedSwitches):
+class UnitSettings(nn.Module):
     """Sets how the unit of a module accumulates and reduces gradients, and its collectives.
 
     Settings are read in later steps, and every rank must make the same ones. With ``recurse`` a setting is made for the
@@ -293,6 +292,29 @@ class UnitSettings(UnusedSwitches):
                 second[shard] = second_group(shard)
             choices[comm] = replace(comm.choice, reduce_group=second[shard] if enable else None)
         replace_collectives(units, choices)
+
+    # -- switches of FSDP2 that the library has no use for -----------------------------------------------------------
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept the request that backends get sums of gradients only, which is always so here.
+
+        Gradients are divided after the sum, fp16 also before it, by the library itself.
+        """
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept FSDP2's switch: all-gathers are always asynchronous here."""
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
+        """Refuse symmetric memory, which the library does not allocate.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"Unit {own_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. "
+            "Call set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or "
+            "pass an object whose allocate returns symmetric memory to set_custom_all_gather."
+        )
 
 
 def _check_one_mesh(unit: Unit, what: str) -> None:
