@@ -20,22 +20,20 @@ from fsdp_flat.state.model_save import (
     state_dict_settings,
     state_dict_type,
 )
-from fsdp_flat.state.older_optim_dicts import (
-    flatten_sharded_optim_state_dict,
-    full_optim_state_dict,
-    scatter_full_optim_state_dict,
-    shard_full_optim_state_dict,
-    sharded_optim_state_dict,
-    warn_of_older_form,
-)
 from fsdp_flat.state.optim_dicts import (
     OptimInput,
+    flatten_sharded_optim_state_dict,
+    full_optim_state_dict,
     load_full_or_sharded,
     optim_state_dict,
     optim_state_dict_to_load,
     register_optim_state_handler,
     rekey_optim_state_dict,
     save_full_or_sharded,
+    scatter_full_optim_state_dict,
+    shard_full_optim_state_dict,
+    sharded_optim_state_dict,
+    warn_of_older_form,
     warn_of_optim_input,
 )
 from fsdp_flat.state.optim_load import load_optim_state, template_states
