@@ -69,18 +69,6 @@ ABSENT_ATTRIBUTES = frozenset(
 )
 """Attributes of FSDP1's wrappers, handles and flat parameters that have no counterpart here."""
 
-HANDLE_STATE = frozenset(
-    (
-        *("_aligned_numel", "_debug_level", "_device_handle", "_get_unflat_views", "_handle_index"),
-        *("_has_optim_in_backward", "_low_prec_param_dtype_specified", "_low_prec_reduce_dtype_specified"),
-        *("_needs_pre_backward_unshard", "_needs_pre_forward_unshard", "_post_forward_index"),
-        *("_pre_forward_order_index", "_prefetched", "_ran_pre_backward_hook", "_setattr_param", "_setattr_tensor"),
-        *("_skip_writeback_check", "_skipped_use_sharded_views", "_unsharded_flat_param_for_skipped_views"),
-        *("_use_fake_all_gather", "_use_fake_reduce", "_use_full_prec_in_eval"),
-    )
-)
-"""Attributes of FSDP1's handles that hold their own state, and that nothing reads here."""
-
 _STREAMS = "The library orders its own streams: see set_post_optim_event and share_comm_ctx"
 _BUFFERS = "Buffers are cast as MixedPrecision(buffer_dtype=...) says"
 _CONSTRUCTOR = "Pass it to the constructor"
