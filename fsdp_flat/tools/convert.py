@@ -21,7 +21,8 @@ from fsdp_flat.checkpoint.format import records_of, writing_path
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
-from fsdp_flat.layout import owners_of_constants
+from fsdp_flat.layout import chunk_rows, owners_of_constants
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.stored_checkpoint import (
@@ -34,7 +35,6 @@ from fsdp_flat.tools.stored_checkpoint import (
     flattened,
     nested,
 )
-from fsdp_flat.tools.text import size_text
 from fsdp_flat.tools.torch_archives import Described
 from fsdp_flat.tools.torch_writer import write_archive
 
@@ -235,12 +235,12 @@ def _write_dcp(source: StoredCheckpoint, path: Path, options: WriteOptions, upda
         written: dict[Any, list[Any]] = {}  # by what tensors share, the bytes and the place of this rank's part
         with open(path / f"__{rank}_0.distcp", "wb") as file:
             for tensor in source.tensors.values():
-                start, stop = _rows_of_rank(tensor, rank, options.num_ranks)
-                offsets = (start, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
-                sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-                if start < stop or (rank == 0 and not tensor.numel):
+                held = chunk_rows(tensor.num_rows, options.num_ranks, rank)  # as ``fully_shard`` divides a tensor
+                offsets = (held.start, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+                sizes = (held.numel, *tensor.shape[1:]) if tensor.shape else ()
+                if held.numel or (rank == 0 and not tensor.numel):
                     if tensor.identity not in written:
-                        part = tensor.rows(start, stop).reshape(sizes)
+                        part = tensor.rows(held.start, held.stop).reshape(sizes)
                         written[tensor.identity] = [part.nbytes, *_append(on_host(part), file)]
                         update(part.nbytes)
                         del part
@@ -256,12 +256,6 @@ def _write_dcp(source: StoredCheckpoint, path: Path, options: WriteOptions, upda
 def _plain_keys(keys: Keys) -> list[Any]:
     """Return nested keys as torch's planner records them: positions in lists are integers, all others texts."""
     return [int(key) if isinstance(key, Position) else str(key) for key in keys]
-
-
-def _rows_of_rank(tensor: TensorInFiles, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the rows that a rank holds, those that ``fully_shard`` gives it."""
-    num_rows = -(-tensor.num_rows // num_ranks)
-    return min(rank * num_rows, tensor.num_rows), min((rank + 1) * num_rows, tensor.num_rows)
 
 
 def _append(value: Any, file: Any) -> tuple[str, int, int]:

@@ -12,10 +12,10 @@ from torch import nn
 from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
 from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.sizes import scale_of
 from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
 from fsdp_flat.tools.step_memory import StepPhase
 from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
-from fsdp_flat.tools.text import scale_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # The share of a model's parameters that modules of one class must have, for them to be tried as units.

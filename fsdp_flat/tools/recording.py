@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_flat.comm.torch_comm import profiler_is_on
 from fsdp_flat.errors import UsageError, counted
 from fsdp_flat.extras.describe import ModelDescription, aligned, describe
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.step_trace import StepTrace, Work, read_trace
-from fsdp_flat.tools.text import size_text
 
 _COLUMNS = {
     Work.FORWARD: "forward",
