@@ -108,7 +108,7 @@ def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
         2,
         1,
         figsize=(13, height),
-        sharex=not trace.memory_in_host_time,
+        sharex=True,
         height_ratios=(height - 2.2, 2.2),
         layout="constrained",
     )
@@ -140,10 +140,6 @@ def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
     )
     since = "" if trace.is_accelerator else "\nsince the begin"
     clock = "time of the device, ms" if trace.is_accelerator else "time, ms"
-    if trace.memory_in_host_time:
-        timeline.set_xlabel(clock)
-        timeline.set_xlim(0, 1e3 * trace.seconds)
-        clock = "time of the host, ms: it issues work ahead of the device"
     _label(memory, "", f"allocated{since}, {unit}", clock)
     memory.set_xlim(0, 1e3 * trace.seconds)
     memory.set_ylim(bottom=0)

@@ -186,9 +186,8 @@ class Recording:
                     "dur": 1e6 * segment.seconds,
                 }
             )
-        name = "bytes allocated, in time of the host" if trace.memory_in_host_time else "bytes allocated"
         for time, nbytes in trace.allocated:
-            counter = {"ph": "C", "name": name, "pid": pid, "ts": trace.began_us + 1e6 * time}
+            counter = {"ph": "C", "name": "bytes allocated", "pid": pid, "ts": trace.began_us + 1e6 * time}
             added.append({**counter, "args": {"bytes": nbytes}})
         return {**events, "traceEvents": [*events["traceEvents"], *added]}
 

@@ -6,7 +6,7 @@ import heapq
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -83,8 +83,6 @@ class StepTrace:
         num_backwards: backwards of the outermost unit.
         is_accelerator: the segments are those of an accelerator.
         began_us: the begin on the profiler's clock, in microseconds.
-        memory_in_host_time: the times of ``allocated`` are those of the host although the segments are an
-            accelerator's, because the trace does not tell which work of the accelerator the host issued when.
     """
 
     segments: tuple[Segment, ...]
@@ -94,7 +92,6 @@ class StepTrace:
     num_backwards: int
     is_accelerator: bool
     began_us: float
-    memory_in_host_time: bool = False
 
     @property
     def units(self) -> list[str]:
@@ -160,13 +157,9 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
         for event in sorted(memory, key=lambda event: event["ts"])
         if event["args"]["Device Type"] == kind
     ]
-    in_host_time = False
     if kernels:
         flights = [moved for flight in flights if (moved := _on_device(flight, kernels)) is not None]
-        reached = _device_clock(kernels)
-        in_host_time = reached is None
-        if reached is not None:
-            allocated = [(reached(time), nbytes) for time, nbytes in allocated]
+        allocated = _on_device_clock(allocated, kernels)
     return StepTrace(
         tuple(kernel.segment for kernel in kernels) or tuple(on_host),
         tuple(flights),
@@ -175,7 +168,6 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
         num_backwards,
         bool(kernels),
         begin,
-        in_host_time and bool(allocated),
     )
 
 
@@ -248,33 +240,25 @@ def _on_device(flight: Segment, kernels: Iterable[_Kernel]) -> Segment | None:
     return flight._replace(start=of_it[0].start, stop=max(segment.stop for segment in of_it))
 
 
-def _device_clock(kernels: Iterable[_Kernel]) -> Callable[[float], float] | None:
-    """Return a function from a time of the host to when the stream of compute reaches what the host issues then.
+def _on_device_clock(allocated: list[tuple[float, int]], kernels: Iterable[_Kernel]) -> list[tuple[float, int]]:
+    """Return bytes allocated with the times at which the stream of compute reaches what the host issued then.
 
     The stream of compute is the one that is busy longest without communicating. Its kernels run in the order of their
     launches, so memory that the host takes or releases at a time belongs to the kernel which it launches next.
-
-    Returns:
-        None if the launch of no kernel of that stream is known.
     """
-    computing = [each for each in kernels if each.launched is not None and not each.segment.work.communicates]
-    busy: defaultdict[Any, float] = defaultdict(float)
-    for kernel in computing:
-        busy[kernel.stream] += kernel.segment.seconds
-    if not busy:
-        return None
-    stream = max(busy, key=busy.__getitem__)
-    own = sorted((kernel for kernel in computing if kernel.stream == stream), key=lambda kernel: kernel.launched or 0.0)
-    launches = [kernel.launched or 0.0 for kernel in own]
-    starts = list(accumulate((kernel.segment.start for kernel in own), max))
-    end = max(kernel.segment.stop for kernel in own)
-
-    def reached(time: float) -> float:
-        place = bisect_left(launches, time)
-        # A device that waits for the host starts a kernel after the host took its memory, never before.
-        return max(time, starts[place] if place < len(starts) else end)
-
-    return reached
+    by_stream: defaultdict[Any, list[_Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        if kernel.launched is not None and not kernel.segment.work.communicates:
+            by_stream[kernel.stream].append(kernel)
+    if not by_stream:
+        return allocated
+    computing = max(by_stream.values(), key=lambda kernels: sum(kernel.segment.seconds for kernel in kernels))
+    computing.sort(key=lambda kernel: kernel.launched or 0.0)
+    launches = [kernel.launched or 0.0 for kernel in computing]
+    starts = list(accumulate((kernel.segment.start for kernel in computing), max))
+    starts.append(max(kernel.segment.stop for kernel in computing))
+    # A device that waits for the host starts a kernel after the host took its memory, never before.
+    return [(max(time, starts[bisect_left(launches, time)]), nbytes) for time, nbytes in allocated]
 
 
 def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Segment]:
