@@ -241,11 +241,7 @@ class UnitSettings(nn.Module):
             OptionError: the module's parameters are on several meshes.
             PhaseError: a step is under way.
         """
-        unit = own_unit(self)
-        _check_one_mesh(unit, "A custom all-gather")
-        allocate, own = _allocate_of(comm), [param_group.comm for param_group in unit.param_groups]
-        choices = {each: replace(each.choice, all_gather=comm, gather_memory=allocate) for each in own}
-        replace_collectives([unit], choices)
+        _use_custom(own_unit(self), comm, "A custom all-gather", "all_gather", "gather_memory")
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Replace the reduce-scatter of this module's unit in later steps. Every rank must replace it.
@@ -260,11 +256,7 @@ class UnitSettings(nn.Module):
             OptionError: the module's parameters are on several meshes.
             PhaseError: a step is under way.
         """
-        unit = own_unit(self)
-        _check_one_mesh(unit, "A custom reduce-scatter")
-        allocate, own = _allocate_of(comm), [param_group.comm for param_group in unit.param_groups]
-        choices = {each: replace(each.choice, reduce_scatter=comm, reduce_memory=allocate) for each in own}
-        replace_collectives([unit], choices)
+        _use_custom(own_unit(self), comm, "A custom reduce-scatter", "reduce_scatter", "reduce_memory")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
@@ -344,10 +336,14 @@ def _check_between_steps(units: Iterable[Unit]) -> None:
             )
 
 
-def _allocate_of(comm: Any) -> Any:
-    """Return the method of a caller's collective that allocates its memory."""
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+def _use_custom(unit: Unit, comm: Any, what: str, collective: str, memory: str) -> None:
+    """Replace a collective of a unit by one of the caller's, whose memory its own method allocates."""
+    _check_one_mesh(unit, what)
+    allocate = getattr(comm, "allocate", None)
+    if not callable(comm) or not callable(allocate):
         raise OptionTypeError(
             f"comm must be callable and have a method allocate(size, *, dtype, device); got {type(comm).__name__}."
         )
-    return comm.allocate
+    fields: dict[str, Any] = {collective: comm, memory: allocate}
+    comms = [param_group.comm for param_group in unit.param_groups]
+    replace_collectives([unit], {comm: replace(comm.choice, **fields) for comm in comms})
