@@ -70,10 +70,10 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path looks like one checkpoint, or one file of it."""
     if path.is_dir():
-        found = next((opened for finds, opened in _FORMATS if finds(path)), None)
+        opener = next((opened for finds, opened in _FORMATS if finds(path)), None)
         # A folder of single files is listed file by file unless their names count ranks.
-        return found not in (None, _open_newest) and (
-            found is not _open_torch_files or _counts_ranks(_rank_files(path))
+        return opener not in (None, _open_newest) and (
+            opener is not _open_torch_files or _counts_ranks(_rank_files(path))
         )
     return path.suffix in (".safetensors", *TORCH_SUFFIXES)
 
@@ -92,11 +92,11 @@ def has_steps(path: Path) -> bool:
 
 
 def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
-    found = list_checkpoints(path)
-    for each in found:
-        if each.problem:
-            warn_user(f"{each.problem}; passed over.")
-    complete = [each.path for each in found if not each.problem]
+    checkpoints = list_checkpoints(path)
+    for checkpoint in checkpoints:
+        if checkpoint.problem:
+            warn_user(f"{checkpoint.problem}; passed over.")
+    complete = [checkpoint.path for checkpoint in checkpoints if not checkpoint.problem]
     if not complete:
         raise LoadError(f"{path} has no complete checkpoint.")
     return _open_dcp(complete[0], allow_pickle)
@@ -149,8 +149,8 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             keys = _keys_of(fqn, mappings)
-            found = tuple(parts.get(fqn, ()))
-            tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, found)
+            held = tuple(parts.get(fqn, ()))
+            tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, held)
     files = {path / place.relative_path for place in places.values()} | {path / ".metadata"}
     return StoredCheckpoint(
         path=path,
@@ -207,8 +207,8 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     files = _safetensors_of(path)
     metadata: dict[str, Any] = {}
     for file in files:
-        found, strings = read_safetensors(file)
-        tensors |= {(name,): _whole((name,), tensor, file) for name, tensor in found.items()}
+        in_file, strings = read_safetensors(file)
+        tensors |= {(name,): _whole((name,), tensor, file) for name, tensor in in_file.items()}
         metadata |= strings
     for name, same in metadata.items():
         if (same,) in tensors and (name,) not in tensors:
@@ -234,15 +234,15 @@ def _is_plain_tensor(value: Any) -> bool:
 
 
 def _whole(keys: Keys, tensor: torch.Tensor, file: Path) -> TensorInFiles:
-    found, shape = tensor.detach(), tuple(tensor.shape)
-    shared = (found.data_ptr(), found.stride(), shape, found.dtype) if found.numel() else None
-    return TensorInFiles(keys, shape, found.dtype, (Part((0,) * len(shape), shape, lambda: found, file),), shared)
+    plain, shape = tensor.detach(), tuple(tensor.shape)
+    shared = (plain.data_ptr(), plain.stride(), shape, plain.dtype) if plain.numel() else None
+    return TensorInFiles(keys, shape, plain.dtype, (Part((0,) * len(shape), shape, lambda: plain, file),), shared)
 
 
 def _rank_files(path: Path) -> list[Path]:
     """Return the files of a folder that ranks have saved, one each, by rank."""
-    found = [each for each in path.iterdir() if each.suffix in TORCH_SUFFIXES] if path.is_dir() else []
-    return sorted(found, key=lambda each: ([int(number) for number in re.findall(r"\d+", each.stem)], each.name))
+    files = [file for file in path.iterdir() if file.suffix in TORCH_SUFFIXES] if path.is_dir() else []
+    return sorted(files, key=lambda file: ([int(number) for number in re.findall(r"\d+", file.stem)], file.name))
 
 
 def _counts_ranks(files: list[Path]) -> bool:

@@ -132,12 +132,12 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
     num_backwards = 0
     for event in labels:
         start, stop = seconds(event["ts"]), seconds(event["ts"] + event["dur"])
-        found = _LABEL.fullmatch(event["name"])
-        if found is None or found[1] not in _WORK_OF_LABEL:
+        labelled = _LABEL.fullmatch(event["name"])
+        if labelled is None or labelled[1] not in _WORK_OF_LABEL:
             if event["name"].startswith("Optimizer.step"):
                 spans.append(Segment(start, stop, Work.OPTIMIZER, ""))
             continue
-        label, unit = found.groups()
+        label, unit = labelled.groups()
         spans.append(Segment(start, stop, _WORK_OF_LABEL[label], unit))
         num_backwards += label == "root_post_backward"
         before, work = _BETWEEN.get(label, ("", Work.OTHER))
@@ -151,11 +151,11 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
     on_host = innermost(spans)
     kernels = _kernels(timed, on_host, seconds)
     memory = [event for event in events if event.get("name") == "[memory]"]
-    kind = max((event["args"]["Device Type"] for event in memory), default=0)
+    device_type = max((event["args"]["Device Type"] for event in memory), default=0)
     allocated = [
         (seconds(event["ts"]), event["args"]["Total Allocated"])
         for event in sorted(memory, key=lambda event: event["ts"])
-        if event["args"]["Device Type"] == kind
+        if event["args"]["Device Type"] == device_type
     ]
     if kernels:
         flights = [moved for flight in flights if (moved := _on_device(flight, kernels)) is not None]
@@ -175,7 +175,7 @@ def innermost(spans: Iterable[Segment]) -> list[Segment]:
     """Return segments without overlap, in order: at each time that of the span which began last."""
     ordered = sorted(spans, key=_START)
     times = sorted({time for span in ordered for time in (span.start, span.stop)})
-    found: list[Segment] = []
+    segments: list[Segment] = []
     running: list[tuple[float, int, Segment]] = []
     begun = 0
     for start, stop in pairwise(times):
@@ -187,11 +187,11 @@ def innermost(spans: Iterable[Segment]) -> list[Segment]:
         if not running:
             continue
         last = running[0][2]
-        if found and (found[-1].stop, found[-1].work, found[-1].unit) == (start, last.work, last.unit):
-            found[-1] = found[-1]._replace(stop=stop)
+        if segments and (segments[-1].stop, segments[-1].work, segments[-1].unit) == (start, last.work, last.unit):
+            segments[-1] = segments[-1]._replace(stop=stop)
         else:
-            found.append(Segment(start, stop, last.work, last.unit))
-    return found
+            segments.append(Segment(start, stop, last.work, last.unit))
+    return segments
 
 
 class _Kernel(NamedTuple):
@@ -210,7 +210,7 @@ def _kernels(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment], second
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
     starts = [segment.start for segment in on_host]
-    found = []
+    kernels = []
     for event in timed:
         if event.get("cat") not in _DEVICE_WORK:
             continue
@@ -221,8 +221,8 @@ def _kernels(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment], second
         if work in (Work.FORWARD, Work.BACKWARD, Work.OTHER) and _COLLECTIVE.search(event["name"]):
             work = Work.ALL_GATHER if work is Work.FORWARD else Work.REDUCE
         segment = Segment(seconds(event["ts"]), seconds(event["ts"] + event["dur"]), work, by.unit)
-        found.append(_Kernel(segment, at, (args.get("device"), args.get("stream"))))
-    return sorted(found, key=lambda kernel: kernel.segment.start)
+        kernels.append(_Kernel(segment, at, (args.get("device"), args.get("stream"))))
+    return sorted(kernels, key=lambda kernel: kernel.segment.start)
 
 
 def _on_device(flight: Segment, kernels: Iterable[_Kernel]) -> Segment | None:
@@ -265,7 +265,7 @@ def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Seg
     """Return the parts of ``segments``, which do not overlap, at which none of ``others`` runs."""
     pieces = sorted(segments, key=_START)
     covers = innermost(others)
-    found = []
+    left = []
     first = 0
     for piece in pieces:
         while first < len(covers) and covers[first].stop <= piece.start:
@@ -275,8 +275,8 @@ def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Seg
             if cover.start >= piece.stop:
                 break
             if cover.start > start:
-                found.append(piece._replace(start=start, stop=cover.start))
+                left.append(piece._replace(start=start, stop=cover.start))
             start = max(start, cover.stop)
         if start < piece.stop:
-            found.append(piece._replace(start=start))
-    return found
+            left.append(piece._replace(start=start))
+    return left
