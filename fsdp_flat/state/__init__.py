@@ -1,7 +1,7 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
 from fsdp_flat.state.apart import TakenApart
-from fsdp_flat.state.codecs import BOXES, CODECS, BoxedTensor, CodecRow, codec_of, settings_for
+from fsdp_flat.state.codecs import BOXES, CODECS, BoxedTensor, CodecRow, settings_for
 from fsdp_flat.state.model_load import (
     ModelLoad,
     all_or_nothing,
@@ -37,7 +37,7 @@ from fsdp_flat.state.optim_dicts import (
     warn_of_optim_input,
 )
 from fsdp_flat.state.optim_load import load_optim_state, template_states
-from fsdp_flat.state.optim_save import encoded_states, merged_states, named_groups, rows_of, save_optim_state
+from fsdp_flat.state.optim_save import encoded_states, merged_states, named_groups, rows_of
 from fsdp_flat.state.optim_states import OptimStates, are_equal, contents_of
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -48,6 +48,5 @@ from fsdp_flat.state.shards import (
     StateShard,
     held_by,
     rank_groups_of,
-    redistribute,
 )
 from fsdp_flat.state.torch_state import distributed_param, full_tensor
