@@ -205,11 +205,9 @@ class FullyShardedDataParallel(ShardedModule):
         Returns:
             The wrappers, in the order of ``module.modules()``.
         """
-        found = [child for child in modules_of(module) if isinstance(child, FullyShardedDataParallel)]
-        if not root_only:
-            return found
-        nested = {inner for outer in found for inner in outer.modules() if inner is not outer}
-        return [wrapper for wrapper in found if wrapper not in nested and wrapper.check_is_root()]
+        wrappers = [child for child in modules_of(module) if isinstance(child, FullyShardedDataParallel)]
+        # The outermost ones come first, and know those inside after their own call.
+        return [wrapper for wrapper in wrappers if not root_only or wrapper.check_is_root()]
 
     @contextmanager
     def no_sync(self, mode: Literal["local", "sharded"] = "local") -> Generator[None, None, None]:

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from fsdp_flat.comm import RankGroup, backend_of, begin_all_reduce
 from fsdp_flat.core import read_exchanges, units_holding
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError, counted
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 
 __all__ = ["ShardedGradScaler"]
 
@@ -92,42 +92,24 @@ class ShardedGradScaler(GradScaler):
         """
         if not self._enabled:
             return outputs
-        scaled: _Outputs = self._scaled(outputs, {})
-        return scaled
-
-    def _scaled(self, value: Any, scales: dict[torch.device, torch.Tensor]) -> Any:
-        if isinstance(value, torch.Tensor):
-            device = value.device
-            if device.type == "meta":
+        if isinstance(outputs, torch.Tensor):
+            if outputs.is_meta:
                 raise PhaseError(
                     "scale() got a tensor on device meta, which has no value; materialize the model first."
                 )
-            if self._scale is None:
-                # The first device becomes the scale's own.
-                self._lazy_init_scale_growth_tracker(device)
-            assert self._scale is not None
-            if device not in scales:
-                scales[device] = self._scale.to(device, non_blocking=True)
-            return (value * scales[device]).to(value.dtype)
+            # torch.amp gives a loss of a lower precision the dtype of the scale.
+            return super().scale(outputs).to(outputs.dtype)  # type: ignore[return-value]
         # Iterating over a mapping gives its keys, over a string more strings.
-        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
             raise OptionError(
-                f"outputs must be a tensor or an iterable of tensors; got {type(value).__name__}. Pass the tensors "
+                f"outputs must be a tensor or an iterable of tensors; got {type(outputs).__name__}. Pass the tensors "
                 "that backward() is called on."
             )
-        scaled = (self._scaled(item, scales) for item in value)
-        if not isinstance(value, (list, tuple)):
-            return scaled
-        kind: Any = type(value)
-        return kind(*scaled) if hasattr(value, "_fields") else kind(scaled)
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._scale is None or self._growth_tracker is None:
-            raise PhaseError(
-                f"{funcname}() was called before scale(), so there is no scale yet. Call "
-                "scaler.scale(loss).backward() first, on every rank."
-            )
-        return self._scale, self._growth_tracker
+        kind: Any = type(outputs)
+        scaled: Any = map(self.scale, outputs)
+        if isinstance(outputs, (list, tuple)):
+            scaled = kind(*scaled) if hasattr(outputs, "_fields") else kind(scaled)
+        return scaled
 
     # -- unscaling and consensus ---------------------------------------------------------------------------------------
 
@@ -138,26 +120,13 @@ class ShardedGradScaler(GradScaler):
         whose elements share memory are replaced.
 
         Raises:
-            PhaseError: ``scale`` was never called.
-            UsageError: a second call since the last ``update``, or one after ``step``.
+            AssertionError: ``scale`` was never called (raised by ``torch.amp.GradScaler``, as the other).
+            RuntimeError: a second call since the last ``update``, or one after ``step``.
         """
-        if not self._enabled:
-            return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            raise UsageError(
-                "unscale_() has already been called on this optimizer since the last update(); its gradients would be "
-                "divided twice. Call it once, after the last backward() of the step."
-            )
-        if state["stage"] is OptState.STEPPED:
-            raise UsageError("unscale_() was called after step(); call update() before the next iteration.")
-        # In fp64, as torch.amp: an fp32 reciprocal may be an approximation. MPS has no fp64.
-        inv_scale = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        found = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        state["found_inf_per_device"] = self._agree(found)
-        state["stage"] = OptState.UNSCALED
+        super().unscale_(optimizer)
+        if self._enabled:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["found_inf_per_device"] = self._agree(state["found_inf_per_device"])
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Check for an inf or NaN on all ranks, for optimizers that unscale in their own ``step``."""
@@ -172,11 +141,14 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply gradients by ``inv_scale``; return this rank's flag for each device, of at least one device."""
+        """Multiply gradients by ``inv_scale``; return this rank's flag for each device, of at least one device.
+
+        Gradients in fp16 are always allowed, which FSDP1's class asks for and ``torch.amp`` does not.
+        """
         read_exchanges(units_holding(param for group in optimizer.param_groups for param in group["params"]))
         flags: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
-            for device, grads in _gradients_to_unscale(optimizer, allow_fp16):
+            for device, grads in _gradients_to_unscale(optimizer):
                 if device not in flags:
                     flags[device] = found_inf.to(device, copy=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], inv_scale.to(device))
@@ -217,42 +189,18 @@ class ShardedGradScaler(GradScaler):
                 scaler's device type that does not require grad.
 
         Raises:
-            PhaseError: no scale yet, no ``unscale_`` or ``step`` since the last update, or an unusable ``new_scale``.
+            AssertionError: no scale yet, no ``unscale_`` or ``step`` since the last update, or an unusable
+                ``new_scale`` (raised by ``torch.amp.GradScaler``).
         """
-        if not self._enabled:
-            return
-        _, tracker = self._check_scale_growth_tracker("update")
-        if new_scale is not None:
-            super().update(self._checked(new_scale))
-            return
-        if not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
-            raise PhaseError(
-                "update() was called, but no inf check was recorded since the last one. Call step(optimizer) or "
-                "unscale_(optimizer) first, on every rank."
-            )
-        # Growth happens when the count equals the interval, so without this a shortened interval might never be
-        # reached.
-        tracker.clamp_(max=self._growth_interval - 1)
-        super().update()
-
-    def _checked(self, new_scale: Any) -> float | torch.Tensor:
-        if isinstance(new_scale, (int, float)):
-            return float(new_scale)
-        wanted = f"new_scale must be a number or a tensor of one element on {self._device} with requires_grad=False"
-        if not isinstance(new_scale, torch.Tensor):
-            raise PhaseError(f"{wanted}; got {type(new_scale).__name__}.")
-        if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
-            raise PhaseError(
-                f"{wanted}; got {counted(new_scale.numel(), 'elements')} on {new_scale.device} with "
-                f"requires_grad={new_scale.requires_grad}."
-            )
-        return new_scale.reshape(())
-
-    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        """Back off or count towards growth; FSDP1's step for a scale on the CPU."""
-        scale, tracker = self._check_scale_growth_tracker("update")
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        torch._amp_update_scale_(scale, tracker, found_inf, *factors)
+        if isinstance(new_scale, torch.Tensor):
+            new_scale = new_scale.squeeze()
+        elif isinstance(new_scale, int):
+            new_scale = float(new_scale)
+        elif new_scale is None and self._enabled and self._growth_tracker is not None:
+            # Growth happens when the count equals the interval, so without this a shortened interval might never be
+            # reached.
+            self._growth_tracker.clamp_(max=self._growth_interval - 1)
+        super().update(new_scale)
 
 
 def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.device:
@@ -266,17 +214,13 @@ def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.d
     return home
 
 
-def _gradients_to_unscale(
-    optimizer: torch.optim.Optimizer, allow_fp16: bool
-) -> list[tuple[torch.device, list[torch.Tensor]]]:
+def _gradients_to_unscale(optimizer: torch.optim.Optimizer) -> list[tuple[torch.device, list[torch.Tensor]]]:
     """Return the dense, non-empty tensors of the optimizer's gradients, each once, by device, dtype and class."""
     batches: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
     seen: set[int] = set()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.grad is None or id(param.grad) in seen:
             continue
-        if param.grad.dtype is torch.float16 and not allow_fp16:
-            raise OptionError("the optimizer has fp16 gradients, which are not to be unscaled here (allow_fp16=False).")
         grad = _writable(param)
         seen.add(id(param.grad))
         if grad.numel() > 0:

@@ -107,18 +107,12 @@ class Consensus:
         return found
 
     @contextmanager
-    def propagate_errors(self, what: str = "") -> Iterator[None]:
-        """Raise on every rank if the block raises on one. Every rank must enter the block.
-
-        After it ranks wait for each other if ``what`` names the caller's operation.
-        """
+    def propagate_errors(self) -> Iterator[None]:
+        """Raise on every rank if the block raises on one. Every rank must enter the block."""
         block = UntilRanksMeet()
         with block:
             yield
-        if what:
-            self.meet(what, [], block.error)
-        else:
-            self.fail(block.error)
+        self.fail(block.error)
 
     def meet(
         self, what: str, values: Sequence[int], error: Exception | None, same: Sequence[str] = ()

@@ -173,7 +173,7 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> Records:
     for rows in each_rows:
         items, keys_of, written = [], {}, []
         for keys, kind, nbytes, *where in rows:
-            item = _item(".".join(keys), kind)
+            item = _item(".".join(map(str, keys)), kind)
             items.append(item)
             keys_of[item.index.fqn] = tuple(keys)
             written.append(WriteResult(item.index, nbytes, _StorageInfo(*where)))

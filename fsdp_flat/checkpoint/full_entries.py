@@ -67,7 +67,11 @@ def entries_of(
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     handles = {param.param_group for param in (*index.params, *by_name.values())} if trainable_only else ()
     flags = {handle: handle.shown.requires_grad() for handle in handles}
-    state = _template_of(model) if loads else boxed_state_dict(model)
+    if loads:
+        with state_dict_settings(model, TEMPLATE):
+            state = {name: values_of(value) for name, value in model.state_dict().items()}
+    else:
+        state = boxed_state_dict(model)
     owners = owners_of_constants([clean_fqn(key) for key in state]) if dtype is not None else {}
     quantized = {*owners, *owners.values()}
     found: list[Entry] = []
@@ -104,8 +108,3 @@ def no_values(name: str, value: Any) -> UnsupportedError:
         "tensors that to(dtype) or dequantize() turns into such. Leave it out with keep=..., or trainable_only=True, "
         "and save it beside the tensors."
     )
-
-
-def _template_of(model: nn.Module) -> dict[str, Any]:
-    with state_dict_settings(model, TEMPLATE):
-        return {name: values_of(value) for name, value in model.state_dict().items()}

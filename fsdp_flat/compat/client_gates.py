@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.abc import MetaPathFinder
@@ -128,7 +129,10 @@ def _treat(module: ModuleType) -> None:
     if name in _lifted.modules or torch.accelerator.is_available():
         return
     client, treat = _GATES[name]
-    version = _version_of(client)
+    version, is_known = "of an unknown version", False
+    with suppress(metadata.PackageNotFoundError, InvalidVersion):
+        version = metadata.version(client)
+        is_known = VERSIONS[client].contains(version, prereleases=True)
     try:
         treat(module)
     except AttributeError as error:
@@ -141,26 +145,12 @@ def _treat(module: ModuleType) -> None:
     if client in _lifted.told:
         return
     _lifted.told.add(client)
-    if not _is_known(client, version):
+    if not is_known:
         warn_user(
             f"fsdp_flat lifts the checks by which {client} {VERSIONS[client]} refuses FSDP on CPUs, or leaves it out; "
             f"{client} {version} may have others. See that the model is wrapped: print(model)."
         )
     _logger.info("%s %s: FSDP on CPUs is allowed, with fsdp_flat", client, version)
-
-
-def _is_known(client: str, version: str) -> bool:
-    try:
-        return VERSIONS[client].contains(version, prereleases=True)
-    except InvalidVersion:
-        return False
-
-
-def _version_of(client: str) -> str:
-    try:
-        return metadata.version(client)
-    except metadata.PackageNotFoundError:
-        return "of an unknown version"
 
 
 def _replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:

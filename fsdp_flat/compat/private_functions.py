@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import fsdp_flat
-from fsdp_flat.compat.semi_private import FlatParamHandle
+from fsdp_flat.compat.semi_private import FlatParamHandle, wrappers_in
 from fsdp_flat.compat.views import View
-from fsdp_flat.core import UnitForward, units_of
+from fsdp_flat.core import UnitForward, unit_of, units_of
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import summon_full_params
 from fsdp_flat.state import save_full_or_sharded
@@ -84,7 +83,8 @@ def refusal(name: str, advice: str) -> Callable[..., Any]:
 
 
 def _wrapper(state: Any, name: str) -> Any:
-    if isinstance(state, fsdp_flat.FullyShardedDataParallel):
+    unit = unit_of(state) if isinstance(state, nn.Module) else None
+    if unit is not None and unit.options.front.has_wrapper:
         return state
     raise UsageError(
         f"{name} takes a FullyShardedDataParallel, as FSDP1's state of a module; got {type(state).__name__}. Pass the "
@@ -95,19 +95,16 @@ def _wrapper(state: Any, name: str) -> Any:
 # -- look-ups ---------------------------------------------------------------------------------------------------------
 
 
-def _get_fsdp_root_states(module: nn.Module) -> list[fsdp_flat.FullyShardedDataParallel]:
-    return fsdp_flat.FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+def _get_fsdp_root_states(module: nn.Module) -> list[Any]:
+    return [wrapper for wrapper in wrappers_in(module) if wrapper.check_is_root()]
 
 
-def _get_fsdp_root_states_with_modules(
-    module: nn.Module,
-) -> tuple[list[fsdp_flat.FullyShardedDataParallel], list[fsdp_flat.FullyShardedDataParallel]]:
+def _get_fsdp_root_states_with_modules(module: nn.Module) -> tuple[list[Any], list[Any]]:
     return _get_fsdp_root_states(module), _get_fsdp_root_states(module)
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
-    wrappers = fsdp_flat.FullyShardedDataParallel.fsdp_modules(module)
-    return [handle for wrapper in wrappers for handle in wrapper._named_handles()]
+    return [handle for wrapper in wrappers_in(module) for handle in wrapper._named_handles()]
 
 
 def _is_fsdp_root(state: Any, module: nn.Module) -> bool:

@@ -20,26 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp_flat
 from fsdp_flat import core
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
-from fsdp_flat.compat.torch_names import (
-    ABSENT_ATTRIBUTES,
-    HANDLE_STATE,
-    no_attribute,
-    not_assignable,
-)
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute, not_assignable
 from fsdp_flat.core import (
     Layout,
     Phase,
     Unit,
     alignment_numel,
     have_grads,
+    modules_of,
     outermost_of,
     predivide_factor,
     reset_step,
     sharded_grad_of,
+    unit_of,
     units_of,
 )
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
@@ -134,30 +130,32 @@ def assignable(path: str) -> Any:
     return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
 
 
-def replaced(path: str, convert: Callable[[Any], Any]) -> Any:
+def replaced(path: str, convert: Callable[[Any], Any] | None = None) -> Any:
     """Return a property of a unit's record of settings; assigning it replaces the record of this unit alone."""
     holder, record, field = path.split(".")
 
     def assign(self: Any, value: Any) -> None:
         unit = getattr(self, holder)
-        setattr(unit, record, replace(getattr(unit, record), **{field: convert(value)}))
+        setattr(unit, record, replace(getattr(unit, record), **{field: value if convert is None else convert(value)}))
 
     return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 def _as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
     return None if value is None else member_of(BackwardPrefetch, value, "backward_prefetch", others=" or None")
 
 
+def wrappers_in(module: nn.Module) -> list[Any]:
+    """Return every wrapper at or below ``module``, in the order of ``module.modules()``."""
+    units = [(child, unit_of(child)) for child in modules_of(module)]
+    return [child for child, unit in units if unit is not None and unit.options.front.has_wrapper]
+
+
 class GroupMember:
     """Provides the group that a unit is sharded over (with NO_SHARD: replicated over), and this rank in it."""
 
-    _device_handle = property(lambda self: torch.get_device_module(self._unit.options.device))
-    _debug_level = property(lambda self: dist.get_debug_level())
+    _device_handle = _ReadOnly(lambda self: torch.get_device_module(self._unit.options.device))
+    _debug_level = _ReadOnly(lambda self: dist.get_debug_level())
 
     process_group = derived("_unit.options.groups.process_group")
     _use_orig_params = derived("_unit.options.use_orig_params")
@@ -228,7 +226,7 @@ def describe_flat_params(unit: Unit) -> None:
             _strides=[torch.empty(param_info.shape, device="meta").stride() for param_info in infos],
             _contiguities=[True] * len(infos),
             _param_extensions=[None] * len(infos),
-            _param_infos=_OfModules(_first_sites(handle)),
+            _param_infos=_OfModules(_located(entry.sites[0]) for entry in handle.params),
             _shared_param_infos=_OfModules(_further_sites(handle)),
             _modules=_OfModules({site.module: None for entry in handle.params for site in entry.sites}),
             _numels=tuple([param_info.numel for param_info in infos]),
@@ -242,10 +240,6 @@ def describe_flat_params(unit: Unit) -> None:
             _unpadded_unsharded_size=torch.Size([layout.unpadded_numel]),
             _padded_unsharded_size=torch.Size([layout.numel]),
         )
-
-
-def _first_sites(handle: core.ParamGroup) -> list[_ParamInfo]:
-    return [_located(entry.sites[0]) for entry in handle.params]
 
 
 def _further_sites(handle: core.ParamGroup) -> list[_SharedParamInfo]:
@@ -305,21 +299,19 @@ class FlatParamHandle(GroupMember):
     @property
     def flat_param(self) -> nn.Parameter:
         """The flat parameter, with FSDP1's tensor attributes updated."""
-        flat_param = self._real.flat_param
+        flat_param, originals, shared = self._real.flat_param, None, None
+        if self._use_orig_params:
+            originals = list(self._real.shown.visible_params)
+            # One for each further registration.
+            places = zip(originals, self._real.params, strict=True)
+            shared = [param for param, entry in places for _ in entry.sites[1:]]
         flat_param.__dict__.update(
             _local_shard=flat_param.data,
             _full_param_padded=self._real.buffer.tensor,
-            _params=list(self._real.shown.visible_params) if self._use_orig_params else None,
-            _shared_params=self._shared_params(),
+            _params=originals,
+            _shared_params=shared,
         )
         return flat_param
-
-    def _shared_params(self) -> list[nn.Parameter] | None:
-        """Return the parameter of each further registration, or None without original parameters."""
-        if not self._use_orig_params:
-            return None
-        visible = self._real.shown.visible_params
-        return [param for param, entry in zip(visible, self._real.params, strict=True) for _ in entry.sites[1:]]
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -343,7 +335,7 @@ class FlatParamHandle(GroupMember):
         raise no_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in HANDLE_STATE or name in ABSENT_ATTRIBUTES:
+        if name in ABSENT_ATTRIBUTES:
             raise not_assignable(self, name)
         super().__setattr__(name, value)
 
@@ -360,7 +352,8 @@ class FlatParamHandle(GroupMember):
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
         """Yield name and module name of every registration, first ones before further ones."""
-        for name, _, module_name in map(_located, [entry.sites[0] for entry in self._real.params]):
+        for entry in self._real.params:
+            name, _, module_name = _located(entry.sites[0])
             yield name, module_name
         yield from self.shared_param_module_names()
 
@@ -454,8 +447,8 @@ class UndocumentedMembers(GroupMember):
     _device_mesh = derived("_unit.options.groups.mesh")
     _sync_gradients = assignable("_unit.control.sync_gradients")
     _comm_hook_state = assignable("_unit.policy.hook_state")
-    _state_dict_config = replaced("_unit.state_dict_settings.state_dict_config", _unchanged)
-    _optim_state_dict_config = replaced("_unit.state_dict_settings.optim_state_dict_config", _unchanged)
+    _state_dict_config = replaced("_unit.state_dict_settings.state_dict_config")
+    _optim_state_dict_config = replaced("_unit.state_dict_settings.optim_state_dict_config")
     _has_params = _ReadOnly(lambda self: bool(self._unit.param_groups))
     _ignored_modules = _ReadOnly(lambda self: set(self._unit.ignored.modules))
     _ignored_params = _ReadOnly(lambda self: set(self._unit.ignored.params))
@@ -546,17 +539,17 @@ class UndocumentedMembers(GroupMember):
 
     # -- the tree ------------------------------------------------------------------------------------------------
 
-    def _of_root(self: Any, name: str) -> list[fsdp_flat.FullyShardedDataParallel]:
+    def _of_root(self: Any, name: str) -> list[Any]:
         if not self._is_root:
             raise AttributeError(f"{name} is there on the outermost wrapper only, after its first use.")
-        return fsdp_flat.FullyShardedDataParallel.fsdp_modules(self)
+        return wrappers_in(self)
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
         return [handle for wrapper in self._of_root("_all_handles") for handle in wrapper._named_handles()]
 
     @property
-    def _all_fsdp_states(self) -> list[fsdp_flat.FullyShardedDataParallel]:
+    def _all_fsdp_states(self) -> list[Any]:
         return self._of_root("_all_fsdp_states")
 
     @property

@@ -23,92 +23,72 @@ PRIVATE_MODULES = (
 )
 """Modules of torch with names that clients import."""
 
-HOMES = {
-    **dict.fromkeys(("FlatParameter", "clean_tensor_name"), OURS),
-    **dict.fromkeys(
-        (
-            *("FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "HYBRID_SHARDING_STRATEGIES", "HandleTrainingState"),
-            *("HybridShardProcessGroupType", "ProcessGroupType", "TrainingState"),
-        ),
-        f"{OURS}.fully_sharded_data_parallel",
+_NAMES_BY_HOME = {
+    OURS: "FlatParameter clean_tensor_name",
+    f"{OURS}.fully_sharded_data_parallel": (
+        "FSDP_PREFIX FSDP_WRAPPED_MODULE HYBRID_SHARDING_STRATEGIES HandleTrainingState HybridShardProcessGroupType "
+        "ProcessGroupType TrainingState"
     ),
-    "NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.compat.semi_private",
-    **dict.fromkeys(("_Policy", "_module_wrap_policy", "_or_policy", "_wrap_module_cls_individually"), f"{OURS}.wrap"),
-    "FlatParamHandle": SUBSTITUTES,
-    **dict.fromkeys((name for names in WORKS.values() for name in names.split()), SUBSTITUTES),
+    f"{OURS}.compat.semi_private": "NO_RESHARD_AFTER_FORWARD_STRATEGIES",
+    f"{OURS}.wrap": "_Policy _module_wrap_policy _or_policy _wrap_module_cls_individually",
+    SUBSTITUTES: " ".join(["FlatParamHandle", *WORKS.values()]),
 }
+HOMES = {name: home for home, names in _NAMES_BY_HOME.items() for name in names.split()}
 """Our module for each name that torch's private modules hold, or that is private itself."""
 
-ABSENT_ATTRIBUTES = frozenset(
-    (
-        *("_all_gather_flat_param", "_alloc_padded_unsharded_flat_param", "_all_reduce_stream"),
-        *("_deregister_orig_params", "_exec_order_data", "_free_event_queue", "_free_unsharded_flat_param"),
-        *("_fsdp_extension", "_get_unflat_views_aligned", "_get_unflat_views_unaligned"),
-        *("_post_backward_stream", "_pre_unshard_stream"),
-        *("_saved_grad_shard", "_unshard_params_ctx", "_unshard_stream"),
-        *("_use_low_precision_shard", "_use_sharded_flat_param", "_use_sharded_views"),
-        *("_use_unsharded_flat_param", "_use_unsharded_views", "_writeback_orig_params"),
-        *("prepare_gradient_for_backward", "prepare_gradient_for_optim", "unflatten_as_params"),
-        *("_buffer_name_to_orig_dtype", "_buffer_names", "_default_stream", "_ignored_buffer_names"),
-        *("_post_backward_callback_queued", "_post_forward_handles", "_pre_forward_handles"),
-        *("_root_pre_forward_handles", "_unshard_event", "_zero_scalar"),
-        *("_check_low_precision_shard", "_check_on_compute_device", "_check_on_cpu", "_check_sharded"),
-        *("_check_sharded_strategy", "_check_storage_allocated", "_check_storage_freed", "_check_unsharded"),
-        *("_free_low_precision_sharded_param", "_get_flat_param_offsets", "_get_shard", "_get_shard_metadata"),
-        *("_get_sharded_size", "_get_unflat_views", "_get_unpadded_shard", "_handle_index", "_has_optim_in_backward"),
-        *("_init_flat_param_and_metadata", "_init_get_unflat_views_fn", "_init_param_reduce_dtypes"),
-        *("_init_setattr_fns", "_init_shard_metadata", "_low_prec_param_dtype_specified"),
-        *("_low_prec_reduce_dtype_specified", "_needs_pre_backward_unshard", "_needs_pre_forward_unshard"),
-        *("_post_forward_index", "_pre_forward_order_index", "_prefetched", "_ran_pre_backward_hook"),
-        *("_reset_is_grad_none", "_setattr_param", "_setattr_tensor", "_skip_writeback_check"),
-        *("_skipped_use_sharded_views", "_unsharded_flat_param_for_skipped_views", "_use_fake_all_gather"),
-        *("_use_fake_reduce", "_use_sharded_grad_views", "_use_unsharded_grad_views", "_validate_tensors_to_flatten"),
-        *("_writeback_tensor", "flatten_tensors", "flatten_tensors_into_flat_param", "init_flat_param_attributes"),
-        *("reshard_grad", "shard", "to_cpu", "unshard_grad"),
-    )
+_ABSENT = (
+    "_all_gather_flat_param _all_reduce_stream _alloc_padded_unsharded_flat_param _buffer_name_to_orig_dtype "
+    "_buffer_names _check_low_precision_shard _check_on_compute_device _check_on_cpu _check_sharded "
+    "_check_sharded_strategy _check_storage_allocated _check_storage_freed _check_unsharded _default_stream "
+    "_deregister_orig_params _exec_order_data _free_event_queue _free_low_precision_sharded_param "
+    "_free_unsharded_flat_param _fsdp_extension _get_flat_param_offsets _get_shard _get_shard_metadata "
+    "_get_sharded_size _get_unflat_views _get_unflat_views_aligned _get_unflat_views_unaligned "
+    "_get_unpadded_shard _handle_index _has_optim_in_backward _ignored_buffer_names _init_flat_param_and_metadata "
+    "_init_get_unflat_views_fn _init_param_reduce_dtypes _init_setattr_fns _init_shard_metadata "
+    "_low_prec_param_dtype_specified _low_prec_reduce_dtype_specified _needs_pre_backward_unshard "
+    "_needs_pre_forward_unshard _post_backward_callback_queued _post_backward_stream _post_forward_handles "
+    "_post_forward_index _pre_forward_handles _pre_forward_order_index _pre_unshard_stream _prefetched "
+    "_ran_pre_backward_hook _reset_is_grad_none _root_pre_forward_handles _saved_grad_shard _setattr_param "
+    "_setattr_tensor _skip_writeback_check _skipped_use_sharded_views _unshard_event _unshard_params_ctx "
+    "_unshard_stream _unsharded_flat_param_for_skipped_views _use_fake_all_gather _use_fake_reduce "
+    "_use_low_precision_shard _use_sharded_flat_param _use_sharded_grad_views _use_sharded_views "
+    "_use_unsharded_flat_param _use_unsharded_grad_views _use_unsharded_views _validate_tensors_to_flatten "
+    "_writeback_orig_params _writeback_tensor _zero_scalar flatten_tensors flatten_tensors_into_flat_param "
+    "init_flat_param_attributes prepare_gradient_for_backward prepare_gradient_for_optim reshard_grad shard "
+    "to_cpu unflatten_as_params unshard_grad"
 )
+ABSENT_ATTRIBUTES = frozenset(_ABSENT.split())
 """Attributes of FSDP1's wrappers, handles and flat parameters that have no counterpart here."""
 
-HANDLE_STATE = frozenset(
-    (
-        *("_aligned_numel", "_debug_level", "_device_handle", "_get_unflat_views", "_handle_index"),
-        *("_has_optim_in_backward", "_low_prec_param_dtype_specified", "_low_prec_reduce_dtype_specified"),
-        *("_needs_pre_backward_unshard", "_needs_pre_forward_unshard", "_post_forward_index"),
-        *("_pre_forward_order_index", "_prefetched", "_ran_pre_backward_hook", "_setattr_param", "_setattr_tensor"),
-        *("_skip_writeback_check", "_skipped_use_sharded_views", "_unsharded_flat_param_for_skipped_views"),
-        *("_use_fake_all_gather", "_use_fake_reduce", "_use_full_prec_in_eval"),
-    )
-)
-"""Attributes of FSDP1's handles that hold their own state, and that nothing reads here."""
-
-_STREAMS = "The library orders its own streams: see set_post_optim_event and share_comm_ctx"
-_BUFFERS = "Buffers are cast as MixedPrecision(buffer_dtype=...) says"
-_CONSTRUCTOR = "Pass it to the constructor"
-_FORWARD_HOOKS = "Register hooks by register_forward_pre_hook and register_forward_hook"
-_HANDLES = "Units make their handles themselves: assign to _flat_param.data, or wrap another module"
-INSTEAD_OF_ASSIGNING = {
-    "training_state": "The step sets it: call summon_full_params, unshard or unshard_for for full parameters",
-    "_fsdp_extension": "DTensors of parallelize_module are sharded without an extension: wrap the module as it is",
-    "_exec_order_data": "Call set_modules_to_forward_prefetch and set_modules_to_backward_prefetch for another order",
-    "_free_event_queue": "At most two units are unsharded at a time: see limit_all_gathers and backward_prefetch",
-    **dict.fromkeys(("_all_reduce_stream", "_default_stream", "_post_backward_stream", "_unshard_event"), _STREAMS),
-    **dict.fromkeys(("_pre_unshard_stream", "_unshard_stream"), _STREAMS),
-    **dict.fromkeys(("_buffer_name_to_orig_dtype", "_buffer_names", "_ignored_buffer_names"), _BUFFERS),
-    **dict.fromkeys(("_post_forward_handles", "_pre_forward_handles", "_root_pre_forward_handles"), _FORWARD_HOOKS),
-    "_unshard_params_ctx": "Call summon_full_params",
-    "_post_backward_callback_queued": "Call reset_iter_state after a backward that raised",
-    "_zero_scalar": "Call clip_grad_norm_",
-    "_debug_level": "Set TORCH_DISTRIBUTED_DEBUG, or call fsdp_flat.debug()",
-    **dict.fromkeys(("process_group", "rank", "world_size", "_inter_node_pg", "_device_mesh"), _CONSTRUCTOR),
-    **dict.fromkeys(("sharding_strategy", "mixed_precision", "cpu_offload", "_use_orig_params"), _CONSTRUCTOR),
-    **dict.fromkeys(("_ignored_modules", "_ignored_params"), _CONSTRUCTOR),
-    "_use_full_prec_in_eval": "Set FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment before wrapping",
-    **dict.fromkeys(("_handle", "_flat_param", "params", "_fully_sharded_module_to_handle"), _HANDLES),
-    **dict.fromkeys(("_all_handles", "_all_fsdp_states", "_has_params"), _HANDLES),
-    **dict.fromkeys(
-        ("compute_device", "_device_handle"), "Pass device_id to the constructor, or call model.to(device)"
+_INSTEAD = {
+    "The step sets it: call summon_full_params, unshard or unshard_for for full parameters": "training_state",
+    "DTensors of parallelize_module are sharded without an extension: wrap the module as it is": "_fsdp_extension",
+    "Call set_modules_to_forward_prefetch and set_modules_to_backward_prefetch for another order": "_exec_order_data",
+    "At most two units are unsharded at a time: see limit_all_gathers and backward_prefetch": "_free_event_queue",
+    "The library orders its own streams: see set_post_optim_event and share_comm_ctx": (
+        "_all_reduce_stream _default_stream _post_backward_stream _unshard_event _pre_unshard_stream _unshard_stream"
     ),
+    "Buffers are cast as MixedPrecision(buffer_dtype=...) says": (
+        "_buffer_name_to_orig_dtype _buffer_names _ignored_buffer_names"
+    ),
+    "Register hooks by register_forward_pre_hook and register_forward_hook": (
+        "_post_forward_handles _pre_forward_handles _root_pre_forward_handles"
+    ),
+    "Call summon_full_params": "_unshard_params_ctx",
+    "Call reset_iter_state after a backward that raised": "_post_backward_callback_queued",
+    "Call clip_grad_norm_": "_zero_scalar",
+    "Set TORCH_DISTRIBUTED_DEBUG, or call fsdp_flat.debug()": "_debug_level",
+    "Pass it to the constructor": (
+        "process_group rank world_size _inter_node_pg _device_mesh sharding_strategy mixed_precision cpu_offload "
+        "_use_orig_params _ignored_modules _ignored_params"
+    ),
+    "Set FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment before wrapping": "_use_full_prec_in_eval",
+    "Units make their handles themselves: assign to _flat_param.data, or wrap another module": (
+        "_handle _flat_param params _fully_sharded_module_to_handle _all_handles _all_fsdp_states _has_params"
+    ),
+    "Pass device_id to the constructor, or call model.to(device)": "compute_device _device_handle",
 }
+INSTEAD_OF_ASSIGNING = {name: advice for advice, names in _INSTEAD.items() for name in names.split()}
 """Maps attributes of FSDP1's wrapper that hold its own state to what a program calls instead of assigning them."""
 
 FSDP2_MODULES = (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from torch import nn
 
-from fsdp_flat.comm import ShardingGroups
 from fsdp_flat.core import ParamGroup, UnitOptions, units_of, unreduced_params
 from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.layout import clean_fqn
@@ -141,77 +139,57 @@ def describe(model: nn.Module) -> ModelDescription:
             "describes a model before it is wrapped."
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
-    described = {
-        unit if options is unit.options else param_groups[0]: describe_unit(
-            (paths[unit] or type(unit.module).__name__) + options.mesh_suffix,
-            options,
-            param_groups,
-            unit.control.reshard_after_forward,
-            is_gathered=any(
-                param_group.buffer.owns_memory and param_group.buffer.nbytes for param_group in param_groups
-            ),
-        )
-        for unit in units
-        for options, param_groups in unit.by_mesh()
-        if param_groups
-    }
-    found = describe_tree(described, units[0], units[0].options.groups)
-    is_averaged = bool(units[0].averages_ignored) or units[0].options.groups.num_ranks == 1
-    return replace(found, unsynchronized=() if is_averaged else tuple(unreduced_params(model, units)))
-
-
-def describe_unit(
-    name: str,
-    options: UnitOptions,
-    param_groups: Sequence[ParamGroup],
-    reshard_after_forward: bool | None,
-    *,
-    is_gathered: bool = False,
-) -> UnitDescription:
-    """Describe a unit of ``handles``, which are all on one mesh."""
-    trainable = [param_group for param_group in param_groups if param_group.shown.num_trainable]
-    gathered = [param_group for param_group in param_groups if param_group.buffer.owns_memory]
-    return UnitDescription(
-        name=name,
-        strategy=options.strategy.name,
-        dtypes=tuple(
-            dict.fromkeys(str(param_group.compute_dtype).removeprefix("torch.") for param_group in param_groups)
-        ),
-        num_params=sum(len(param_group.layout.param_infos) for param_group in param_groups),
-        numel=sum(param_info.numel for param_group in param_groups for param_info in param_group.layout.param_infos),
-        trainable_numel=sum(
-            param_info.numel
-            for param_group in trainable
-            for param_info, wanted in zip(
-                param_group.layout.param_infos, param_group.shown.requires_grad(), strict=True
-            )
-            if wanted
-        ),
-        shard_nbytes=sum(param_group.shard_nbytes for param_group in param_groups),
-        grad_nbytes=sum(
-            param_group.layout.shard_numel
-            * (
-                param_group.grads.reduce_dtype if param_group.spec.keep_reduce_dtype else param_group.orig_dtype
-            ).itemsize
-            for param_group in trainable
-        ),
-        gathered_nbytes=sum(param_group.gathered_nbytes for param_group in gathered),
-        whole_grad_nbytes=sum(param_group.layout.numel * param_group.grads.dtype.itemsize for param_group in trainable),
-        is_gathered=is_gathered,
-        reshard_after_forward=reshard_after_forward,
-        budget_nbytes=options.strategy.budget_nbytes or 0,
+    described: list[UnitDescription] = []
+    kept, freed = 0, [0]
+    for unit in units:
+        for options, param_groups in unit.by_mesh():
+            if not param_groups:
+                continue
+            name = (paths[unit] or type(unit.module).__name__) + options.mesh_suffix
+            found = _described(name, options, param_groups, unit.control.reshard_after_forward)
+            described.append(found)
+            is_outermost = unit is units[0] and options is unit.options
+            if is_outermost or found.reshard_after_forward is False:
+                kept += found.gathered_nbytes
+            else:
+                freed.append(found.gathered_nbytes)
+    budget = max([found.budget_nbytes for found in described], default=0)
+    groups = units[0].options.groups
+    is_averaged = bool(units[0].averages_ignored) or groups.num_ranks == 1
+    return ModelDescription(
+        tuple(described),
+        groups.shard.size,
+        groups.replicate.size,
+        most_gathered_nbytes=kept + min(sum(freed), sum(sorted(freed)[-2:]) + budget),
+        unsynchronized=() if is_averaged else tuple(unreduced_params(model, units)),
     )
 
 
-def describe_tree(described: Mapping[Any, UnitDescription], outermost: Any, groups: ShardingGroups) -> ModelDescription:
-    """Combine descriptions of units that have parameters to one of the model; ``outermost`` is on ``groups``."""
-    freed: list[int] = []
-    kept = 0
-    for unit, found in described.items():
-        if unit is outermost or found.reshard_after_forward is False:
-            kept += found.gathered_nbytes
-        else:
-            freed.append(found.gathered_nbytes)
-    budget = max([unit.budget_nbytes for unit in described.values()], default=0)
-    most = kept + min(sum(freed), sum(sorted(freed)[-2:]) + budget)
-    return ModelDescription(tuple(described.values()), groups.shard.size, groups.replicate.size, most)
+def _described(
+    name: str, options: UnitOptions, param_groups: Sequence[ParamGroup], reshard_after_forward: bool | None
+) -> UnitDescription:
+    """Describe the parameter groups of a unit that are on one mesh."""
+    trainable = [group for group in param_groups if group.shown.num_trainable]
+    gathered = [group for group in param_groups if group.buffer.owns_memory]
+    grad_nbytes = 0
+    trainable_numel = 0
+    for group in trainable:
+        dtype = group.grads.reduce_dtype if group.spec.keep_reduce_dtype else group.orig_dtype
+        grad_nbytes += group.layout.shard_numel * dtype.itemsize
+        flags = group.shown.requires_grad()
+        trainable_numel += sum(info.numel for info, flag in zip(group.layout.param_infos, flags, strict=True) if flag)
+    return UnitDescription(
+        name=name,
+        strategy=options.strategy.name,
+        dtypes=tuple(dict.fromkeys(str(group.compute_dtype).removeprefix("torch.") for group in param_groups)),
+        num_params=sum(len(group.layout.param_infos) for group in param_groups),
+        numel=sum(info.numel for group in param_groups for info in group.layout.param_infos),
+        trainable_numel=trainable_numel,
+        shard_nbytes=sum(group.shard_nbytes for group in param_groups),
+        grad_nbytes=grad_nbytes,
+        gathered_nbytes=sum(group.gathered_nbytes for group in gathered),
+        whole_grad_nbytes=sum(group.layout.numel * group.grads.dtype.itemsize for group in trainable),
+        is_gathered=any(group.buffer.nbytes for group in gathered),
+        reshard_after_forward=reshard_after_forward,
+        budget_nbytes=options.strategy.budget_nbytes or 0,
+    )

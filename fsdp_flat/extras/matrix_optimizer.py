@@ -215,13 +215,16 @@ class MatrixOptimizer(Optimizer):
     def _finish_groups(self) -> None:
         """Copy options that the inner optimizer filled in, and drop its states of parameters that other ranks own."""
         assert self._inner is not None
-        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_options_of(inner_group))
+        self._copy_options(self._inner)
         for entry in self._owned:
             if not entry.is_owner and self._inner.state.pop(entry.whole, None) is not None:
                 self.state[entry.param] = {}
         self._plan_steps()
         self._show_states()
+
+    def _copy_options(self, inner: Optimizer) -> None:
+        for group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update(_options_of(inner_group))
 
     def _plan_steps(self) -> None:
         self._rounds = rounds_of(self._owned, self._max_nbytes)
@@ -297,8 +300,7 @@ class MatrixOptimizer(Optimizer):
             param.grad = grad
         if error is not None:
             raise error
-        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_options_of(inner_group))
+        self._copy_options(self._inner)
         self._show_states(after_step=True)
         return loss
 

@@ -3,14 +3,10 @@
 from fsdp_flat.runtime.activation_offload import offload_activations
 from fsdp_flat.runtime.arguments import (
     check_callable,
-    cpu_offload_from,
     listed,
-    precision_from,
     precision_of_policy,
-    sync_states_from,
 )
 from fsdp_flat.runtime.build import (
-    build_param_groups,
     build_per_param,
     check_not_torchs,
     check_outside_units,
@@ -23,7 +19,7 @@ from fsdp_flat.runtime.compute_device import (
     devices_of,
     planned_accelerator,
 )
-from fsdp_flat.runtime.construction import Arguments, construct, owners_of_ties, resolve_ignored
+from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of
 from fsdp_flat.runtime.other_forwards import (
@@ -34,7 +30,7 @@ from fsdp_flat.runtime.other_forwards import (
     run_module,
     unshard_for,
 )
-from fsdp_flat.runtime.param_walk import collect_params, inside_wrappers, named_sites, to_local_param
+from fsdp_flat.runtime.param_walk import collect_params
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,

@@ -248,7 +248,13 @@ def _agreed_plan(
     rank_groups, device = options.groups.rank_groups, options.device
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states, units_of(module))
-        _check_not_managed(module)
+        unit = unit_of(module)
+        if unit is not None and not unit.options.front.has_wrapper:
+            raise OptionError(
+                f"{type(module).__name__} is sharded by fully_shard already. Use it as it is, or take it apart with "
+                "fsdp_flat.unwrap(model) first."
+            )
+        check_outside_units(module)
         check_not_torchs(module, ignored)
         plan = WrapPlan(())
         if arguments.auto_wrap_policy is not None:
@@ -273,17 +279,7 @@ def _agreed_plan(
         raise
     # A model whose shapes differ between ranks would abort the process inside the first collective.
     agree(lines, None, rank_groups, device, WRAPPING)
-    return plan, ignored, {unit.module: name_of(unit.fqn) for unit in plan.units}
-
-
-def _check_not_managed(module: nn.Module) -> None:
-    unit = unit_of(module)
-    if unit is not None and not unit.options.front.has_wrapper:
-        raise OptionError(
-            f"{type(module).__name__} is sharded by fully_shard already. Use it as it is, or take it apart with "
-            "fsdp_flat.unwrap(model) first."
-        )
-    check_outside_units(module)
+    return plan, ignored, {planned.module: name_of(planned.fqn) for planned in plan.units}
 
 
 def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> Construction:

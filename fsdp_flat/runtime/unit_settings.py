@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from fsdp_flat.core.reduction import ReductionPolicy
 from fsdp_flat.core.step import step_of
 from fsdp_flat.core.torch_core import LOW_PRECISION_HOOKS
 from fsdp_flat.core.unit import Unit, own_unit, units_of
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.runtime.unused_switches import UnusedSwitches
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
 
 
 @contextmanager
@@ -109,7 +108,7 @@ def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> No
         unit.policy.divide_factor = factor
 
 
-class UnitSettings(UnusedSwitches):
+class UnitSettings(nn.Module):
     """Sets how the unit of a module accumulates and reduces gradients, and its collectives.
 
     Settings are read in later steps, and every rank must make the same ones. With ``recurse`` a setting is made for the
@@ -242,11 +241,7 @@ class UnitSettings(UnusedSwitches):
             OptionError: the module's parameters are on several meshes.
             PhaseError: a step is under way.
         """
-        unit = own_unit(self)
-        _check_one_mesh(unit, "A custom all-gather")
-        allocate, own = _allocate_of(comm), [param_group.comm for param_group in unit.param_groups]
-        choices = {each: replace(each.choice, all_gather=comm, gather_memory=allocate) for each in own}
-        replace_collectives([unit], choices)
+        _use_custom(own_unit(self), comm, "A custom all-gather", "all_gather", "gather_memory")
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Replace the reduce-scatter of this module's unit in later steps. Every rank must replace it.
@@ -261,11 +256,7 @@ class UnitSettings(UnusedSwitches):
             OptionError: the module's parameters are on several meshes.
             PhaseError: a step is under way.
         """
-        unit = own_unit(self)
-        _check_one_mesh(unit, "A custom reduce-scatter")
-        allocate, own = _allocate_of(comm), [param_group.comm for param_group in unit.param_groups]
-        choices = {each: replace(each.choice, reduce_scatter=comm, reduce_memory=allocate) for each in own}
-        replace_collectives([unit], choices)
+        _use_custom(own_unit(self), comm, "A custom reduce-scatter", "reduce_scatter", "reduce_memory")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
@@ -293,6 +284,29 @@ class UnitSettings(UnusedSwitches):
                 second[shard] = second_group(shard)
             choices[comm] = replace(comm.choice, reduce_group=second[shard] if enable else None)
         replace_collectives(units, choices)
+
+    # -- switches of FSDP2 that the library has no use for -----------------------------------------------------------
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept the request that backends get sums of gradients only, which is always so here.
+
+        Gradients are divided after the sum, fp16 also before it, by the library itself.
+        """
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept FSDP2's switch: all-gathers are always asynchronous here."""
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
+        """Refuse symmetric memory, which the library does not allocate.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"Unit {own_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. "
+            "Call set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or "
+            "pass an object whose allocate returns symmetric memory to set_custom_all_gather."
+        )
 
 
 def _check_one_mesh(unit: Unit, what: str) -> None:
@@ -322,10 +336,14 @@ def _check_between_steps(units: Iterable[Unit]) -> None:
             )
 
 
-def _allocate_of(comm: Any) -> Any:
-    """Return the method of a caller's collective that allocates its memory."""
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+def _use_custom(unit: Unit, comm: Any, what: str, collective: str, memory: str) -> None:
+    """Replace a collective of a unit by one of the caller's, whose memory its own method allocates."""
+    _check_one_mesh(unit, what)
+    allocate = getattr(comm, "allocate", None)
+    if not callable(comm) or not callable(allocate):
         raise OptionTypeError(
             f"comm must be callable and have a method allocate(size, *, dtype, device); got {type(comm).__name__}."
         )
-    return comm.allocate
+    fields: dict[str, Any] = {collective: comm, memory: allocate}
+    comms = [param_group.comm for param_group in unit.param_groups]
+    replace_collectives([unit], {comm: replace(comm.choice, **fields) for comm in comms})

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import UntilRanksMeet, agree, barrier
-from fsdp_flat.core import units_of
+from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
@@ -66,7 +66,7 @@ _LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 def load_optim_state(
     model: nn.Module,
     contents: OptimContents,
-    given: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any] | None,
     *,
     named: bool = False,
     from_rank_zero: bool = False,
@@ -74,18 +74,18 @@ def load_optim_state(
     is_final: bool = False,
     error: Exception | None = None,
 ) -> dict[str, Any]:
-    """Convert ``given``, which is keyed by names, to the state dict that an optimizer loads.
+    """Convert ``state_dict``, which is keyed by names, to the state dict that an optimizer loads.
 
     Values may be of any codec's kind. With ``from_rank_zero``, or if decoding any value takes an exchange (DTensors
     and ShardedTensors do), every rank must call this; then an error of any rank stops all.
 
     Args:
         model: the model that the optimizer was built from.
-        contents: the optimizer's parameters; no parameter may be in another group of ``given`` than in its own.
-        given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
+        contents: the optimizer's parameters; no parameter may be in another group of ``state_dict`` than in its own.
+        state_dict: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
-        from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
-        expects_chunks: if ``given`` holds no tensors, other ranks were given chunks.
+        from_rank_zero: only the first rank of the model's groups has ``state_dict``, as full tensors.
+        expects_chunks: if ``state_dict`` holds no tensors, other ranks were given chunks.
         is_final: the result is loaded as it is; else a caller may add parameters that its groups lack.
         error: why this rank cannot load; every rank must call this with one too.
     """
@@ -93,12 +93,12 @@ def load_optim_state(
     if from_rank_zero and units:
         # The groups of some units may be smaller: those of experts.
         widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
-        given = shared_from_rank_zero(widest, given)
+        state_dict = shared_from_rank_zero(widest, state_dict)
     until_met, writes = UntilRanksMeet(error), PendingWrites()
     result: dict[str, Any] = {}
     with until_met:
-        result = _OptimLoad(ParamIndex(model), contents, writes).planned(given, named=named, is_final=is_final)
-    if units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
+        result = _OptimLoad(ParamIndex(model), contents, writes).planned(state_dict, named=named, is_final=is_final)
+    if units and (from_rank_zero or _takes_exchange(state_dict, otherwise=expects_chunks)):
         rank_groups = rank_groups_of(units)
         for rank_group in rank_groups:
             barrier("optim_state_dict_to_load", rank_group, error=until_met.error)
@@ -109,11 +109,11 @@ def load_optim_state(
     return result
 
 
-def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
+def _takes_exchange(state_dict: Any, *, otherwise: bool) -> bool:
     """Return whether decoding any value takes an exchange; ``otherwise`` if no value reveals it."""
-    states = given.get("state") if isinstance(given, Mapping) else None
-    rows = [row for row in states.values() if isinstance(row, Mapping)] if isinstance(states, Mapping) else []
-    codecs = [decoder_of(value) for row in rows for value in row.values() if not is_scalar(value)]
+    states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    param_states = [row for row in states.values() if isinstance(row, Mapping)] if isinstance(states, Mapping) else []
+    codecs = [decoder_of(value) for row in param_states for value in row.values() if not is_scalar(value)]
     return any(codec.exchanges for codec in codecs) if codecs else otherwise
 
 
@@ -126,14 +126,14 @@ class _OptimLoad:
         self._contents = contents
         self._elementwise: set[str] = set()
 
-    def planned(self, given: Mapping[str, Any] | None, *, named: bool, is_final: bool) -> dict[str, Any]:
+    def planned(self, state_dict: Mapping[str, Any] | None, *, named: bool, is_final: bool) -> dict[str, Any]:
         """Return the state dict that the optimizer loads.
 
         If it is ``named`` every parameter needs a state; others have none for an empty shard.
         """
         index, params = self._index, self._contents.params
-        given = _keyed_by_names(given, index.aliases)
-        by_name: dict[str, dict[str, Any]] = given["state"]
+        state_dict = _keyed_by_names(state_dict, index.aliases)
+        by_name: dict[str, dict[str, Any]] = state_dict["state"]
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
         positions = {fqn: at for at, param in enumerate(params) if index.has(param) for fqn in index.fqns_of(param)}
         if named or not positions:
@@ -161,7 +161,7 @@ class _OptimLoad:
                 self._keep_class(row, param)
                 state[keys[positions[name]]] = row
         _warn_left_out(index, positions, by_name)
-        groups = given.get("param_groups")
+        groups = state_dict.get("param_groups")
         if groups is None:
             return {"state": state}
         if groups and self._contents.groups and not named:
@@ -281,30 +281,34 @@ class _OptimLoad:
                 full.detach().to(device), torch.Size(param.shape), interval.start, interval.stop
             )
 
-        if isinstance(value, PendingTensor):
-            value.plan_full(device, self.writes, put)
-        elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
-            put(value)
-        else:
+        if not isinstance(value, (torch.Tensor, PendingTensor)) or decoder_of(value) is not FULL:
             raise LoadError(
                 f"State {key!r} of {param.fqn!r} has a handler, which takes the full tensor that was saved; got a "
                 f"{type(value).__name__}."
             )
+        self._with_full(value, device, put)
+
+    def _with_full(self, value: Any, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
+        """Call ``then`` with a full tensor, now or as one of the writes."""
+        if isinstance(value, PendingTensor):
+            value.plan_full(device, self.writes, then)
+        else:
+            then(value)
 
     def _unmanaged_state(self, key: str, value: Any, param: nn.Parameter) -> Any:
         """Return a state of a parameter that no unit manages."""
-        shown = None if is_scalar(value) else self._index.dtensors.get(param)
-        if shown is not None and shape_of(value) != tuple(param.shape):
-            return self._of_other_shape(key, value, shown)
+        indexed = None if is_scalar(value) else self._index.dtensors.get(param)
+        if indexed is not None and shape_of(value) != tuple(param.shape):
+            return self._of_other_shape(key, value, indexed)
         if not isinstance(value, PendingTensor):
-            label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
-            return copied_state(value) if shown is None else dtensor_from(shown, value, label)
+            label = f"State {key!r} of {indexed.fqn!r}" if indexed is not None else ""
+            return copied_state(value) if indexed is None else dtensor_from(indexed, value, label)
         assert isinstance(value, FromRankZero)
-        if shown is None:
+        if indexed is None:
             return value.plan_full(param.device, self.writes)
-        sharded = empty_dtensor(shown, value.dtype, shown.param_group.flat_param.device)
-        device, local = shown.unit.options.device, sharded.to_local()
-        value.plan_full(device, self.writes, lambda full: local.copy_(local_from(shown, full)))
+        sharded = empty_dtensor(indexed, value.dtype, indexed.param_group.flat_param.device)
+        device, local = indexed.unit.options.device, sharded.to_local()
+        value.plan_full(device, self.writes, lambda full: local.copy_(local_from(indexed, full)))
         return sharded
 
     def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
@@ -326,44 +330,38 @@ class _OptimLoad:
                     "parameter's. Load full tensors."
                 )
             return copied_state(value)
-        if isinstance(value, PendingTensor):
-            # The optimizer is given a tensor that is filled once all of the load is known to fit.
-            empty = torch.empty(value.shape, dtype=value.dtype)
-            made = placed_like(shown, empty, like)
-            local = made.to_local() if isinstance(made, DTensor) else made
-
-            def put(full: torch.Tensor) -> None:
-                found = placed_like(shown, full, like)
-                local.copy_(found.to_local() if isinstance(found, DTensor) else found)
-
-            value.plan_full(shown.unit.options.device, self.writes, put)
-            return made
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, PendingTensor)):
             raise LoadError(f"State {key!r} of {shown.fqn!r} is a {type(value).__name__}; expected a tensor.")
-        return placed_like(shown, value, like)
+        # The optimizer is given a tensor that may be filled once all of the load is known to fit.
+        made = placed_like(shown, torch.empty(value.shape, dtype=value.dtype), like)
+        local = local_of(made)
+        self._with_full(
+            value, shown.unit.options.device, lambda full: local.copy_(local_of(placed_like(shown, full, like)))
+        )
+        return made
 
 
-def _keyed_by_names(given: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]:
+def _keyed_by_names(state_dict: Any, aliases: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a state dict under the names that this library saves; raise if it has positions."""
-    given = check_states(given)
-    check_rows(given["state"])
-    positions = [key for key in given["state"] if not isinstance(key, str)]
+    state_dict = check_states(state_dict)
+    check_rows(state_dict["state"])
+    positions = [key for key in state_dict["state"] if not isinstance(key, str)]
     if positions:
         raise OptionError(
             f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
             "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
         )
     if not aliases:
-        return given
-    rows, groups = given["state"], given.get("param_groups")
+        return state_dict
+    rows, groups = state_dict["state"], state_dict.get("param_groups")
     # A name that the parameter has beside the saved one is of another save.
-    found: dict[str, Any] = {"state": {name: row for name, row in rows.items() if aliases.get(name) not in rows}}
-    found["state"] = {aliases.get(name, name): row for name, row in found["state"].items()}
+    renamed: dict[str, Any] = {"state": {name: row for name, row in rows.items() if aliases.get(name) not in rows}}
+    renamed["state"] = {aliases.get(name, name): row for name, row in renamed["state"].items()}
     if groups is not None:
-        found["param_groups"] = [
+        renamed["param_groups"] = [
             {**group, "params": [aliases.get(name, name) for name in group.get("params", ())]} for group in groups
         ]
-    return {**given, **found}
+    return {**state_dict, **renamed}
 
 
 def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
@@ -381,9 +379,11 @@ def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Map
             warn_user(text)
 
 
-def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(
+    positions: Mapping[str, int], keys: Sequence[Any], saved_groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     groups = []
-    for group in given:
+    for group in saved_groups:
         # The optimizer keeps the names that it was built with; the file's names cover the parameters of all ranks.
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
         known = {positions[fqn] for fqn in group.get("params", []) if fqn in positions}
@@ -413,7 +413,11 @@ def _check_class(contents: OptimContents, index: ParamIndex, by_name: Mapping[st
 
 
 def _check_groups(
-    own: Sequence[Mapping[str, Any]], index: ParamIndex, given: Sequence[Mapping[str, Any]], *, is_final: bool
+    present_groups: Sequence[Mapping[str, Any]],
+    index: ParamIndex,
+    saved_groups: Sequence[Mapping[str, Any]],
+    *,
+    is_final: bool,
 ) -> None:
     """Raise if a parameter is in another group of a state dict than in its own, and tell of those that are in none.
 
@@ -422,11 +426,11 @@ def _check_groups(
     may add these before, and is expected to add those that no unit manages.
     """
     places: dict[str, int] = {}
-    for at, group in enumerate(given):
+    for at, group in enumerate(saved_groups):
         places.update(dict.fromkeys(group.get("params", ()), at))
     unmanaged = index.others.keys() - index.dtensors.keys()
     lacking, moved = [], []
-    for at, group in enumerate(own):
+    for at, group in enumerate(present_groups):
         for param in group["params"]:
             if not index.has(param):
                 lacking += [f"a parameter outside of the model (group {at})"] * is_final
@@ -436,14 +440,16 @@ def _check_groups(
             if not saved and (is_final or param not in unmanaged):
                 lacking.append(f"{fqns[0]!r} (group {at})")
             moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
-    if not (lacking or moved or len(own) != len(given)):
+    if not (lacking or moved or len(present_groups) != len(saved_groups)):
         return
-    found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-    found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
-    found += [f"other groups for {some_of(moved, 6)}"] if moved else []
+    differences = []
+    if len(present_groups) != len(saved_groups):
+        differences.append(f"{len(saved_groups)} parameter group(s) for {len(present_groups)}")
+    differences += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+    differences += [f"other groups for {some_of(moved, 6)}"] if moved else []
     text = (
         f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
-        f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+        f"{'; '.join(differences)}. Load into an optimizer with the groups that it was saved with, and grow that one "
         "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the "
         "state dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
     )
@@ -467,7 +473,7 @@ def template_states(
     index = ParamIndex(model)
     others = {name: tuple(param.shape) for param, name in index.others.items()}
     others |= {alias: others[name] for alias, name in index.aliases.items() if name in others}
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():
         param = index.by_name.get(fqn)
@@ -497,5 +503,5 @@ def template_states(
                 value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
             else:
                 value = torch.zeros(shape, dtype=dtype)
-            found.setdefault(fqn, {})[name] = value
-    return found, deferred
+            tensors.setdefault(fqn, {})[name] = value
+    return tensors, deferred

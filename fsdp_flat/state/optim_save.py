@@ -67,42 +67,42 @@ def save_optim_state(
     """
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     compares = codec.communicates or bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
-    own: OptimStates | None = None
+    states: OptimStates | None = None
     until_met, is_full, sent = UntilRanksMeet(error), isinstance(codec, FullCodec), config
     with until_met:
-        own = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not is_full)
+        states = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not is_full)
     if compares:
-        if config.rank0_only > complete_over_groups(index, own, until_met.error, rank0_only=config.rank0_only):
+        if config.rank0_only > complete_over_groups(index, states, until_met.error, rank0_only=config.rank0_only):
             # An option of each rank: those that keep nothing send to all.
             sent = copy.copy(config)
             sent.rank0_only = False
     elif until_met.error is not None:
         raise until_met.error
-    assert own is not None
+    assert states is not None
     if not compares and contents.state:
-        _warn_of_gaps(own.states)
+        _warn_of_gaps(states.states)
     with torch.no_grad(), reported_failure(index.rank_groups if compares else ()):
-        values = encoded_states(own.states, codec, sent)
-        values |= merged_states(own.states, sent)
-    rows = rows_of(own, values, codec, config)
+        values = encoded_states(states.states, codec, sent)
+        values |= merged_states(states.states, sent)
+    rows = rows_of(states, values, codec, config)
     if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}
-    groups = named_groups(own)
+    groups = named_groups(states)
     return {"state": rows} if groups is None else {"state": rows, "param_groups": groups}
 
 
-def named_groups(own: OptimStates) -> list[dict[str, Any]] | None:
+def named_groups(states: OptimStates) -> list[dict[str, Any]] | None:
     """Return copies of parameter groups with the names of their parameters; None if no groups are known."""
-    if own.contents.groups is None:
+    if states.contents.groups is None:
         return None
-    found = []
-    for group, params in zip(own.contents.groups, own.names[1:], strict=True):
+    groups = []
+    for group, params in zip(states.contents.groups, states.names[1:], strict=True):
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         if "param_names" in settings:
             # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             settings["param_names"] = list(params)
-        found.append({**settings, "params": params})
-    return found
+        groups.append({**settings, "params": params})
+    return groups
 
 
 def encoded_states(
@@ -130,49 +130,49 @@ def encoded_states(
 
 
 def rows_of(
-    own: OptimStates, values: Mapping[Place, Any], codec: StateDictCodec, config: Config, *, copies: bool = True
+    states: OptimStates, values: Mapping[Place, Any], codec: StateDictCodec, config: Config, *, copies: bool = True
 ) -> Rows:
     """Return the states by name of a parameter, in the order of a state dict, without those that this rank lacks.
 
     ``values`` are those of the tensors of managed parameters. Without ``copies`` other tensors are as they are.
     """
-    rows: Rows = {}
-    for state in own.states:
+    by_name: Rows = {}
+    for state in states.states:
         if state.tensors or state.handled or state.plain:
-            row = dict(state.plain)
+            values_of_param = dict(state.plain)
             for name in (*state.tensors, *state.handled):
                 value = values.get((state.param, name))
                 if value is not None:
-                    row[name] = value
-            rows[state.param.fqn] = dict(sorted(row.items()))
-    rows |= _others(own.index, own.contents, codec, config, copies=copies)
-    return {name: rows[name] for name in (*own.names[0], *sorted(rows)) if name in rows}
+                    values_of_param[name] = value
+            by_name[state.param.fqn] = dict(sorted(values_of_param.items()))
+    by_name |= _others(states.index, states.contents, codec, config, copies=copies)
+    return {name: by_name[name] for name in (*states.names[0], *sorted(by_name)) if name in by_name}
 
 
 def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config, *, copies: bool) -> Rows:
     """Return by name the states of parameters that no unit manages; without ``copies`` tensors as they are."""
     held, offload = set(contents.params), config.offload_to_cpu
-    found: Rows = {}
+    by_name: Rows = {}
     for param, name in index.others.items():
         if param in held and param in contents.state:
-            row = contents.state[param]
+            states = contents.state[param]
             if param in index.dtensors:
-                row = {key: codec.of_dtensor(row[key], config) for key in sorted(row)}
-            found[name] = {
+                states = {key: codec.of_dtensor(states[key], config) for key in sorted(states)}
+            by_name[name] = {
                 key: value
                 if not copies and isinstance(value, torch.Tensor) and not is_scalar(value)
                 else copied_state(value, "cpu" if offload or is_scalar(value) else None)
-                for key, value in row.items()
+                for key, value in states.items()
             }
-    return found
+    return by_name
 
 
 def _warn_of_gaps(states: Sequence[ParamState]) -> None:
     """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
-    found = [str(state.param) for state in states if state.param.numel and state.is_held and not state.names()]
-    if found:
+    lacking = [str(state.param) for state in states if state.param.numel and state.is_held and not state.names()]
+    if lacking:
         warn_user(
-            f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
+            f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(lacking, 6)}, of which the "
             "rank holds elements. That is right for parameters that have had no gradient yet. With this state-dict "
             "type ranks do not compare what they have: if another rank has these states, the checkpoint is incomplete."
         )

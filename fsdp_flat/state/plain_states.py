@@ -104,7 +104,7 @@ def values_of(value: Any) -> Any:
         with torch.no_grad():
             if not torch.equal(torch.empty_like(same[0]).copy_(local), same[0]):
                 return value
-    return dtensor_of(same[0], value._spec) if isinstance(value, DTensor) else same[0]
+    return _placed_like(same[0], value)
 
 
 def full_precision(value: torch.Tensor) -> torch.Tensor | None:
@@ -123,13 +123,14 @@ def full_precision(value: torch.Tensor) -> torch.Tensor | None:
             continue
         if is_plain(made) and made.shape == local.shape:
             # Parts of one dtype on all ranks, whatever their class makes.
-            return _plain_like(made.to(local.dtype), value)
+            return _placed_like(made.to(local.dtype), value)
     if local.numel():
         return None
-    return _plain_like(torch.empty(local.shape, dtype=local.dtype, device=local.device), value)
+    return _placed_like(torch.empty(local.shape, dtype=local.dtype, device=local.device), value)
 
 
-def _plain_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _placed_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as the local tensor of a DTensor if ``value`` is one."""
     return dtensor_of(local, value._spec) if isinstance(value, DTensor) else local
 
 
@@ -224,7 +225,7 @@ def like_present(value: torch.Tensor, present: Any) -> torch.Tensor:
     made = copy_of(local)
     with torch.no_grad():
         made.copy_(local_of(value))
-    return dtensor_of(made, present._spec) if isinstance(present, DTensor) else made
+    return _placed_like(made, present)
 
 
 def create_states(optim: torch.optim.Optimizer) -> None:

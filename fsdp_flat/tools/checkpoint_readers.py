@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdp_flat.checkpoint.dcp_files import SafeReader
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.tools.sharded_values import parts_of
+from fsdp_flat.layout import chunk_rows
 from fsdp_flat.tools.stored_checkpoint import (
     Keys,
     Part,
@@ -54,7 +55,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
         if finds(path):
             return opened(path, allow_pickle)
     if path.is_file():
-        return _open_torch_file(path, allow_pickle)
+        return _open_torch_files(path, allow_pickle)
     if any(path.glob("*.distcp")):
         raise LoadError(
             f"{path} is a checkpoint of torch.distributed.checkpoint without its file .metadata, written last: "
@@ -69,9 +70,11 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path looks like one checkpoint, or one file of it."""
     if path.is_dir():
-        found = next((opened for finds, opened in _FORMATS if finds(path)), None)
+        opener = next((opened for finds, opened in _FORMATS if finds(path)), None)
         # A folder of single files is listed file by file unless their names count ranks.
-        return found not in (None, _open_newest) and (found is not _open_rank_files or _counts_ranks(_rank_files(path)))
+        return opener not in (None, _open_newest) and (
+            opener is not _open_torch_files or _counts_ranks(_rank_files(path))
+        )
     return path.suffix in (".safetensors", *TORCH_SUFFIXES)
 
 
@@ -89,11 +92,11 @@ def has_steps(path: Path) -> bool:
 
 
 def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
-    found = list_checkpoints(path)
-    for each in found:
-        if each.problem:
-            warn_user(f"{each.problem}; passed over.")
-    complete = [each.path for each in found if not each.problem]
+    checkpoints = list_checkpoints(path)
+    for checkpoint in checkpoints:
+        if checkpoint.problem:
+            warn_user(f"{checkpoint.problem}; passed over.")
+    complete = [checkpoint.path for checkpoint in checkpoints if not checkpoint.problem]
     if not complete:
         raise LoadError(f"{path} has no complete checkpoint.")
     return _open_dcp(complete[0], allow_pickle)
@@ -146,8 +149,8 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             keys = _keys_of(fqn, mappings)
-            found = tuple(parts.get(fqn, ()))
-            tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, found)
+            held = tuple(parts.get(fqn, ()))
+            tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, held)
     files = {path / place.relative_path for place in places.values()} | {path / ".metadata"}
     return StoredCheckpoint(
         path=path,
@@ -204,8 +207,8 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     files = _safetensors_of(path)
     metadata: dict[str, Any] = {}
     for file in files:
-        found, strings = read_safetensors(file)
-        tensors |= {(name,): _whole((name,), tensor, file) for name, tensor in found.items()}
+        in_file, strings = read_safetensors(file)
+        tensors |= {(name,): _whole((name,), tensor, file) for name, tensor in in_file.items()}
         metadata |= strings
     for name, same in metadata.items():
         if (same,) in tensors and (name,) not in tensors:
@@ -231,19 +234,15 @@ def _is_plain_tensor(value: Any) -> bool:
 
 
 def _whole(keys: Keys, tensor: torch.Tensor, file: Path) -> TensorInFiles:
-    found, shape = tensor.detach(), tuple(tensor.shape)
-    shared = (found.data_ptr(), found.stride(), shape, found.dtype) if found.numel() else None
-    return TensorInFiles(keys, shape, found.dtype, (Part((0,) * len(shape), shape, lambda: found, file),), shared)
-
-
-def _open_torch_file(path: Path, allow_pickle: bool) -> StoredCheckpoint:
-    return _open_torch_files(path, [path], allow_pickle)
+    plain, shape = tensor.detach(), tuple(tensor.shape)
+    shared = (plain.data_ptr(), plain.stride(), shape, plain.dtype) if plain.numel() else None
+    return TensorInFiles(keys, shape, plain.dtype, (Part((0,) * len(shape), shape, lambda: plain, file),), shared)
 
 
 def _rank_files(path: Path) -> list[Path]:
     """Return the files of a folder that ranks have saved, one each, by rank."""
-    found = [each for each in path.iterdir() if each.suffix in TORCH_SUFFIXES] if path.is_dir() else []
-    return sorted(found, key=lambda each: ([int(number) for number in re.findall(r"\d+", each.stem)], each.name))
+    files = [file for file in path.iterdir() if file.suffix in TORCH_SUFFIXES] if path.is_dir() else []
+    return sorted(files, key=lambda file: ([int(number) for number in re.findall(r"\d+", file.stem)], file.name))
 
 
 def _counts_ranks(files: list[Path]) -> bool:
@@ -251,17 +250,14 @@ def _counts_ranks(files: list[Path]) -> bool:
     return all(numbers) and len({re.sub(r"\d+", "", file.name) for file in files}) == 1
 
 
-def _open_rank_files(path: Path, allow_pickle: bool) -> StoredCheckpoint:
-    return _open_torch_files(path, _rank_files(path), allow_pickle)
-
-
-def _open_torch_files(path: Path, files: list[Path], allow_pickle: bool) -> StoredCheckpoint:
+def _open_torch_files(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     """Open what one process has saved, or each rank of several; rank 0's counts of what ranks have alike."""
+    files = [path] if path.is_file() else _rank_files(path)
     tensors: dict[Keys, TensorInFiles] = {}
     values: dict[Keys, Any] = {}
     for rank, file in enumerate(files):
         for keys, value in flattened(_state_of(read_archive(file, allow_pickle=allow_pickle), file)):
-            if (parts := parts_of(value, file, rank)) is not None:
+            if (parts := _sharded_parts(value, file, rank)) is not None:
                 before = tensors[keys].parts if keys in tensors else ()
                 tensors[keys] = TensorInFiles(keys, tuple(value.shape), value.dtype, (*before, *parts))
             elif _is_plain_tensor(value):
@@ -298,12 +294,70 @@ def _problems_of_archives(files: Iterable[Path]) -> Iterator[str]:
             yield f"{path.name}: {bad} is damaged"
 
 
+def _sharded_parts(value: Any, file: Path, rank: int) -> tuple[Part, ...] | None:
+    """Return this rank's parts of a tensor; None for anything else.
+
+    Args:
+        value: a DTensor, or the description of one or of a ShardedTensor.
+        file: the file that it is in.
+        rank: the rank that wrote the file, for DTensors of torch versions that do not store it.
+
+    Raises:
+        LoadError: the sharding is one that cannot be described by boxes.
+    """
+    kind = type(value).__name__
+    if kind == "ShardedTensor":
+        return tuple(_part_of_shard(shard, file, rank) for shard in value.state[0])
+    if kind == "DTensor":
+        return (_part_of_dtensor(value, file, rank),)
+    return None
+
+
+def _part(offsets: list[int], local: torch.Tensor, file: Path, rank: int) -> Part:
+    return Part(tuple(offsets), tuple(local.shape), local.detach, file, rank)
+
+
+def _part_of_shard(shard: Any, file: Path, rank: int) -> Part:
+    writer = getattr(shard.metadata.placement, "_rank", None)
+    return _part(list(shard.metadata.shard_offsets), shard.tensor, file, rank if writer is None else writer)
+
+
+def _part_of_dtensor(value: Any, file: Path, rank: int) -> Part:
+    # Attributes that an object and its description have alike.
+    mesh, local = value._spec.mesh, value._local_tensor
+    coordinate = getattr(mesh, "_coordinate_on_dim", None)
+    if not coordinate:
+        raise LoadError(f"{file} does not say where in the mesh of its DTensors the rank is that wrote it.")
+    offsets, sizes = [0] * len(value.shape), list(value.shape)
+    for placement, num, at in zip(value._spec.placements, _mesh_shape(mesh), coordinate, strict=True):
+        name = type(placement).__name__
+        if name == "Shard":
+            rows = chunk_rows(sizes[placement.dim], num, at)
+            offsets[placement.dim], sizes[placement.dim] = offsets[placement.dim] + rows.start, rows.numel
+        elif name != "Replicate":
+            raise LoadError(f"{file} has a DTensor with the placement {name}, which is no box of the tensor.")
+    if tuple(local.shape) != tuple(sizes):
+        raise LoadError(f"{file} has a part of shape {tuple(local.shape)} where its placements give {tuple(sizes)}.")
+    return _part(offsets, local, file, getattr(mesh, "_rank", rank))
+
+
+def _mesh_shape(mesh: Any) -> list[int]:
+    """Return the shape of a mesh, of which torch has stored the ranks, and then a layout in two forms."""
+    layout = getattr(mesh, "_layout", None)
+    if layout is None:
+        return list(mesh.mesh.shape)
+    each = [axis.shape for axis in layout.axes] if hasattr(layout, "axes") else layout.shape
+    return [
+        size if isinstance(size, int) else prod(size) for size in (each if isinstance(each, (list, tuple)) else [each])
+    ]
+
+
 Finds = Callable[[Path], bool]
 _FORMATS: tuple[tuple[Finds, Callable[[Path, bool], StoredCheckpoint]], ...] = (
     (has_steps, _open_newest),
     (lambda path: (path / ".metadata").is_file(), _open_dcp),
     (_has_safetensors, _open_safetensors),
-    (lambda path: bool(_rank_files(path)), _open_rank_files),
+    (lambda path: bool(_rank_files(path)), _open_torch_files),
 )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import takewhile
 
 from fsdp_flat import migrate, run
 from fsdp_flat.version import __version__
@@ -31,12 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command, *rest = given or [""]
-    if command in ("run", "migrate") and _asks_for_help(rest, command == "run"):
-        # In the style of the other commands, if typer is there; else in their own.
-        with suppress(ModuleNotFoundError):
-            from fsdp_flat.tools.commands import run_command as show_help
-
-            return show_help([command, "--help"])
     if command == "run":
         if not getattr(sys.flags, "safe_path", False):
             # As under ``python -m``, for ``run -m``: an installed command has its own folder there.
@@ -57,9 +49,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_WITHOUT_EXTRA, end="", file=sys.stdout if is_help else sys.stderr)
         return 0 if is_help else 2
     return run_command(given)
-
-
-def _asks_for_help(arguments: Sequence[str], runs_script: bool) -> bool:
-    """Return whether arguments of a command ask for its help; those after a script or ``-m`` are the script's."""
-    own = takewhile(lambda word: word.startswith("-") and word != "-m", arguments) if runs_script else arguments
-    return not {"-h", "--help"}.isdisjoint(own)

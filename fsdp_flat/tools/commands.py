@@ -13,7 +13,7 @@ import typer
 from typer.exceptions import TyperException
 
 from fsdp_flat.errors import FsdpFlatError
-from fsdp_flat.tools.text import nbytes_of
+from fsdp_flat.sizes import nbytes_of
 from fsdp_flat.version import __version__
 
 app = typer.Typer(
@@ -72,31 +72,14 @@ def _options(
     return 0
 
 
-_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-Rewritten = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files, or folders to look through.")]
-Diff = Annotated[bool, typer.Option("--diff", help="Print a patch and change nothing, as without the flag.")]
-Write = Annotated[bool, typer.Option("--write", help="Change the files.")]
-
-
-# These are run by ``command.py``, which needs no extra; here they are for the list of commands and for their help.
-@app.command(
-    "run",
-    context_settings=_PASSED_ON,
-    epilog="Example: torchrun --nproc-per-node 2 -m fsdp_flat.run train.py --lr 1e-3",
-)
-def _run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script.")],
-    arguments: Annotated[list[str], typer.Argument(metavar="ARGS", help="Arguments of its own.")] = [],  # noqa: B006
-    module: Annotated[str, typer.Option("-m", metavar="MODULE", help="Run a module instead, as python -m does.")] = "",
-    fully_shard: Annotated[bool, typer.Option("--fully-shard", "-f", help="Take over FSDP2's names too.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say which names are taken over.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Say it as JSON.")] = False,
-) -> None:
+# These two are run by ``command.py``, which needs no extra, and print their own help; here they are listed.
+@app.command("run")
+def _run() -> None:
     """Run an FSDP1 script on fsdp_flat, unchanged."""
 
 
-@app.command("migrate", context_settings=_PASSED_ON, epilog="Example: fsdp-flat migrate src/")
-def _migrate(paths: Rewritten, diff: Diff = False, write: Write = False, as_json: Json = False) -> None:
+@app.command("migrate")
+def _migrate() -> None:
     """Rewrite a codebase's imports of FSDP1."""
 
 

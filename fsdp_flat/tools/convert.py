@@ -14,24 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint.commit import commit
-from fsdp_flat.checkpoint.dcp_files import on_host
+from fsdp_flat.checkpoint.dcp_files import on_host, write_metadata
 from fsdp_flat.checkpoint.format import records_of, writing_path
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
-from fsdp_flat.layout import owners_of_constants
+from fsdp_flat.layout import chunk_rows, owners_of_constants
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.stored_checkpoint import (
@@ -44,9 +35,7 @@ from fsdp_flat.tools.stored_checkpoint import (
     flattened,
     nested,
 )
-from fsdp_flat.tools.text import size_text
 from fsdp_flat.tools.torch_archives import Described
-from fsdp_flat.tools.torch_tools import storage_info
 from fsdp_flat.tools.torch_writer import write_archive
 
 Update = Callable[[int], object]
@@ -112,6 +101,8 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
         raise OptionError(f"{path} exists; name a file or folder to make.")
     if kind != "safetensors" and (options.config is not None or options.dtype is not None):
         raise OptionError("--config and --dtype are for --to safetensors.")
+    if kind in ("full", "safetensors") or (options.model_only and kind != "sharded"):
+        source = source.below(source.model_keys(options.key))
     partial_path = path.with_name(f"{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove(partial_path)
@@ -129,10 +120,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _model_of(source: StoredCheckpoint, options: WriteOptions) -> StoredCheckpoint:
-    return source.below(source.model_keys(options.key))
-
-
 def _check_values(values: Mapping[Keys, Any]) -> None:
     """Raise if a value cannot be written, since its class was not made."""
     bad = [dotted_name(keys) for keys, value in values.items() if isinstance(value, (Described, torch.Tensor))]
@@ -146,15 +133,7 @@ def _check_values(values: Mapping[Keys, Any]) -> None:
 # -- torch.save --------------------------------------------------------------------------------------------------------
 
 
-def _write_full(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
-    _write_torch_file(_model_of(source, options), path, update)
-
-
-def _write_torch(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
-    _write_torch_file(_model_of(source, options) if options.model_only else source, path, update)
-
-
-def _write_torch_file(source: StoredCheckpoint, path: Path, update: Update) -> None:
+def _write_torch(source: StoredCheckpoint, path: Path, _options: WriteOptions, update: Update) -> None:
     _check_values(source.values)
     write_archive(nested({**source.values, **source.tensors}), path, update)
 
@@ -163,14 +142,13 @@ def _write_torch_file(source: StoredCheckpoint, path: Path, update: Update) -> N
 
 
 def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
-    model = _model_of(source, options)
-    if model.values:
-        bad = some_of(list(map(dotted_name, model.values)), 3)
+    if source.values:
+        bad = some_of(list(map(dotted_name, source.values)), 3)
         raise UnsupportedError(f"{bad}: no tensors, which safetensors files cannot hold. Use --to full.")
     first: dict[Any, str] = {}
     tensors: dict[str, TensorInFiles] = {}
     aliases = {}
-    for tensor in model.tensors.values():
+    for tensor in source.tensors.values():
         same = first.setdefault(tensor.identity, tensor.name)
         if same != tensor.name:
             aliases[tensor.name] = same
@@ -248,69 +226,43 @@ def _write_safetensors_file(
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
 
 
-class _Writer(FileSystemWriter):
-    """Extends torch's writer to name the directory by text: only Python 3.13 and later reads a path that 3.13 wrote."""
-
-    @property
-    def checkpoint_id(self) -> str:
-        return str(self.path)
-
-
 def _write_dcp(source: StoredCheckpoint, path: Path, options: WriteOptions, update: Update) -> None:
-    _write_dcp_files(_model_of(source, options) if options.model_only else source, path, options.num_ranks, update)
-
-
-def _write_dcp_files(source: StoredCheckpoint, path: Path, num_ranks: int, update: Update) -> None:
     _check_values(source.values)
     path.mkdir()
-    entries: dict[str, Any] = {}
-    names: dict[str, Keys] = {}
-    results: list[WriteResult] = []
-    written: dict[Any, tuple[Any, int]] = {}
-    for rank in range(num_ranks):
+    each_rows: list[list[Any]] = []  # as of ``write_files``, by rank
+    for rank in range(options.num_ranks):
+        rows: list[Any] = []
+        written: dict[Any, list[Any]] = {}  # by what tensors share, the bytes and the place of this rank's part
         with open(path / f"__{rank}_0.distcp", "wb") as file:
-            for keys, tensor in source.tensors.items():
-                start, stop = _rows_of_rank(tensor, rank, num_ranks)
-                offsets = (start, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
-                sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-                if start < stop or (rank == 0 and not tensor.numel):
-                    same = (tensor.identity, rank)
-                    if same not in written:
-                        rows = tensor.rows(start, stop).reshape(sizes)
-                        written[same] = _append(on_host(rows), file, path), rows.nbytes
-                        update(rows.nbytes)
-                        del rows
-                    index = MetadataIndex(tensor.name, offsets)
-                    results.append(WriteResult(index, written[same][1], written[same][0]))
-                    if tensor.name not in entries:
-                        properties = TensorProperties(dtype=tensor.dtype)
-                        entries[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
-                        names[tensor.name] = keys
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    entries[tensor.name].chunks.append(chunk)
+            for tensor in source.tensors.values():
+                held = chunk_rows(tensor.num_rows, options.num_ranks, rank)  # as ``fully_shard`` divides a tensor
+                offsets = (held.start, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+                sizes = (held.numel, *tensor.shape[1:]) if tensor.shape else ()
+                if held.numel or (rank == 0 and not tensor.numel):
+                    if tensor.identity not in written:
+                        part = tensor.rows(held.start, held.stop).reshape(sizes)
+                        written[tensor.identity] = [part.nbytes, *_append(on_host(part), file)]
+                        update(part.nbytes)
+                        del part
+                    kind = ["SHARD", offsets, sizes, str(tensor.dtype), tensor.shape]
+                    rows.append([_plain_keys(tensor.keys), kind, *written[tensor.identity]])
             for keys, value in source.values.items() if rank == 0 else ():
-                name = dotted_name(keys)
-                entries[name], names[name] = BytesStorageMetadata(), keys
-                place = _append(value, file, path)
-                results.append(WriteResult(MetadataIndex(name), place.length, place))
-    planner_data = {
-        name: tuple(int(k) if isinstance(k, Position) else str(k) for k in keys) for name, keys in names.items()
-    }
-    writer = _Writer(path, sync_files=True)
-    writer.set_up_storage_writer(True)
-    writer.finish(Metadata(entries, planner_data), [results])
+                place = _append(value, file)
+                rows.append([_plain_keys(keys), [], place[-1], *place])
+        each_rows.append(rows)
+    write_metadata(each_rows, path)
 
 
-def _rows_of_rank(tensor: TensorInFiles, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the rows that a rank holds, those that ``fully_shard`` gives it."""
-    num_rows = -(-tensor.num_rows // num_ranks)
-    return min(rank * num_rows, tensor.num_rows), min((rank + 1) * num_rows, tensor.num_rows)
+def _plain_keys(keys: Keys) -> list[Any]:
+    """Return nested keys as torch's planner records them: positions in lists are integers, all others texts."""
+    return [int(key) if isinstance(key, Position) else str(key) for key in keys]
 
 
-def _append(value: Any, file: Any, path: Path) -> Any:
+def _append(value: Any, file: Any) -> tuple[str, int, int]:
+    """Append a value to a file of a rank; return the file's name, and the begin and the number of the bytes."""
     start = file.tell()
     torch.save(value, file)
-    return storage_info(Path(file.name).relative_to(path).as_posix(), start, file.tell() - start)
+    return Path(file.name).name, start, file.tell() - start
 
 
 # -- this library's ----------------------------------------------------------------------------------------------------
@@ -342,7 +294,7 @@ def _write_sharded(source: StoredCheckpoint, path: Path, options: WriteOptions, 
     path.mkdir()
     writing = writing_path(path, step)
     named = {keys: replace(tensor, keys=keys) for keys, tensor in tensors.items()}
-    _write_dcp_files(replace(source, tensors=named, values=values), writing, options.num_ranks, update)
+    _write_dcp(replace(source, tensors=named, values=values), writing, options, update)
     commit(path, step, records_of(writing, "*"))
 
 
@@ -360,7 +312,7 @@ def _optim_tensors(optim: StoredCheckpoint, model: StoredCheckpoint) -> dict[Key
 
 
 KINDS: Mapping[str, Callable[[StoredCheckpoint, Path, WriteOptions, Update], None]] = {
-    "full": _write_full,
+    "full": _write_torch,
     "torch": _write_torch,
     "safetensors": _write_safetensors,
     "dcp": _write_dcp,

@@ -68,11 +68,11 @@ def compared_parts(a: StoredCheckpoint, b: StoredCheckpoint, key: str | None) ->
     named = [frozenset(map(dotted_name, each.tensors)) for each in (a, b)]
     if key is None and (named[0] & named[1] or not all(named)):
         return a, b
-    return tuple(each.below(each.model_keys(key if _has(each, key) else None)) for each in (a, b))
-
-
-def _has(checkpoint: StoredCheckpoint, key: str | None) -> bool:
-    return key is not None and any(dotted_name(keys).startswith(f"{key}.") for keys in checkpoint.tensors)
+    models = []
+    for checkpoint, names in zip((a, b), named, strict=True):
+        has_key = any(name.startswith(f"{key}.") for name in names)
+        models.append(checkpoint.below(checkpoint.model_keys(key if has_key else None)))
+    return tuple(models)
 
 
 def differences(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[EntryDifference]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.checkpoint_readers import has_steps, is_checkpoint, looks_like_checkpoint, open_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
-from fsdp_flat.tools.text import size_text
 
 
 def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
@@ -25,26 +25,18 @@ def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
         if path.suffix in (".writing", ".removing", ".replaced"):
             found.append({"name": path.name, "problem": "unfinished"})
         elif looks_like_checkpoint(path) or has_steps(path):
-            found.append({"name": path.name or path.resolve().name, **_summary_or_problem(path, allow_pickle)})
-    rows = [
-        [
-            each["name"],
-            each.get("kind") or each["problem"],
-            *(["", "", ""] if "problem" in each else _cells(each["num_tensors"], each["nbytes"], each["num_ranks"])),
-        ]
-        for each in found
-    ]
+            name = path.name or path.resolve().name
+            try:
+                found.append({"name": name, **open_checkpoint(path, allow_pickle=allow_pickle).summary()})
+            except FsdpFlatError as error:
+                found.append({"name": name, "problem": str(error)})
+    rows = []
+    for checkpoint in found:
+        cells = [checkpoint.get("problem", ""), "", "", ""]
+        if "problem" not in checkpoint:
+            num_ranks = "" if checkpoint["num_ranks"] is None else str(checkpoint["num_ranks"])
+            cells = [checkpoint["kind"], str(checkpoint["num_tensors"]), size_text(checkpoint["nbytes"]), num_ranks]
+        rows.append([checkpoint["name"], *cells])
     table = TextTable(("name", "kind", "tensors>", "size>", "ranks>"), rows)
     show(found, table if rows else f"{folder} has no checkpoints.", as_json=as_json)
-    return int(any("problem" in each for each in found))
-
-
-def _summary_or_problem(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    try:
-        return open_checkpoint(path, allow_pickle=allow_pickle).summary()
-    except FsdpFlatError as error:
-        return {"problem": str(error)}
-
-
-def _cells(num_tensors: int, nbytes: int, num_ranks: int | None) -> list[str]:
-    return [str(num_tensors), size_text(nbytes), "" if num_ranks is None else str(num_ranks)]
+    return int(any("problem" in checkpoint for checkpoint in found))

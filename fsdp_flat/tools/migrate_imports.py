@@ -7,7 +7,7 @@ plan keeps every byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,22 @@ from libcst import metadata as meta
 
 from fsdp_flat.compat.torch_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
-from fsdp_flat.tools.rewriting import Finding
 
 Statement = cst.Import | cst.ImportFrom
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """Describes one line of the report, which is about a line of the original file.
+
+    Attributes:
+        line: its number, 0 for the whole file.
+        kind: "changed", "differs" (behaves differently), "check" (cannot be judged) or "error".
+    """
+
+    line: int
+    kind: str
+    text: str
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +60,6 @@ class Binding:
     line: int
     is_plain: bool  # ``import a.b``, which binds ``a``
     uses: list[Use] = field(default_factory=list)
-    num_loads: int = 0
-    scope: meta.Scope | None = None
 
 
 class Reached(cst.CSTVisitor):
@@ -67,7 +78,6 @@ class Reached(cst.CSTVisitor):
         self.stars: list[tuple[int, str]] = []
         self.uses: list[Use] = []
         self._roots: list[tuple[Use, cst.Name]] = []
-        self._loads: list[cst.Name] = []
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line that a node begins on."""
@@ -94,16 +104,13 @@ class Reached(cst.CSTVisitor):
         return False
 
     def _bind(self, statement: Statement, alias: cst.ImportAlias, full: str, local: str, *, is_plain: bool) -> None:
-        binding = Binding(statement, alias, full, local, self.line(statement), is_plain)
-        binding.scope = self.get_metadata(meta.ScopeProvider, statement, None)
-        self.bindings.append(binding)
+        self.bindings.append(Binding(statement, alias, full, local, self.line(statement), is_plain))
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         self._look_at(node)
 
     def visit_Name(self, node: cst.Name) -> None:
         if self.get_metadata(meta.ExpressionContextProvider, node, None) is meta.ExpressionContext.LOAD:
-            self._loads.append(node)
             self._look_at(node)
 
     def _look_at(self, node: cst.Name | cst.Attribute) -> None:
@@ -123,21 +130,13 @@ class Reached(cst.CSTVisitor):
         self._roots.append((use, root))
 
     def leave_Module(self, original_node: cst.Module) -> None:
-        """Assign uses and reads to the imports that bind their names."""
+        """Assign uses to the imports that may bind their first names."""
         for use, root in self._roots:
-            for binding in self._through(root):
-                binding.uses.append(use)
-        counted = {binding.local for binding in self.bindings if binding.is_plain and is_inside(binding.full)}
-        for name in self._loads:
-            if name.value in counted:
-                for binding in self._through(name):
-                    binding.num_loads += 1
-
-    def _through(self, name: cst.Name) -> list[Binding]:
-        """Return the imports that may bind a name."""
-        scope = self.get_metadata(meta.ScopeProvider, name, None)
-        assigned = {id(getattr(found, "node", None)) for found in scope[name.value]} if scope is not None else set()
-        return [b for b in self.bindings if b.local == name.value and id(b.statement) in assigned]
+            scope = self.get_metadata(meta.ScopeProvider, root, None)
+            assigned = {id(getattr(each, "node", None)) for each in scope[root.value]} if scope is not None else set()
+            for binding in self.bindings:
+                if binding.local == root.value and id(binding.statement) in assigned:
+                    binding.uses.append(use)
 
 
 def imported_names(visitor: cst.CSTVisitor, node: cst.CSTNode) -> list[str]:
@@ -157,8 +156,11 @@ def root_of(node: cst.BaseExpression) -> cst.Name | None:
 class Plan:
     """Holds the changes planned for a module."""
 
-    targets: dict[cst.ImportAlias, Target] = field(default_factory=dict)  # replacements of parts of imports
-    added: dict[Statement, list[str]] = field(default_factory=dict)  # imports to add after a statement
+    modules: dict[cst.ImportAlias, str] = field(default_factory=dict)  # to import the same name from
+    renamed: dict[cst.ImportAlias, str] = field(default_factory=dict)  # modules, by the names of ours
+    dropped: set[cst.ImportAlias] = field(default_factory=set)
+    # ``import`` statements to add after a statement, each a dotted name and the name of its ``as`` clause or None.
+    added: dict[Statement, list[tuple[str, str | None]]] = field(default_factory=dict)
     rewritten: dict[cst.BaseExpression, str] = field(default_factory=dict)  # new dotted names
     # By ``(line, old module, new module)``, the names that move between these modules.
     moved: dict[tuple[int, str, str], list[str]] = field(default_factory=dict)
@@ -171,6 +173,11 @@ class Plan:
         if name not in names:
             names.append(name)
 
+    @property
+    def changes(self) -> bool:
+        """True if anything changes."""
+        return bool(self.modules or self.renamed or self.dropped or self.rewritten)
+
     def report(self) -> list[Finding]:
         """Return all findings in the order of lines."""
         moved = [
@@ -179,86 +186,69 @@ class Plan:
         ]
         return sorted({*moved, *self.findings})
 
-    def add(self, line: int, kind: str, text: str) -> None:
-        """Record a finding."""
-        self.findings.append(Finding(line, kind, text))
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Describes the replacement of one part of an import: one of these."""
-
-    module: str | None = None  # the module to import the same name from
-    # ``import`` statements, each a dotted name and the name of its ``as`` clause or None.
-    imports: tuple[tuple[str, str | None], ...] = ()
+    def check(self, line: int, text: str) -> None:
+        """Record a finding for a person to judge."""
+        self.findings.append(Finding(line, "check", text))
 
 
 def plan_imports(reached: Reached) -> Plan:
     """Plan the replacement of every import of, and every dotted path into, ``torch.distributed.fsdp``."""
     plan = Plan()
     for line, module in reached.stars:
-        plan.add(line, "check", f"`from {module} import *` does not say which names are used; name them")
+        plan.check(line, f"`from {module} import *` does not say which names are used; name them")
+    handled: set[int] = set()  # uses that are rewritten, or mean ours as they are
     for binding in reached.bindings:
-        if is_inside(binding.full):
-            if binding.is_plain or is_module(binding.full):
-                _plan_module(plan, binding, reached.bindings)
+        is_reached = is_inside(binding.full)
+        ours = counterpart(binding.full) if is_reached else None
+        if is_reached and not binding.is_plain and not is_module(binding.full):
+            if ours is None:
+                _report_left(plan, binding.line, binding.full)
             else:
-                _plan_symbol(plan, binding)
+                plan.modules[binding.alias] = ours.rpartition(".")[0]
+                plan.move(binding.line, binding.full, ours)
+        elif is_reached and not binding.is_plain and not binding.uses and ours is None:
+            _report_left(plan, binding.line, binding.full)
+        elif ours is not None and not binding.is_plain and _fits(binding, ours):
+            _replace_module(plan, binding, ours)
+            handled.update(map(id, binding.uses))
         else:
-            _rewrite_uses(plan, binding, reached.bindings)
-    replaced = [binding for binding in reached.bindings if binding.alias in plan.targets and not binding.is_plain]
-    moved = {id(use) for binding in replaced for use in binding.uses}
+            handled.update(map(id, _rewrite_uses(plan, binding, reached.bindings)))
+            if is_reached and binding.uses and all(use.ours is not None for use in binding.uses):
+                if binding.is_plain:
+                    plan.renamed[binding.alias] = "torch.distributed"  # the name ``torch`` stays bound
+                else:
+                    plan.dropped.add(binding.alias)
     for use in {id(use): use for binding in reached.bindings for use in binding.uses}.values():
-        if use.node not in plan.rewritten and id(use) not in moved:
+        if id(use) not in handled:
             _report_left(plan, use.line, use.name, is_sure=use.is_sure)
     _report_mixture(plan, reached)
     return plan
 
 
-def _plan_symbol(plan: Plan, binding: Binding) -> None:
-    ours = counterpart(binding.full)
-    if ours is None:
-        _report_left(plan, binding.line, binding.full)
-        return
-    plan.targets[binding.alias] = Target(module=ours.rpartition(".")[0])
-    plan.move(binding.line, binding.full, ours)
-
-
-def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
-    ours = counterpart(binding.full)
-    # All uses of its name may stay as they are.
-    fits = ours is not None and all(
+def _fits(binding: Binding, ours: str) -> bool:
+    """Return whether all uses of a module's name may stay as they are once the name means our module."""
+    return all(
         counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
         for use in binding.uses
     )
-    if not binding.is_plain and ours is not None and fits:
-        module = ours.rpartition(".")[0]
-        if isinstance(binding.statement, cst.ImportFrom) and module:
-            plan.targets[binding.alias] = Target(module=module)
-        else:
-            plan.targets[binding.alias] = Target(imports=((ours, None if binding.local == ours else binding.local),))
-        plan.add(binding.line, "changed", f"module {binding.full} is now {ours}")
-        return
-    if not binding.is_plain and not binding.uses:
-        _report_left(plan, binding.line, binding.full)
-        return
-    _rewrite_uses(plan, binding, bindings)
-    if not binding.uses or any(use.ours is None for use in binding.uses):
-        return
-    imports: list[tuple[str, str | None]] = []
-    if binding.is_plain:
-        # The first of the imports that bind the name in its scope keeps it bound, if it is still read.
-        others = [b for b in bindings if b is not binding and (b.local, b.scope) == (binding.local, binding.scope)]
-        is_first = all(is_inside(other.full) and other.line >= binding.line for other in others)
-        if is_first and binding.num_loads > len(binding.uses):
-            imports.append(("torch.distributed", None))
-        if ours is not None:
-            imports.append((ours, None))
-    plan.targets[binding.alias] = Target(imports=tuple(imports))
 
 
-def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
-    """Rewrite the uses of a name to our full dotted names, and add the imports that these need."""
+def _replace_module(plan: Plan, binding: Binding, ours: str) -> None:
+    """Bind a name to our module instead."""
+    package = ours.rpartition(".")[0]
+    if isinstance(binding.statement, cst.Import):
+        plan.renamed[binding.alias] = ours
+    elif package:
+        plan.modules[binding.alias] = package
+    else:
+        plan.dropped.add(binding.alias)
+        plan.added.setdefault(binding.statement, []).append((ours, None if binding.local == ours else binding.local))
+    plan.findings.append(Finding(binding.line, "changed", f"module {binding.full} is now {ours}"))
+
+
+def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> list[Use]:
+    """Rewrite uses of a name to our full dotted names, and add the imports that these need; return those uses."""
+    rewritten = []
     for use in binding.uses:
         ours = use.ours
         if ours is None:
@@ -267,36 +257,35 @@ def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> 
             (b for b in bindings if use in b.uses), key=lambda b: len(b.full) if is_inside(use.name, b.full) else 0
         )
         if nearest is binding:
+            rewritten.append(use)
             plan.rewritten[use.node] = ours
             plan.move(use.line, use.name, ours)
-            needed = plan.added.setdefault(binding.statement, [])
-            module = ours.rpartition(".")[0]
-            if module not in needed:
-                needed.append(module)
+            plan.added.setdefault(binding.statement, []).append((ours.rpartition(".")[0], None))
+    return rewritten
 
 
 def _report_left(plan: Plan, line: int, name: str, *, is_sure: bool = True) -> None:
     if is_fsdp2(name):
         return  # reported once for the file, where FSDP1 is used beside it
     if not is_sure:
-        plan.add(line, "check", f"{name} may come from another import too; it is left as it is")
+        plan.check(line, f"{name} may come from another import too; it is left as it is")
     elif counterpart(name) is not None and is_module(name):
-        plan.add(line, "check", f"the module {name} is used as a value; it is left as it is")
+        plan.check(line, f"the module {name} is used as a value; it is left as it is")
     elif is_installed_only(name):
-        plan.add(line, "check", f"{name} stays torch's; it takes fsdp_flat's wrappers after fsdp_flat.install()")
+        plan.check(line, f"{name} stays torch's; it takes fsdp_flat's wrappers after fsdp_flat.install()")
     else:
-        plan.add(line, "check", f"{name} has no counterpart in fsdp_flat; it is left as it is")
+        plan.check(line, f"{name} has no counterpart in fsdp_flat; it is left as it is")
 
 
 def _report_mixture(plan: Plan, reached: Reached) -> None:
     """Report the names of FSDP2, which stay in torch, in a file that also uses FSDP1."""
-    if not plan.targets and not plan.rewritten:
+    if not plan.changes:
         return
     found = [(binding.line, binding.full) for binding in reached.bindings if is_inside(binding.full)]
     found += [(use.line, use.name) for use in reached.uses]
     for line, name in sorted({(line, name) for line, name in found if is_fsdp2(name)}):
         last = name.rpartition(".")[2]
-        plan.add(line, "check", f"{last} is FSDP2 and stays in torch; it does not act on what fsdp_flat wraps")
+        plan.check(line, f"{last} is FSDP2 and stays in torch; it does not act on what fsdp_flat wraps")
 
 
 class Rewriter(cst.CSTTransformer):
@@ -321,26 +310,17 @@ class Rewriter(cst.CSTTransformer):
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import
     ) -> cst.FlattenSentinel[Statement] | Statement:
-        kept: list[cst.ImportAlias] = []
-        imports: list[tuple[str, str | None]] = []
-        present: set[str] = set()
-        for alias in original_node.names:
-            target = self.plan.targets.get(alias)
-            if target is None:
-                kept.append(alias)
-            elif len(target.imports) == 1:
-                (name, _) = target.imports[0]
-                kept.append(alias.with_changes(name=dotted(name)))
-                if alias.asname is None:
-                    present.add(name)
-            else:
-                imports += target.imports
-        statements: list[Statement] = []
-        if kept:
-            if len(kept) < len(original_node.names):
-                kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            statements.append(updated_node.with_changes(names=kept))
-        return self._with_imports(original_node, statements, imports, present)
+        renamed = self.plan.renamed
+        kept = [
+            alias.with_changes(name=dotted(renamed[alias])) if alias in renamed else alias
+            for alias in original_node.names
+            if alias not in self.plan.dropped
+        ]
+        if not kept:
+            return self._with_added(original_node, [])
+        if len(kept) < len(original_node.names):
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return self._with_added(original_node, [updated_node.with_changes(names=kept)])
 
     def leave_ImportFrom(
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
@@ -348,38 +328,23 @@ class Rewriter(cst.CSTTransformer):
         if isinstance(original_node.names, cst.ImportStar):
             return updated_node
         groups: dict[str | None, list[int]] = {}
-        imports: list[tuple[str, str | None]] = []
         for index, alias in enumerate(original_node.names):
-            target = self.plan.targets.get(alias)
-            if target is not None and target.module is None:
-                imports += target.imports
-            else:
-                groups.setdefault(None if target is None else target.module, []).append(index)
-        statements: list[Statement] = list(split_import_from(original_node, groups))
-        return self._with_imports(original_node, statements, imports)
+            if alias not in self.plan.dropped:
+                groups.setdefault(self.plan.modules.get(alias), []).append(index)
+        return self._with_added(original_node, split_import_from(original_node, groups))
 
-    def _with_imports(
-        self,
-        original: Statement,
-        statements: list[Statement],
-        imports: Iterable[tuple[str, str | None]],
-        present: Collection[str] = (),
+    def _with_added(
+        self, original: Statement, replacements: Sequence[Statement]
     ) -> cst.FlattenSentinel[Statement] | Statement:
-        """Return the statements that replace one, with the imports that rewritten uses need.
-
-        Args:
-            original: the statement.
-            statements: the statements that keep the rest of its names.
-            imports: further imports that replace it.
-            present: modules that ``statements`` import by their own names.
-        """
-        added = (name for name in self.plan.added.get(original, ()) if name not in present)
-        wanted = list(dict.fromkeys([*imports, *((name, None) for name in added)]))
-        plain = [name for name, local in wanted if local is None]
-        for name, local in wanted:
+        """Return the statements that replace one, with the imports that rewritten uses need."""
+        statements = list(replacements)
+        added = list(dict.fromkeys(self.plan.added.get(original, ())))
+        plain = [name for name, local in added if local is None]
+        for name, local in added:
             if local is None and any(other != name and is_inside(other, name) for other in plain):
                 continue  # `import a.b` binds `a` as well
-            statements.append(_import(name, local))
+            asname = None if local is None else cst.AsName(cst.Name(local))
+            statements.append(cst.Import([cst.ImportAlias(dotted(name), asname)]))
         return statements[0] if len(statements) == 1 else cst.FlattenSentinel(statements)
 
     def leave_SimpleStatementLine(
@@ -399,8 +364,3 @@ class Rewriter(cst.CSTTransformer):
                 *(cst.SimpleStatementLine([other], trailing_whitespace=trailing) for other in others),
             ]
         )
-
-
-def _import(name: str, local: str | None) -> cst.Import:
-    asname = None if local is None else cst.AsName(cst.Name(local))
-    return cst.Import([cst.ImportAlias(dotted(name), asname)])

@@ -34,20 +34,20 @@ def _only(node: cst.ImportFrom, indices: Sequence[int]) -> cst.ImportFrom:
     names = node.names
     assert not isinstance(names, cst.ImportStar)
     gaps = _gaps(node)
-    last = indices[-1]
-    ends_with_comma = isinstance(names[-1].comma, cst.Comma)
     kept: list[cst.ImportAlias] = []
     for index, following in zip(indices, [*indices[1:], len(names)]):
-        gap = _joined(gaps[index + 1], gaps[following], is_adjacent=following == index + 1)
-        comma: cst.Comma | cst.MaybeSentinel = cst.Comma(whitespace_after=gap)
-        if index == last:
-            ending = gap if following == index + 1 else _without_lines(gap)
-            comma = cst.Comma(whitespace_after=ending) if ends_with_comma else cst.MaybeSentinel.DEFAULT
-        kept.append(names[index].with_changes(comma=comma))
+        gap = _joined(gaps[index + 1], gaps[following])
+        kept.append(names[index].with_changes(comma=cst.Comma(whitespace_after=gap)))
+    if indices[-1] + 1 < len(names) and isinstance(gap, cst.ParenthesizedWhitespace):
+        # Comments before the closing bracket stay with the last name.
+        gap = gap.with_changes(empty_lines=())
+    ends_with_comma = isinstance(names[-1].comma, cst.Comma)
+    comma = cst.Comma(whitespace_after=gap) if ends_with_comma else cst.MaybeSentinel.DEFAULT
+    kept[-1] = kept[-1].with_changes(comma=comma)
     if node.lpar is None or node.rpar is None:
         return node.with_changes(names=kept)
-    opening = _joined(gaps[0], gaps[indices[0]], is_adjacent=indices[0] == 0)
-    closing = node.rpar if ends_with_comma else node.rpar.with_changes(whitespace_before=ending)
+    opening = _joined(gaps[0], gaps[indices[0]])
+    closing = node.rpar if ends_with_comma else node.rpar.with_changes(whitespace_before=gap)
     return node.with_changes(names=kept, lpar=node.lpar.with_changes(whitespace_after=opening), rpar=closing)
 
 
@@ -56,33 +56,22 @@ def _gaps(node: cst.ImportFrom) -> list[Gap]:
     names = node.names
     assert not isinstance(names, cst.ImportStar)
     nothing = cst.SimpleWhitespace("")
-    gaps: list[Gap] = [node.lpar.whitespace_after if node.lpar is not None else nothing]
-    for alias in names[:-1]:
-        assert isinstance(alias.comma, cst.Comma)
-        gaps.append(alias.comma.whitespace_after)
-    end = names[-1].comma
-    if isinstance(end, cst.Comma):
-        gaps.append(end.whitespace_after)
-    else:
-        gaps.append(node.rpar.whitespace_before if node.rpar is not None else nothing)
-    return gaps
+    after = [alias.comma.whitespace_after if isinstance(alias.comma, cst.Comma) else nothing for alias in names]
+    if node.lpar is None or node.rpar is None:
+        return [nothing, *after]
+    if not isinstance(names[-1].comma, cst.Comma):
+        after[-1] = node.rpar.whitespace_before
+    return [node.lpar.whitespace_after, *after]
 
 
-def _joined(after: Gap, before: Gap, *, is_adjacent: bool) -> Gap:
-    """Join the gap after one name and the gap before another that was not adjacent to it."""
-    if is_adjacent:
-        return before
+def _joined(after: Gap, before: Gap) -> Gap:
+    """Join the gap after one name and the gap before another, which may be the same one."""
     if isinstance(before, cst.ParenthesizedWhitespace):
         line = after.first_line if isinstance(after, cst.ParenthesizedWhitespace) else cst.TrailingWhitespace()
         return before.with_changes(first_line=line)
     if isinstance(after, cst.ParenthesizedWhitespace):
         return after.with_changes(empty_lines=())
     return before
-
-
-def _without_lines(gap: Gap) -> Gap:
-    """Return the gap without comments on separate lines, which stay with the last name."""
-    return gap.with_changes(empty_lines=()) if isinstance(gap, cst.ParenthesizedWhitespace) else gap
 
 
 def dotted(name: str) -> cst.Name | cst.Attribute:

@@ -11,8 +11,7 @@ import libcst as cst
 from libcst import metadata as meta
 
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_fsdp2, is_inside
-from fsdp_flat.tools.migrate_imports import imported_names, root_of
-from fsdp_flat.tools.rewriting import Finding
+from fsdp_flat.tools.migrate_imports import Finding, imported_names, root_of
 
 WRAPPER = "FullyShardedDataParallel"
 

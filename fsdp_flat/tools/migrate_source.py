@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import libcst as cst
 from libcst import metadata as meta
 
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES
-from fsdp_flat.tools.migrate_imports import Reached, Rewriter, plan_imports
+from fsdp_flat.tools.migrate_imports import Finding, Reached, Rewriter, plan_imports
 from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
-from fsdp_flat.tools.rewriting import Finding, Migrated
 
 # Parsing is far slower than reading, so a text search skips most files.
 _REACHES_FSDP = re.compile(rb"\bdistributed\b.*\bfsdp\b|\bfsdp\b.*\bdistributed\b", re.DOTALL)
@@ -26,6 +26,14 @@ _NAMES_FSDP = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """Holds the new source of one file, and the findings in the order of lines."""
+
+    data: bytes
+    findings: list[Finding]
+
+
 def migrate_source(data: bytes) -> Migrated:
     """Rewrite a module's imports of ``torch.distributed.fsdp``.
 
@@ -37,7 +45,7 @@ def migrate_source(data: bytes) -> Migrated:
     Returns:
         The new source and the report. Source that cannot be parsed is returned unchanged, with an ``error`` finding.
     """
-    if not _is_of_interest(data):
+    if not (_REACHES_FSDP.search(data) or (b"fsdp" in data.lower() and _NAMES_FSDP.search(data))):
         return Migrated(data, [])
     module = _parsed(data)
     if isinstance(module, Finding):
@@ -48,7 +56,7 @@ def migrate_source(data: bytes) -> Migrated:
     wrapper.visit(notes)
     plan = plan_imports(reached)
     findings = sorted([*plan.report(), *notes.report()])
-    if not plan.targets and not plan.rewritten:
+    if not plan.changes:
         return Migrated(data, findings)
     return Migrated(wrapper.module.visit(Rewriter(plan)).bytes, findings)
 
@@ -64,7 +72,3 @@ def _parsed(data: bytes) -> cst.Module | Finding:
     if module.bytes != data:
         return Finding(1, "error", "its layout would not survive; it is left as it is")
     return module
-
-
-def _is_of_interest(data: bytes) -> bool:
-    return bool(_REACHES_FSDP.search(data) or (b"fsdp" in data.lower() and _NAMES_FSDP.search(data)))

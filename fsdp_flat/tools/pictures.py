@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_flat.errors import OptionError
+from fsdp_flat.sizes import scale_of, size_text
 from fsdp_flat.tools.step_memory import BytesByKind, Moment
 from fsdp_flat.tools.step_trace import StepTrace, Work
-from fsdp_flat.tools.text import scale_of, size_text
 
 # From the one that stays longest, at the bottom, to the one that changes most.
 _KINDS = {
@@ -59,27 +59,17 @@ def draw_plan(moments: Sequence[Moment], path: Path, *, title: str, limit_nbytes
     axes.stackplot(places, rows, labels=list(_KINDS), colors=list(_KINDS.values()), step="post", linewidth=0)
     starts = {moment.phase: index for index, moment in reversed(list(enumerate(moments)))}
     top = moments[peak].nbytes.total / scale
-    limit = 0.0 if limit_nbytes is None else limit_nbytes / scale
-    height = max(top, limit)
+    height = top
+    if limit_nbytes is not None:
+        limit = limit_nbytes / scale
+        label = f"limit {size_text(limit_nbytes)}"
+        axes.axhline(limit, color="#b03030", linewidth=1.2, linestyle="--", label=label)
+        height = max(top, limit)
     for phase, start in starts.items():
         axes.axvline(start, color="black", linewidth=0.8, linestyle=":")
         at_right = start > 0.9 * places[-1]
         axes.text(start, 1.15 * height, f" {phase.value} ", ha="right" if at_right else "left", fontsize=9)
-    label = f"peak {size_text(moments[peak].nbytes.total)}, at {moments[peak].unit}"
-    side = "right" if peak > len(moments) / 2 else "left"
     axes.plot([peak], [top], marker="v", color="black", markersize=6, clip_on=False)
-    axes.text(peak, top + 0.03 * height, f"  {label}  ", ha=side, fontsize=9)
-    if limit_nbytes is not None:
-        axes.axhline(limit, color="#b03030", linewidth=1.2, linestyle="--")
-        other_side, place = ("left", 0) if side == "right" else ("right", places[-1])
-        axes.text(
-            place,
-            limit + 0.02 * height,
-            f" limit {size_text(limit_nbytes)} ",
-            ha=other_side,
-            fontsize=9,
-            color="#b03030",
-        )
     _label(axes, title, f"bytes of a rank, {unit}", "operators, all-gathers and reductions of a step, in order")
     axes.set_xlim(0, places[-1])
     axes.set_ylim(0, 1.24 * height)
@@ -118,7 +108,7 @@ def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
         2,
         1,
         figsize=(13, height),
-        sharex=not trace.memory_in_host_time,
+        sharex=True,
         height_ratios=(height - 2.2, 2.2),
         layout="constrained",
     )
@@ -150,10 +140,6 @@ def draw_recording(trace: StepTrace, path: Path, *, title: str) -> None:
     )
     since = "" if trace.is_accelerator else "\nsince the begin"
     clock = "time of the device, ms" if trace.is_accelerator else "time, ms"
-    if trace.memory_in_host_time:
-        timeline.set_xlabel(clock)
-        timeline.set_xlim(0, 1e3 * trace.seconds)
-        clock = "time of the host, ms: it issues work ahead of the device"
     _label(memory, "", f"allocated{since}, {unit}", clock)
     memory.set_xlim(0, 1e3 * trace.seconds)
     memory.set_ylim(bottom=0)

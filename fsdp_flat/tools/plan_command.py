@@ -213,7 +213,9 @@ def _optimizer_of(flags: PlanFlags) -> tuple[MakeOptimizer | None, str]:
     if ":" in name:
         made: Callable[..., Any] = imported(name)
     else:
-        known = {each.lower(): each for each in dir(torch.optim) if _is_optimizer(getattr(torch.optim, each))}
+        base = torch.optim.Optimizer
+        classes = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base)]
+        known = {each.__name__.lower(): each.__name__ for each in classes if each is not base}
         if name.lower() not in known:
             choices = ", ".join(sorted(known.values()))
             raise OptionError(f"--optimizer is none, module:function, or one of {choices}; got {name}.")
@@ -223,10 +225,6 @@ def _optimizer_of(flags: PlanFlags) -> tuple[MakeOptimizer | None, str]:
     if "fused" not in inspect.signature(made).parameters:
         raise OptionError(f"{name} has no fused implementation; leave out --fused.")
     return partial(made, fused=True), f"{name}, fused"
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
 def _place_of(error: BaseException) -> str:

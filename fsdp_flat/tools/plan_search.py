@@ -12,10 +12,10 @@ from torch import nn
 from fsdp_flat.api import CPUOffload, ShardingStrategy
 from fsdp_flat.comm import STRATEGIES, strategy_from
 from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.sizes import scale_of
 from fsdp_flat.tools.planned_step import Checkpointed, StepSettings, UnitArguments, planned_step
 from fsdp_flat.tools.step_memory import StepPhase
 from fsdp_flat.tools.step_plan import PlanChoice, StepPlan
-from fsdp_flat.tools.text import scale_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 
 # The share of a model's parameters that modules of one class must have, for them to be tried as units.
@@ -43,21 +43,23 @@ def search(
     Returns:
         The best plan within ``limit_nbytes``, else the smallest one, with all that were compared.
     """
-    found = list(_compared(module, arguments, step, checkpointed, limit_nbytes))
+    compared = list(_compared(module, arguments, step, checkpointed, limit_nbytes))
     if searches_offload and arguments.is_accelerator:
-        if not _any_fits(found, limit_nbytes) and any(_without_states(plan) <= limit_nbytes for _, plan in found):
+        if not _any_fits(compared, limit_nbytes) and any(_without_states(plan) <= limit_nbytes for _, plan in compared):
             chosen = replace(arguments, offloads_optimizer=True)
-            found += _compared(module, chosen, step, checkpointed, limit_nbytes)
-        if not _any_fits(found, limit_nbytes):
-            found += _compared(module, replace(arguments, offloads=True), step, checkpointed, limit_nbytes)
-    fitting = sorted((each for each in found if each[0].peak_nbytes <= limit_nbytes), key=lambda each: each[0].cost())
-    too_large = sorted((each for each in found if each not in fitting), key=lambda each: each[0].peak_nbytes)
+            compared += _compared(module, chosen, step, checkpointed, limit_nbytes)
+        if not _any_fits(compared, limit_nbytes):
+            compared += _compared(module, replace(arguments, offloads=True), step, checkpointed, limit_nbytes)
+    fitting = sorted(
+        (pair for pair in compared if pair[0].peak_nbytes <= limit_nbytes), key=lambda pair: pair[0].cost()
+    )
+    too_large = sorted((pair for pair in compared if pair not in fitting), key=lambda pair: pair[0].peak_nbytes)
     ordered = [*fitting, *too_large]
     return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
 
 
-def _any_fits(found: list[_Compared], limit_nbytes: int) -> bool:
-    return any(choice.peak_nbytes <= limit_nbytes for choice, _ in found)
+def _any_fits(compared: list[_Compared], limit_nbytes: int) -> bool:
+    return any(choice.peak_nbytes <= limit_nbytes for choice, _ in compared)
 
 
 def _without_states(plan: StepPlan) -> int:
@@ -104,25 +106,27 @@ def _compared(
                 )
                 return choice, plan
 
-            found = []
+            of_strategies = []
             for strategy in _strategies(arguments, is_whole=is_whole):
                 try:
-                    found.append(planned(strategy))
+                    of_strategies.append(planned(strategy))
                 except UnsupportedError as error:  # of weights that need units of their own, or a strategy that shards
                     refused = error
-            num_found += len(found)
-            yield from found
-            yield from _with_budget(planned, found, limit_nbytes)
+            num_found += len(of_strategies)
+            yield from of_strategies
+            yield from _with_budget(planned, of_strategies, limit_nbytes)
     if refused is not None and not num_found:
         raise refused
 
 
-def _with_budget(planned: Callable[[Any], _Compared], found: list[_Compared], limit_nbytes: int) -> Iterator[_Compared]:
+def _with_budget(
+    planned: Callable[[Any], _Compared], compared: list[_Compared], limit_nbytes: int
+) -> Iterator[_Compared]:
     """Yield plans that keep a part of the parameters for backward, until one fits, if all of them are too many.
 
-    ``found`` are the plans of all strategies for the same units.
+    ``compared`` are the plans of all strategies for the same units.
     """
-    rows = [(strategy_from(choice.arguments["sharding_strategy"]), choice, plan) for choice, plan in found]
+    rows = [(strategy_from(choice.arguments["sharding_strategy"]), choice, plan) for choice, plan in compared]
     freed = [choice for row, choice, _ in rows if row.reshard_after_forward and row.budget is None]
     kept = [(choice, plan) for row, choice, plan in rows if row.shards and not row.reshard_after_forward]
     if not (freed and kept and freed[0].peak_nbytes <= limit_nbytes < kept[0][0].peak_nbytes):
@@ -146,9 +150,9 @@ def _strategies(arguments: UnitArguments, *, is_whole: bool) -> list[Any]:
         return [arguments.sharding_strategy]
     if arguments.num_ranks == 1:
         return [ShardingStrategy.NO_SHARD]
-    rows = [row for row in STRATEGIES.values() if row.is_hybrid is (arguments.num_replicas > 1)]
+    strategies = [row for row in STRATEGIES.values() if row.is_hybrid is (arguments.num_replicas > 1)]
     # The outermost unit is not resharded after forward by any strategy.
-    return [row.member for row in rows if not (is_whole and row.reshard_after_forward)]
+    return [row.member for row in strategies if not (is_whole and row.reshard_after_forward)]
 
 
 def _wrappings(module: nn.Module, policy: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -188,6 +192,6 @@ def repeated_classes(module: nn.Module) -> list[type[nn.Module]]:
                 if kinds[type(child)] > 1:
                     numels[type(child)] += sum(param.numel() for param in child.parameters())
     least = _LEAST_SHARE * sum(param.numel() for param in module.parameters())
-    found = [kind for kind, numel in numels.most_common() if numel >= least and numel]
+    large = [cls for cls, numel in numels.most_common() if numel >= least and numel]
     composite = {type(child) for child in module.modules() if any(True for _ in child.children())}
-    return [kind for kind in found if kind in composite] or found
+    return [cls for cls in large if cls in composite] or large

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_flat.api import is_a
 from fsdp_flat.errors import OptionError
+from fsdp_flat.sizes import nbytes_of
 from fsdp_flat.tools.plan_search import search
 from fsdp_flat.tools.planned_step import (
     APIS,
@@ -22,7 +23,6 @@ from fsdp_flat.tools.planned_step import (
     planned_step,
 )
 from fsdp_flat.tools.step_plan import StepPlan
-from fsdp_flat.tools.text import nbytes_of
 
 
 def plan(
@@ -100,7 +100,10 @@ def plan(
     ignored_modules, ignored_states = (
         list(given) if isinstance(given, Iterator) else given for given in (ignored_modules, ignored_states)
     )
-    is_accelerator = _is_accelerator(device_type)
+    try:
+        is_accelerator = torch.device(device_type).type != "cpu"
+    except RuntimeError as error:
+        raise OptionError(f"device_type={device_type!r} names no device: {error}") from error
     for name, speed in (("bandwidth", bandwidth), ("flops", flops)):
         if speed is not None and not speed > 0:
             raise OptionError(f"{name} must be a positive number a second, or None; got {speed!r}.")
@@ -127,13 +130,6 @@ def plan(
     if fit is None:
         return planned_step(module, arguments, step, checkpointing)
     return search(module, arguments, step, nbytes_of(fit), checkpointing, searches_offload=cpu_offload is None)
-
-
-def _is_accelerator(device_type: str) -> bool:
-    try:
-        return torch.device(device_type).type != "cpu"
-    except RuntimeError as error:
-        raise OptionError(f"device_type={device_type!r} names no device: {error}") from error
 
 
 def _offloads(cpu_offload: Any) -> bool:

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_flat.comm.torch_comm import profiler_is_on
 from fsdp_flat.errors import UsageError, counted
 from fsdp_flat.extras.describe import ModelDescription, aligned, describe
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.step_trace import StepTrace, Work, read_trace
-from fsdp_flat.tools.text import size_text
 
 _COLUMNS = {
     Work.FORWARD: "forward",
@@ -186,9 +186,8 @@ class Recording:
                     "dur": 1e6 * segment.seconds,
                 }
             )
-        name = "bytes allocated, in time of the host" if trace.memory_in_host_time else "bytes allocated"
         for time, nbytes in trace.allocated:
-            counter = {"ph": "C", "name": name, "pid": pid, "ts": trace.began_us + 1e6 * time}
+            counter = {"ph": "C", "name": "bytes allocated", "pid": pid, "ts": trace.began_us + 1e6 * time}
             added.append({**counter, "args": {"bytes": nbytes}})
         return {**events, "traceEvents": [*events["traceEvents"], *added]}
 

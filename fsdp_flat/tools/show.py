@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_flat.errors import counted
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
 from fsdp_flat.tools.stored_checkpoint import TensorInFiles, dotted_name
-from fsdp_flat.tools.text import shortened, size_text
+from fsdp_flat.tools.text import shortened
 
 
 def show_checkpoint(path: Path, *, allow_pickle: bool, as_json: bool) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_flat.errors import OptionError, counted
 from fsdp_flat.extras.describe import ModelDescription, aligned
+from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.step_memory import BytesByKind, Moment
-from fsdp_flat.tools.text import size_text
 
 _MOST_LISTED = 12
 
@@ -174,4 +174,5 @@ class StepPlan(ModelDescription):
         peak = self.peak
         ranks = f"{counted(self.num_shards, 'shards')} x {counted(self.num_replicas, 'replicas')}"
         title = f"{self.units[0].name}, {self.units[0].strategy}, {ranks}: {size_text(self.peak_nbytes)} a rank"
-        draw_plan(self.moments, Path(path), title=f"{title}, in {peak.phase.value}", limit_nbytes=self.limit_nbytes)
+        title += f", in {peak.phase.value}, at {peak.unit}"
+        draw_plan(self.moments, Path(path), title=title, limit_nbytes=self.limit_nbytes)

@@ -6,7 +6,7 @@ import heapq
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -83,8 +83,6 @@ class StepTrace:
         num_backwards: backwards of the outermost unit.
         is_accelerator: the segments are those of an accelerator.
         began_us: the begin on the profiler's clock, in microseconds.
-        memory_in_host_time: the times of ``allocated`` are those of the host although the segments are an
-            accelerator's, because the trace does not tell which work of the accelerator the host issued when.
     """
 
     segments: tuple[Segment, ...]
@@ -94,7 +92,6 @@ class StepTrace:
     num_backwards: int
     is_accelerator: bool
     began_us: float
-    memory_in_host_time: bool = False
 
     @property
     def units(self) -> list[str]:
@@ -135,12 +132,12 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
     num_backwards = 0
     for event in labels:
         start, stop = seconds(event["ts"]), seconds(event["ts"] + event["dur"])
-        found = _LABEL.fullmatch(event["name"])
-        if found is None or found[1] not in _WORK_OF_LABEL:
+        labelled = _LABEL.fullmatch(event["name"])
+        if labelled is None or labelled[1] not in _WORK_OF_LABEL:
             if event["name"].startswith("Optimizer.step"):
                 spans.append(Segment(start, stop, Work.OPTIMIZER, ""))
             continue
-        label, unit = found.groups()
+        label, unit = labelled.groups()
         spans.append(Segment(start, stop, _WORK_OF_LABEL[label], unit))
         num_backwards += label == "root_post_backward"
         before, work = _BETWEEN.get(label, ("", Work.OTHER))
@@ -154,19 +151,15 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
     on_host = innermost(spans)
     kernels = _kernels(timed, on_host, seconds)
     memory = [event for event in events if event.get("name") == "[memory]"]
-    kind = max((event["args"]["Device Type"] for event in memory), default=0)
+    device_type = max((event["args"]["Device Type"] for event in memory), default=0)
     allocated = [
         (seconds(event["ts"]), event["args"]["Total Allocated"])
         for event in sorted(memory, key=lambda event: event["ts"])
-        if event["args"]["Device Type"] == kind
+        if event["args"]["Device Type"] == device_type
     ]
-    in_host_time = False
     if kernels:
         flights = [moved for flight in flights if (moved := _on_device(flight, kernels)) is not None]
-        reached = _device_clock(kernels)
-        in_host_time = reached is None
-        if reached is not None:
-            allocated = [(reached(time), nbytes) for time, nbytes in allocated]
+        allocated = _on_device_clock(allocated, kernels)
     return StepTrace(
         tuple(kernel.segment for kernel in kernels) or tuple(on_host),
         tuple(flights),
@@ -175,7 +168,6 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
         num_backwards,
         bool(kernels),
         begin,
-        in_host_time and bool(allocated),
     )
 
 
@@ -183,7 +175,7 @@ def innermost(spans: Iterable[Segment]) -> list[Segment]:
     """Return segments without overlap, in order: at each time that of the span which began last."""
     ordered = sorted(spans, key=_START)
     times = sorted({time for span in ordered for time in (span.start, span.stop)})
-    found: list[Segment] = []
+    segments: list[Segment] = []
     running: list[tuple[float, int, Segment]] = []
     begun = 0
     for start, stop in pairwise(times):
@@ -195,11 +187,11 @@ def innermost(spans: Iterable[Segment]) -> list[Segment]:
         if not running:
             continue
         last = running[0][2]
-        if found and (found[-1].stop, found[-1].work, found[-1].unit) == (start, last.work, last.unit):
-            found[-1] = found[-1]._replace(stop=stop)
+        if segments and (segments[-1].stop, segments[-1].work, segments[-1].unit) == (start, last.work, last.unit):
+            segments[-1] = segments[-1]._replace(stop=stop)
         else:
-            found.append(Segment(start, stop, last.work, last.unit))
-    return found
+            segments.append(Segment(start, stop, last.work, last.unit))
+    return segments
 
 
 class _Kernel(NamedTuple):
@@ -218,7 +210,7 @@ def _kernels(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment], second
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
     starts = [segment.start for segment in on_host]
-    found = []
+    kernels = []
     for event in timed:
         if event.get("cat") not in _DEVICE_WORK:
             continue
@@ -229,8 +221,8 @@ def _kernels(timed: Sequence[dict[str, Any]], on_host: Sequence[Segment], second
         if work in (Work.FORWARD, Work.BACKWARD, Work.OTHER) and _COLLECTIVE.search(event["name"]):
             work = Work.ALL_GATHER if work is Work.FORWARD else Work.REDUCE
         segment = Segment(seconds(event["ts"]), seconds(event["ts"] + event["dur"]), work, by.unit)
-        found.append(_Kernel(segment, at, (args.get("device"), args.get("stream"))))
-    return sorted(found, key=lambda kernel: kernel.segment.start)
+        kernels.append(_Kernel(segment, at, (args.get("device"), args.get("stream"))))
+    return sorted(kernels, key=lambda kernel: kernel.segment.start)
 
 
 def _on_device(flight: Segment, kernels: Iterable[_Kernel]) -> Segment | None:
@@ -248,40 +240,32 @@ def _on_device(flight: Segment, kernels: Iterable[_Kernel]) -> Segment | None:
     return flight._replace(start=of_it[0].start, stop=max(segment.stop for segment in of_it))
 
 
-def _device_clock(kernels: Iterable[_Kernel]) -> Callable[[float], float] | None:
-    """Return a function from a time of the host to when the stream of compute reaches what the host issues then.
+def _on_device_clock(allocated: list[tuple[float, int]], kernels: Iterable[_Kernel]) -> list[tuple[float, int]]:
+    """Return bytes allocated with the times at which the stream of compute reaches what the host issued then.
 
     The stream of compute is the one that is busy longest without communicating. Its kernels run in the order of their
     launches, so memory that the host takes or releases at a time belongs to the kernel which it launches next.
-
-    Returns:
-        None if the launch of no kernel of that stream is known.
     """
-    computing = [each for each in kernels if each.launched is not None and not each.segment.work.communicates]
-    busy: defaultdict[Any, float] = defaultdict(float)
-    for kernel in computing:
-        busy[kernel.stream] += kernel.segment.seconds
-    if not busy:
-        return None
-    stream = max(busy, key=busy.__getitem__)
-    own = sorted((kernel for kernel in computing if kernel.stream == stream), key=lambda kernel: kernel.launched or 0.0)
-    launches = [kernel.launched or 0.0 for kernel in own]
-    starts = list(accumulate((kernel.segment.start for kernel in own), max))
-    end = max(kernel.segment.stop for kernel in own)
-
-    def reached(time: float) -> float:
-        place = bisect_left(launches, time)
-        # A device that waits for the host starts a kernel after the host took its memory, never before.
-        return max(time, starts[place] if place < len(starts) else end)
-
-    return reached
+    by_stream: defaultdict[Any, list[_Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        if kernel.launched is not None and not kernel.segment.work.communicates:
+            by_stream[kernel.stream].append(kernel)
+    if not by_stream:
+        return allocated
+    computing = max(by_stream.values(), key=lambda kernels: sum(kernel.segment.seconds for kernel in kernels))
+    computing.sort(key=lambda kernel: kernel.launched or 0.0)
+    launches = [kernel.launched or 0.0 for kernel in computing]
+    starts = list(accumulate((kernel.segment.start for kernel in computing), max))
+    starts.append(max(kernel.segment.stop for kernel in computing))
+    # A device that waits for the host starts a kernel after the host took its memory, never before.
+    return [(max(time, starts[bisect_left(launches, time)]), nbytes) for time, nbytes in allocated]
 
 
 def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Segment]:
     """Return the parts of ``segments``, which do not overlap, at which none of ``others`` runs."""
     pieces = sorted(segments, key=_START)
     covers = innermost(others)
-    found = []
+    left = []
     first = 0
     for piece in pieces:
         while first < len(covers) and covers[first].stop <= piece.start:
@@ -291,8 +275,8 @@ def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Seg
             if cover.start >= piece.stop:
                 break
             if cover.start > start:
-                found.append(piece._replace(start=start, stop=cover.start))
+                left.append(piece._replace(start=start, stop=cover.start))
             start = max(start, cover.stop)
         if start < piece.stop:
-            found.append(piece._replace(start=start))
-    return found
+            left.append(piece._replace(start=start))
+    return left

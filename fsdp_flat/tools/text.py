@@ -1,4 +1,4 @@
-"""Reads sizes and speeds from text."""
+"""Reads speeds from text, and shortens texts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 from collections.abc import Mapping
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.sizes import nbytes_of as nbytes_of
-from fsdp_flat.sizes import scale_of as scale_of
-from fsdp_flat.sizes import size_text as size_text
 
 _SPEED = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGTP]?)\s*([A-Za-z/]*)\s*")
 # What one of a unit is worth. "Gb" is missing: some mean bits by it, and others bytes.
@@ -46,6 +43,6 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def shortened(text: str, most: int = 100) -> str:
-    """Return a text of at most ``most`` characters, which ends in dots if it was longer."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shortened(text: str) -> str:
+    """Return a text of at most 100 characters, which ends in dots if it was longer."""
+    return text if len(text) <= 100 else f"{text[:97]}..."

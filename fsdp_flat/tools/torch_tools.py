@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,6 @@ __all__ = [
     "known_groups",
     "run_backward",
     "silent",
-    "storage_info",
 ]
 
 # The logger that prints the traceback of an error which operators without memory raise, and which their caller gets.
@@ -77,13 +75,3 @@ def run_backward(loss: torch.Tensor) -> None:
 def known_groups() -> set[dist.ProcessGroup]:
     """Return the process groups that torch knows, which no public function lists."""
     return set(dist.distributed_c10d._world.pg_map)
-
-
-def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Describe where a part of a distributed checkpoint is in its files, by a class that has no public name.
-
-    It is slow to import, with torch's own FSDP, so only those who write such files do.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(relative_path, offset, length)

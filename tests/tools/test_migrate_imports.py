@@ -106,6 +106,7 @@ CASES = {
         "import torch\n"
         "import torch.distributed as dist\n"
         "import fsdp_flat.wrap\n"
+        "import torch.distributed\n"
         "import fsdp_flat\n"
         "kind = fsdp_flat.ShardingStrategy.FULL_SHARD\n"
         "policy = fsdp_flat.wrap.always_wrap_policy\n",
@@ -117,7 +118,8 @@ CASES = {
         "offload = torch.distributed.fsdp.CPUOffload(bool(torch.tensor(1)))\n",
         "import torch.distributed\n"
         "import fsdp_flat\n"
-        "import fsdp_flat.wrap  # policies\n"
+        "import torch.distributed  # policies\n"
+        "import fsdp_flat.wrap\n"
         "policy = fsdp_flat.wrap.always_wrap_policy\n"
         "offload = fsdp_flat.CPUOffload(bool(torch.tensor(1)))\n",
     ),
@@ -127,7 +129,8 @@ CASES = {
         "    return torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler\n"
         "scaler = f()\n",
         "def f():\n"
-        "    import fsdp_flat.sharded_grad_scaler, sys\n"
+        "    import torch.distributed, sys\n"
+        "    import fsdp_flat.sharded_grad_scaler\n"
         "    return fsdp_flat.sharded_grad_scaler.ShardedGradScaler\n"
         "scaler = f()\n",
     ),

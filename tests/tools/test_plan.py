@@ -26,9 +26,9 @@ from benchmarks.counting import Counter
 from benchmarks.spec import Setting
 from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, describe, fully_shard, plan
 from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.sizes import nbytes_of, size_text
 from fsdp_flat.tools.planned_step import APIS
 from fsdp_flat.tools.step_plan import StepPlan
-from fsdp_flat.tools.text import nbytes_of, size_text
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, mesh, normal, square_loss, wrapped
