@@ -18,6 +18,7 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.shm import shared_channel, shared_collectives, transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.core import Unit, guards_in_use, step_of, units_of
+from fsdp_flat.guards.once_a_tree import OnceATree
 from tests.support.kit import mesh
 
 STRATEGIES = list(ShardingStrategy)
@@ -182,8 +183,8 @@ def acquaint(model: nn.Module) -> None:
     """Set up the shared-memory transport, and skip the checks of the first step."""
     step = step_of(model, units_of(model)[0])
     for guard in guards_in_use():
-        for name in ("_checked", "_compared_shards", "_compared_replicas"):
-            getattr(guard, name, set()).add(step)
+        if isinstance(guard, OnceATree):
+            guard.seen.add(step)
     for unit in units_of(model):
         if unit.needs_all_gather:
             transport_of(unit.options.groups.shard)
