@@ -343,7 +343,7 @@ class ParamGroup:
             )
 
     def reset(self, *, frees: bool, shows_unsharded: bool) -> None:
-        """Drop gradients and kept shards after an exception, show the sharded parameters, and free the buffer."""
+        """Drop kept shards after an exception, show the sharded parameters, and free the buffer."""
         self.kept_shards = None
         self.restore_unsharded_params()
         if self.buffer.gather_target is not None:
@@ -352,7 +352,6 @@ class ParamGroup:
             self.free()
         if shows_unsharded:
             self.shown.show_sharded()
-        self.grads.drop()
 
     # -- changes of the shard ----------------------------------------------------------------------------------------
 

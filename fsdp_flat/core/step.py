@@ -160,22 +160,25 @@ class Step:
 
     def _begin_anew(self) -> None:
         """Forget the step, and everything that earlier steps have left for a later backward."""
+        self._forget_forward()
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
         self.used: dict[ParamGroup, bytes] = {}
-        self.iteration: Iteration | None = None
         self._pending = PendingIterations()
-        self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
-        # The last unit that ran forward, while its buffers stay; and an event after their last use.
-        self._retained: Unit | None = None
-        self._retained_after: Any = None
-        self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
         self.has_unfinalized_gradients = False
         # The last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
         self.shows_unreduced = False
         # The next backward waits for the exchange at its end; else only if this rank needs an answer.
         self._waits_for_ranks = True
         self.unread: _Unread | None = None
+
+    def _forget_forward(self) -> None:
+        self.iteration: Iteration | None = None
+        self._prefetched: dict[Unit, None] = {}  # units whose all-gathers began early, and that have yet to run
+        # The last unit that ran forward, while its buffers stay; and an event after their last use.
+        self._retained: Unit | None = None
+        self._retained_after: Any = None
+        self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
 
     def _take_over_units(self) -> None:
         """Take over units from other steps, except from one whose backward is running."""
@@ -431,18 +434,25 @@ class Step:
         return self._callback is None or self._callback() is None
 
     def fail(self, error: BaseException) -> None:
-        """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
+        """Reset every unit after a forward that raised, and report the reason to ranks that wait for this one.
+
+        Gradients of earlier backwards stay, as on FSDP1.
+        """
         report_error(self._rank_groups(), error)
         if self._leaves_units_out():
             shard_groups = {(unit.options.groups.shard, unit.options.device) for unit in self.units}
             by_order = [group for group, device in shard_groups if pairs_by_order(group, device)]
             report_left_out(by_order, "left a forward by an exception")
-        pending, iteration = self._pending, self.iteration
-        self.abort()
-        # Ranks that did not raise keep the forwards, and this one too if they came to the same units.
-        self._pending = pending
-        if iteration and not any(unit is not self.root or unit.needs_all_gather for unit in iteration.order):
-            pending.remove([iteration])
+        iteration = self.iteration
+        # Ranks that did not raise hold this forward for a backward if they have come to the same units.
+        has_begun = iteration and any(unit is not self.root or unit.needs_all_gather for unit in iteration.order)
+        if iteration and (not has_begun or iteration.is_alone):
+            self._pending.remove([iteration])
+        self._forget_forward()
+        for unit in self.units:
+            unit.abort()
+        self.collectives.trim()
+        self.pool.clear()
 
     def _leaves_units_out(self) -> bool:
         """Return whether other ranks may run units that this rank leaves out by an exception in a forward now."""
@@ -484,7 +494,7 @@ class Step:
         if self.is_built:
             self._exchange.abort()
         for unit in self.units:
-            unit.abort()
+            unit.abort(drops_gradients=True)
         self.pool.clear()
 
     # -- prefetch ------------------------------------------------------------------------------------------------

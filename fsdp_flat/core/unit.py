@@ -473,8 +473,8 @@ class Unit:
             self.step.clear_reduced(param_group, chosen, set_to_none=set_to_none)
             param_group.grads.clear(chosen, set_to_none=set_to_none)
 
-    def abort(self) -> None:
-        """Reset to the sharded, idle state after an exception, without partial gradients."""
+    def abort(self, *, drops_gradients: bool = False) -> None:
+        """Reset to the sharded, idle state after an exception."""
         if self.phase is Phase.SUMMONED:
             return  # summon_full_params refused a forward, and its block continues
         self.depth, self.holds_graph = 0, False
@@ -487,6 +487,8 @@ class Unit:
         frees = not self.control.keeps_unsharded_storage and not (unsettled and swap_memory is None)
         for param_group in self.param_groups:
             param_group.reset(frees=frees, shows_unsharded=self.state is _UNSHARDED)
+            if drops_gradients:
+                param_group.grads.drop()
         self._move(MemoryEvent.ABORT)
         self.phase = Phase.IDLE
         self.step.streams.buffers_freed()
