@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_flat.comm import RankGroup, backend_of, begin_all_reduce
 from fsdp_flat.core import read_exchanges, units_holding
@@ -126,7 +126,11 @@ class ShardedGradScaler(GradScaler):
         super().unscale_(optimizer)
         if self._enabled:
             state = self._per_optimizer_states[id(optimizer)]
-            state["found_inf_per_device"] = self._agree(state["found_inf_per_device"])
+            try:
+                state["found_inf_per_device"] = self._agree(state["found_inf_per_device"])
+            except BaseException:
+                state["stage"] = OptState.READY  # else this rank alone would decide whether to step
+                raise
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Check for an inf or NaN on all ranks, for optimizers that unscale in their own ``step``."""
