@@ -127,6 +127,20 @@ def test_a_policy_that_raises_on_one_rank_makes_every_rank_raise(rank: int) -> N
         assert "Rank 1 of the group failed" in str(caught.value)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("odd_rank", [0, 3])
+def test_a_policy_that_raises_on_one_rank_of_a_two_by_two_mesh_makes_every_rank_raise(odd_rank: int, rank: int) -> None:
+    policy = failing_policy if rank == odd_rank else BLOCKS
+    expected = RuntimeError if rank == odd_rank else PeerFailureError
+    with pytest.raises(expected, match="no such block here"):
+        FSDP(
+            Stack(),
+            auto_wrap_policy=policy,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=mesh(2, 2),
+        )
+
+
 @on_ranks(2)
 def test_a_wrong_argument_on_one_rank_makes_every_rank_raise(rank: int) -> None:
     kwargs: dict[str, Any] = {"ignored_states": [nn.Linear(1, 1), nn.Parameter(torch.zeros(1))]} if rank == 1 else {}
@@ -219,6 +233,23 @@ def test_syncing_on_a_two_by_two_mesh_starts_every_rank_from_the_weights_of_rank
         with torch.no_grad():
             plain.head.weight.mul_(2.0)
     assert_equal(full_params(model), {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("odd_rank", [0, 3])
+def test_raise_on_a_two_by_two_mesh_raises_on_every_rank(odd_rank: int, rank: int) -> None:
+    module = Stack()
+    if rank == odd_rank:
+        with torch.no_grad():
+            module.head.weight.mul_(2.0)
+    with pytest.raises(RankMismatchError, match=r"head\.weight"):
+        FSDP(
+            module,
+            auto_wrap_policy=BLOCKS,
+            sync_module_states="raise",
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=mesh(2, 2),
+        )
 
 
 @on_ranks(2, 4)

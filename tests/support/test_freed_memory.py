@@ -9,7 +9,7 @@ import torch
 
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.torch_core import swap_memory
-from tests.support.freed_memory import checked
+from tests.support.freed_memory import checked, is_checked
 
 pytestmark = pytest.mark.skipif(swap_memory is None, reason="torch before 2.12 moves no memory between storages")
 
@@ -41,3 +41,12 @@ def test_memory_that_is_not_freed_may_be_written_to() -> None:
         pool = MemoryPool()
         assert buffer.alloc(pool)
         buffer.tensor.fill_(1)
+
+
+def test_tests_of_faults_run_under_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_FLAT_CHECK_FREED", raising=False)
+    assert is_checked("tests.differing_ranks.test_agreement")
+    assert is_checked("tests.errors.test_texts")
+    assert not is_checked("tests.training.test_training")
+    monkeypatch.setenv("FSDP_FLAT_CHECK_FREED", "1")
+    assert is_checked("tests.training.test_training")
