@@ -142,6 +142,12 @@ def candidates(directory: Path, step: int | None) -> tuple[list[str], list[str]]
     if directory.is_symlink() and not directory.exists():
         raise LoadError(f"{directory} is a link to {os.readlink(directory)}, which does not exist.")
     if not steps and not cut_off:
+        if (directory / ".metadata").exists():
+            raise LoadError(
+                f"{directory} is a checkpoint of torch.distributed.checkpoint, not of save_checkpoint. Load it by "
+                f"torch.distributed.checkpoint (dcp.load), or convert it: fsdp-flat convert {directory} NEW --to "
+                "sharded, and load_checkpoint(NEW, ...)."
+            )
         if others := _visible(directory):
             inside = [name for name in others if orders_in(directory / name)]
             raise LoadError(

@@ -62,9 +62,23 @@ class Commit:
 def path_of_user(value: Any, name: str) -> Path:
     """Return a path argument as an absolute path, so that a later change of directory does not matter."""
     try:
-        return Path(value).absolute()
+        path = Path(value)
     except TypeError as error:
         raise OptionTypeError(f"{name} must be a path, as a str or a Path; got {value!r}.") from error
+    if value == "":
+        raise OptionError(f"{name} is an empty text; expected a path. Pass '.' for the working directory.")
+    check_local(value, name)
+    return path.absolute()
+
+
+def check_local(value: Any, name: str) -> None:
+    """Raise for a URL, of which a folder named ``s3:`` would be made."""
+    # A Path has one slash there.
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/" + ("/" if isinstance(value, str) else ""), os.fspath(value)):
+        advice = "Write or read a local folder, and copy it by the client of the store; or mount the store as a folder."
+        if scheme[1].lower() == "file":
+            advice = "Pass what comes after file://."
+        raise OptionError(f"{name} must be a path in a mounted file system; {os.fspath(value)!r} is a URL. {advice}")
 
 
 def check_file(path: Path) -> None:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat import FullyShardedDataParallel, fully_shard, load_checkpoint, save_checkpoint
+from fsdp_flat import (
+    FullyShardedDataParallel,
+    fully_shard,
+    list_checkpoints,
+    load_checkpoint,
+    load_full,
+    save_checkpoint,
+    save_full,
+    verify_checkpoint,
+)
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.support import assert_equal, on_ranks
+from tests.support.peer import peer_warnings_silenced
 from tests.support.wrapper_models import seeded, shard, train
 
 
@@ -131,3 +144,39 @@ def test_a_directory_of_checkpoints_may_have_a_name_like_a_checkpoints(tmp_path:
     found = load_checkpoint(tmp_path / "step-1", model)
     assert found is not None
     assert found.step == 5
+
+
+@on_ranks(2)
+def test_a_url_or_an_empty_text_is_refused_where_a_path_is_due_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named "s3:" was made in the working directory, and files were written into that for an empty text."""
+    monkeypatch.chdir(tmp_path)
+    model = shard(seeded())
+    calls: list[tuple[str, Callable[[Any], Any]]] = [
+        ("directory", lambda path: save_checkpoint(path, model, step=1)),
+        ("directory", lambda path: load_checkpoint(path, model)),
+        ("directory", list_checkpoints),
+        ("path", verify_checkpoint),
+        ("directory", lambda path: save_full(model, path)),
+        ("path", lambda path: load_full(model, path)),
+    ]
+    for name, call in calls:
+        for path in ("s3://bucket/run", "gs://bucket/hub", "memory://x", Path("s3://bucket/run")):
+            with pytest.raises(OptionError, match=f"{name} must be a path .* {re.escape(repr(str(path)))} is a URL"):
+                call(path)
+        with pytest.raises(OptionError, match="Pass what comes after file://"):
+            call(f"file://{tmp_path}")
+        with pytest.raises(OptionError, match=f"{name} is an empty text"):
+            call("")
+        dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_a_folder_of_torchs_checkpoints_is_named_by_load_checkpoint(tmp_path: Path) -> None:
+    with peer_warnings_silenced():
+        dcp.save({"model": {"x": torch.ones(2)}}, checkpoint_id=str(tmp_path / "dcp"))
+    text = r"is a checkpoint of torch\.distributed\.checkpoint.*dcp\.load.*fsdp-flat convert .* --to sharded"
+    with pytest.raises((LoadError, PeerFailureError), match=text):
+        load_checkpoint(tmp_path / "dcp", shard(seeded()))
