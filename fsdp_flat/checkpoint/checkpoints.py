@@ -38,9 +38,9 @@ from fsdp_flat.checkpoint.format import (
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.comm import HostCopies, UntilRanksMeet, digest_of, fingerprints, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
-from fsdp_flat.errors import LoadError, RankMismatchError, UnsupportedError, some_of
+from fsdp_flat.errors import LoadError, OptionError, RankMismatchError, UnsupportedError, some_of
 from fsdp_flat.guards import ReplicatedTensors
-from fsdp_flat.layout import clean_fqn
+from fsdp_flat.layout import clean_fqn, renamed
 from fsdp_flat.runtime import Settings, differing_settings, group_settings
 from fsdp_flat.state import (
     BOXES,
@@ -498,12 +498,18 @@ class LoadedCheckpoint:
         path: its directory.
         extra: the ``extra`` that this rank saved; rank 0's if the number of ranks has changed.
         skipped: the saves skipped in the directory (incomplete later ones, interrupted ones), each with the reason.
+        missing: names of the model that the checkpoint does not have, which keep their values; only with
+            ``strict=False``.
+        unexpected: names in the checkpoint that the model does not have, of those that are not left
+            out by ``prefix`` and ``rename``.
     """
 
     step: int
     path: Path
     extra: Any
     skipped: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,6 +591,9 @@ def load_checkpoint(
     optim: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
+    strict: bool = True,
+    prefix: str = "",
+    rename: Callable[[str], str | None] | None = None,
     progress: bool | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest complete checkpoint of :func:`save_checkpoint`, at any number of ranks, wrapping and strategy.
@@ -600,6 +609,12 @@ def load_checkpoint(
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer; with None the saved optimizer states are left out, which rank 0 logs.
         step: load this checkpoint, and raise if it is incomplete.
+        strict: names of the model and of the checkpoint that do not match are an error. With False these keep their
+            values, and the result has them. Shapes have to fit in any case.
+        prefix: load only names in the checkpoint that begin with it, without it: ``"model."`` loads the part of that
+            name. Without an optimizer.
+        rename: returns the model's name for a name in the checkpoint, after ``prefix``; None leaves it out. Without an
+            optimizer.
         progress: show a progress bar of the comparison on rank 0, if tqdm is installed. By default on a terminal only,
             after two seconds.
 
@@ -609,8 +624,10 @@ def load_checkpoint(
     Raises:
         LoadError: (a RuntimeError) no checkpoint is complete, none has the number ``step``, ``directory`` is a file or
             holds only other files, or names or shapes do not fit the model; on every rank.
-        RankMismatchError: (an OptionError) ranks pass another ``step``, an optimizer on some ranks only, or directories
-            of different checkpoints.
+        OptionError: ``directory`` is a URL or empty, ``prefix`` lacks its dot, ``rename`` gives one name twice, or
+            either comes with an optimizer, whose states have names of parameters too.
+        RankMismatchError: (an OptionError) ranks pass another ``step``, ``strict`` or ``prefix``, an optimizer on some
+            ranks only, directories of different checkpoints, or load a parameter from other names.
         OptionTypeError: an argument of the wrong type.
         PhaseError: called in the middle of a step.
 
@@ -626,9 +643,15 @@ def load_checkpoint(
 
     together = Consensus.of(model, LOADING)
     names, cut_off, until_met = list[str](), list[str](), UntilRanksMeet()
-    same = [f"step={step!r}", f"{'an' if optim is not None else 'no'} optimizer"]
+    same = [f"step={step!r}", f"{'an' if optim is not None else 'no'} optimizer", f"strict={bool(strict)}"]
+    same += [f"prefix={prefix!r}", f"{'no' if rename is None else 'a'} rename"]
     with until_met:
         directory = path_of_user(directory, "directory")
+        if optim is not None and (prefix or rename is not None):
+            raise OptionError(
+                "prefix and rename map names of the model's tensors, and an optimizer's states have names of "
+                "parameters too. Load the model alone, with optim=None. Nothing was loaded."
+            )
         _wait_for_background(model, directory)
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
@@ -668,5 +691,6 @@ def load_checkpoint(
                 warn_user(f"Loading {path.name}; passed over: {'; '.join(skipped)}.")
     assert found is not None
     parts = ("model.", "plain", "extra.") if optim is None else ()
-    extra = load_files(SafeReader(path, parts), model, optim, together=together)
-    return LoadedCheckpoint(found.step, path, extra, tuple(skipped))
+    names_of = partial(renamed, prefix=prefix, rename=rename) if prefix or rename is not None else None
+    loaded = load_files(SafeReader(path, parts), model, optim, together=together, strict=strict, names_of=names_of)
+    return LoadedCheckpoint(found.step, path, loaded.extra, tuple(skipped), loaded.missing, loaded.unexpected)

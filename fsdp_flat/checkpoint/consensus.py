@@ -29,7 +29,7 @@ from fsdp_flat.comm import (
     find_disagreement,
     global_ranks,
 )
-from fsdp_flat.core import no_units, units_of
+from fsdp_flat.core import Unit, no_units, units_of
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.state import rank_groups_of
 
@@ -83,6 +83,20 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
             )
     assert joint is not None
     return joint
+
+
+def compare_names(given: Sequence[tuple[Unit, str, str]], units: Sequence[Unit], device: torch.device) -> None:
+    """Raise on all ranks if some load a parameter from another name in their files. Every rank must call this.
+
+    Ranks of other groups may do so: those with other experts. ``given`` has for each parameter its unit, its name, and
+    the name in the files.
+    """
+    groups_of = {unit: set(rank_groups_of([unit])) for unit in units}
+
+    def lines_of(rank_group: RankGroup) -> list[str]:
+        return [f"{name!r} from {stored!r}" for unit, name, stored in given if rank_group in groups_of[unit]]
+
+    agree(lines_of, None, rank_groups_of(units), device, LOADING)
 
 
 class Consensus:

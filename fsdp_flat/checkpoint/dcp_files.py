@@ -24,6 +24,7 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -44,11 +45,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp_flat.checkpoint.consensus import Consensus
+from fsdp_flat.checkpoint.consensus import Consensus, compare_names
 from fsdp_flat.checkpoint.format import Records, check_file, naming, record_of
 from fsdp_flat.comm import dtype_from_name
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.layout import clean_fqn, misfits, owners_of_constants
+from fsdp_flat.layout import clean_fqn, names_unlike, owners_of_constants
 from fsdp_flat.state import (
     OptimContents,
     ParamIndex,
@@ -351,13 +353,35 @@ def _overlap(chunks: Mapping[torch.Size, ChunkStorageMetadata]) -> bool:
     return False
 
 
-def load_files(
-    reader: SafeReader, model: nn.Module, optim: torch.optim.Optimizer | None, *, together: Consensus
-) -> Any:
-    """Load a checkpoint whose files have been verified; return this rank's ``extra``.
+@dataclass(frozen=True, slots=True)
+class LoadedFiles:
+    """Holds what a load returns.
 
-    That is rank 0's if another number of ranks has saved it. Every rank must call this.
+    Attributes:
+        extra: what this rank saved as ``extra``; rank 0's if another number of ranks has saved the checkpoint.
+        missing: names of the model that the checkpoint does not have.
+        unexpected: names in the files that the model does not have.
     """
+
+    extra: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+# Returns by names of a model those in the files, of which names are given.
+NamesOf = Callable[[Mapping[str, str]], Mapping[str, str]]
+
+
+def load_files(
+    reader: SafeReader,
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    *,
+    together: Consensus,
+    strict: bool,
+    names_of: NamesOf | None,
+) -> LoadedFiles:
+    """Load a checkpoint whose files have been verified. Every rank must call this."""
     # Everything is read and checked, on all ranks, before anything is changed.
     with together.propagate_errors():
         num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
@@ -365,7 +389,10 @@ def load_files(
         plain: dict[str, Any] = reader.read_value("plain")
         template: dict[str, Any] = {}
         apart = TakenApart(model)
-        template["model"], own_names = _model_template(model, reader, apart)
+        in_model: Mapping[str, str] = {name: name for name in (*reader.tensors_in("model."), *plain["model"])}
+        names = in_model if names_of is None else names_of(in_model)
+        into = _ModelTemplate(model, reader, apart, names, strict=strict)
+        template["model"] = {names[name]: value for name, value in into.values.items()}
         if optim is None and "optim" in plain and together.rank == 0:
             _log_left_out(reader, plain["optim"]["state"])
         if optim is not None:
@@ -386,14 +413,21 @@ def load_files(
             if plain["optim"].get("has_wrappers") and not any(map(contents.state.get, contents.params)):
                 create_states(optim)
             loaded = load_optim_state(model, contents, state, is_final=True)
+    if names_of is not None:
+        index = ParamIndex(model)
+        params = {**index.dtensors_by_name, **index.by_name}
+        given = [(params[name].unit, name, names[name]) for name in into.values if name in params]
+        compare_names(given, units_of(model), together.device)
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():
             optim.load_state_dict(loaded)
-    values = {**template["model"], **plain["model"]}
+    values = {name: template["model"][names[name]] for name in into.values}
+    values |= {name: plain["model"][stored] for name, stored in names.items() if stored in plain["model"]}
+    values = {into.own_names.get(name, name): value for name, value in values.items()}
     with together.propagate_errors():
-        model.load_state_dict(apart.join({own_names.get(name, name): value for name, value in values.items()}))
-    return extra
+        model.load_state_dict(apart.join({**into.kept, **values}), strict=strict and not into.is_partial)
+    return LoadedFiles(extra, into.missing, into.unexpected)
 
 
 def _log_left_out(reader: SafeReader, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -410,38 +444,68 @@ def _log_left_out(reader: SafeReader, rows: Mapping[str, Mapping[str, Any]]) -> 
     )
 
 
-def _model_template(
-    model: nn.Module, reader: SafeReader, apart: TakenApart
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Create tensors to read the model's files into, and check the files' names and shapes against the model.
+class _ModelTemplate:
+    """Creates tensors to read the model's files into, and checks the files' names and shapes against the model.
 
-    Returns the tensors, and the names in the model's own state dict, by the files' names.
+    Args:
+        names: by name of the model, the one in the files.
+
+    Attributes:
+        values: the tensors, by the model's names.
+        own_names: the names in the model's own state dict, by these.
+        kept: parts of parameters that are left as they are, which :meth:`TakenApart.join` needs.
+        missing: names of the model that the files do not have; a tied parameter needs one of its names.
+        unexpected: names in the files that the model does not have.
+        is_partial: whether names are left out.
     """
-    values = boxed_state_dict(model, apart, copy=True)
-    own = {clean_fqn(name): name for name in values}
-    template = {name: values[raw] for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
-    there = reader.tensors_in("model.")
-    saved = {name: shape for name, (shape, _) in there.items()}
-    owners = owners_of_constants(template)
-    for name in owners.keys() & there.keys():
-        # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
-        template[name] = torch.empty(there[name][0], dtype=there[name][1])
-    problems = misfits(
-        [name for name in template if name not in saved], [name for name in saved if name not in template]
-    )
-    problems += [
-        f"{name!r} has shape {saved[name]} there and {tuple(value.shape)} in the model"
-        for name, value in template.items()
-        if name in saved and saved[name] != tuple(value.shape)
-    ]
-    problems += [
-        f"{name!r} has codes in {there[name][1]} there and in {template[name].dtype} in the model"
-        for name in sorted({*owners.values(), *apart.names} & there.keys())
-        if there[name][1] != template[name].dtype
-    ]
-    if problems:
-        raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
-    return template, own
+
+    def __init__(
+        self, model: nn.Module, reader: SafeReader, apart: TakenApart, names: Mapping[str, str], *, strict: bool
+    ) -> None:
+        own = boxed_state_dict(model, apart, copy=True)
+        self.own_names = {clean_fqn(name): name for name in own}
+        template = {name: own[raw] for name, raw in self.own_names.items() if isinstance(own[raw], torch.Tensor)}
+        stored = reader.tensors_in("model.")
+        there = {name: stored[names[name]] for name in names if names[name] in stored}
+        owners = owners_of_constants(template)
+        for name in owners.keys() & there.keys():
+            # Bytes that say how a parameter is quantized may be of another number; the load compares what they say.
+            template[name] = torch.empty(there[name][0], dtype=there[name][1])
+        self.values = {name: value for name, value in template.items() if name in there}
+        tied = {name for names in _tied_names(model) if not names.isdisjoint(there) for name in names}
+        absent = [name for name in template if name not in there]
+        self.missing = tuple(name for name in absent if name not in tied)
+        self.unexpected = tuple(names[name] for name in there if name not in template)
+        self.kept = {self.own_names[name]: template[name] for name in absent if name in apart.names}
+        self.is_partial = bool(absent or self.unexpected)
+        # Codes of one checkpoint and constants of another would be other values.
+        read = {apart.names[name] for name in self.values if name in apart.names}
+        halves = [name for name in absent if owners.get(name) in there or apart.names.get(name) in read]
+        problems = [f"{name!r} is missing, of a parameter of which there are other parts" for name in halves]
+        problems = names_unlike("load_checkpoint", self.missing, self.unexpected) if strict else problems
+        problems += [
+            f"{name!r} has shape {there[name][0]} there and {tuple(value.shape)} in the model"
+            for name, value in self.values.items()
+            if there[name][0] != tuple(value.shape)
+        ]
+        problems += [
+            f"{name!r} has codes in {there[name][1]} there and in {template[name].dtype} in the model"
+            for name in sorted({*owners.values(), *apart.names} & self.values.keys())
+            if there[name][1] != template[name].dtype
+        ]
+        if problems:
+            raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 7, '; ')}. Nothing was loaded.")
+
+
+def _tied_names(model: nn.Module) -> list[set[str]]:
+    """Return the names of each parameter that has several."""
+    found: dict[int, set[str]] = {}
+    for name, param in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        found.setdefault(id(param), set()).add(clean_fqn(name))
+    found_of_units = [set(param.fqns) for param in ParamIndex(model).params]
+    return [names for names in (*found.values(), *found_of_units) if len(names) > 1]
 
 
 def _optim_template(

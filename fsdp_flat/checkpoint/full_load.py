@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,18 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_NAME, adapters_of
-from fsdp_flat.checkpoint.consensus import LOADING, Consensus
-from fsdp_flat.checkpoint.format import COMMIT_NAME, check_file, check_sums, orders_in, path_of_user
+from fsdp_flat.checkpoint.consensus import LOADING, Consensus, compare_names
+from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, orders_in, path_of_user
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, files_in_index, read_safetensors
-from fsdp_flat.comm import RankGroup, UntilRanksMeet, agree, digest_of
-from fsdp_flat.core import ExtendedGroup, Unit, copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
+from fsdp_flat.comm import UntilRanksMeet, digest_of
+from fsdp_flat.core import ExtendedGroup, copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, RankMismatchError, counted, some_of
-from fsdp_flat.layout import added_prefix, advice_on, clean_fqn, misfits, owners_of_constants
-from fsdp_flat.state import distributed_param, rank_groups_of, settings_for, state_dict_settings
+from fsdp_flat.errors import LoadError, RankMismatchError, some_of
+from fsdp_flat.layout import advice_on, clean_fqn, names_unlike, owners_of_constants, renamed
+from fsdp_flat.state import distributed_param, settings_for, state_dict_settings
 from fsdp_flat.state.plain_states import is_wrapper
+
+# owner/model
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+$")
 
 
 def load_full(
@@ -69,8 +73,10 @@ def load_full(
         Missing names and unexpected names; both empty with ``strict``.
 
     Raises:
-        LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit, or a quantized parameter
-            that no unit manages and whose class takes no plain values; on every rank.
+        LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit, no name that begins with
+            ``prefix``, or a quantized parameter that no unit manages and whose class takes no plain values; on every
+            rank.
+        OptionError: ``path`` is a URL or empty, ``prefix`` lacks its dot, or ``rename`` gives one name twice.
         UnsupportedError: a ``.safetensors`` file, and the package safetensors is not installed.
         RankMismatchError: (an OptionError) ranks pass another ``strict``, load a parameter from other names, or files
             with other checksums.
@@ -79,12 +85,17 @@ def load_full(
     """
     together, until_met, sums = Consensus.of(model, LOADING), UntilRanksMeet(), 0
     with until_met:
-        path = path_of_user(path, "path")
+        path, given_path = path_of_user(path, "path"), str(path)
+        if not path.exists() and _HUB_NAME.match(given_path) and not path.parent.exists():
+            raise LoadError(
+                f"{path} does not exist. For a model of that name on the Hugging Face hub: "
+                f"load_full(model, huggingface_hub.snapshot_download({given_path!r}))."
+            )
         paths = _files_of(path)
         sums = _check_sums(paths, together, progress_bar("Verifying", asked=progress, here=together.rank == 0))
         tensors, names = _stored_in(paths)
         if prefix or rename is not None:
-            names = _renamed(names, prefix, rename)
+            names = renamed(names, prefix, rename)
             tensors = {name: tensors[name] for name in sorted(set(names.values()))}
         entries = entries_of(model, keep, loads=True)
         if rename is None and paths[0].name == ADAPTER_NAME and (adapters := adapters_of(model)) is not None:
@@ -100,7 +111,7 @@ def load_full(
         known = {names[entry.name] for entry in entries if entry.name in names}
         unexpected = [name for name in tensors if name not in known]
         pairs = [(entry, tensors[found[entry.name]]) for entry in entries if entry.name in found]
-        problems = _unlike(pairs, strict=strict) + (_misfits(missing, unexpected) if strict else [])
+        problems = _unlike(pairs, strict=strict) + (names_unlike("load_full", missing, unexpected) if strict else [])
         if problems:
             raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
         if refused := _refused(model, pairs):
@@ -120,7 +131,10 @@ def load_full(
             f"Ranks load different files, so nothing was loaded: {some_of(told, 8)} have different checksums. "
             "Expected the same files, or copies of them. Pass the same path on every rank."
         )
-    _compare_names(given, units_of(model), together.device)
+    named = [
+        (entry.param.unit, entry.name, name) for entry, name in given if entry.param is not None and name is not None
+    ]
+    compare_names(named, units_of(model), together.device)
     # Modules and hooks may raise after others have loaded, on one rank alone too.
     until_loaded = UntilRanksMeet()
     with until_loaded:
@@ -135,39 +149,6 @@ def load_full(
         undo()
         raise
     return missing, unexpected
-
-
-def _compare_names(given: Sequence[tuple[Entry, str | None]], units: Sequence[Unit], device: torch.device) -> None:
-    """Raise on all ranks if some load a parameter from another name in their files. Every rank must call this.
-
-    Ranks of other groups may do so: those with other experts.
-    """
-    groups_of = {unit: set(rank_groups_of([unit])) for unit in units}
-
-    def lines_of(rank_group: RankGroup) -> list[str]:
-        return [
-            f"{entry.name!r} from {name!r}"
-            for entry, name in given
-            if name is not None and entry.param is not None and rank_group in groups_of[entry.param.unit]
-        ]
-
-    agree(lines_of, None, rank_groups_of(units), device, LOADING)
-
-
-def _renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str | None] | None) -> dict[str, str]:
-    """Return the names of :func:`_stored_in` as :func:`load_full` maps them."""
-    if not isinstance(prefix, str) or not (rename is None or callable(rename)):
-        raise OptionTypeError(
-            f"prefix must be a str, and rename a function of a name, or None; got {prefix!r} and {rename!r}."
-        )
-    found: dict[str, str] = {}
-    for name, stored in names.items():
-        new = name.removeprefix(prefix) if name.startswith(prefix) else None
-        if rename is not None and new is not None:
-            new = rename(new)
-        if new is not None and found.setdefault(new, stored) != stored:
-            raise OptionError(f"rename gives the name {new!r} to {found[new]!r} and to {stored!r} of the file.")
-    return found
 
 
 def _unlike(pairs: Sequence[tuple[Entry, torch.Tensor]], *, strict: bool) -> list[str]:
@@ -222,22 +203,6 @@ def _refused(model: nn.Module, pairs: Sequence[tuple[Entry, torch.Tensor]]) -> d
             except Exception as error:
                 found[fqn] = f"a {type(own.data).__name__}, whose copy_ raises {error!r}"
     return found
-
-
-def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """Tell how the names of a file differ from the model's, and what argument maps them if they have another prefix."""
-    lacking, given = set(missing), set(unexpected)
-    pairs: dict[str, str] = {}
-    found = []
-    if prefix := added_prefix(unexpected, lacking):
-        pairs, advice = {name: prefix + name for name in missing if prefix + name in given}, f"prefix={prefix!r}"
-    elif prefix := added_prefix(missing, given):
-        pairs = {prefix + name: name for name in unexpected if prefix + name in lacking}
-        advice = f"rename=lambda name: {prefix!r} + name"
-    if pairs:
-        found.append(f"load_full(..., {advice}) would find {counted(len(pairs), 'names')} missing now")
-    mapped = set(pairs.values())
-    return found + misfits([n for n in missing if n not in pairs], [n for n in unexpected if n not in mapped])
 
 
 def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
@@ -310,27 +275,37 @@ def _held_instead(path: Path) -> str:
             ", but a checkpoint of torch.distributed.checkpoint. Load it by torch.distributed.checkpoint.load, or "
             "write a full model from it: fsdp-flat convert CHECKPOINT TARGET --to safetensors"
         )
+    if others := sorted(path.glob("pytorch_model*.bin")):
+        if len(others) == 1 and others[0].name == "pytorch_model.bin":
+            return f", but {others[0].name}. Load that file: load_full(model, {str(others[0])!r})"
+        return f", but {others[0].name}. Convert them: fsdp-flat convert {path} TARGET --to safetensors"
     return ""
 
 
 def _check_sums(paths: Sequence[Path], together: Consensus, show: ProgressBar) -> int:
     """Compare this rank's share of the files with the checksums beside them; return a digest of all, 0 without any."""
+    records = check_recorded_sums(paths, together.rank, together.size, show)
+    return digest_of(json.dumps(records, sort_keys=True).encode()) if records else 0
+
+
+def check_recorded_sums(paths: Sequence[Path], share: int, num_shares: int, show: ProgressBar) -> Records:
+    """Compare a share of the files with the checksums beside them; return the records of all, none without any."""
     directory = paths[0].parent
     sums = directory / (ADAPTER_CHECKSUMS_NAME if paths[0].name == ADAPTER_NAME else CHECKSUMS_NAME)
     if not os.path.lexists(sums):
-        return 0
+        return {}
     check_file(sums)
     try:
         found = json.loads(sums.read_text())
         records = {
             path.name: {key: found[path.name][key] for key in ("size", "crc32")} for path in paths if path.name in found
         }
-        check_sums(directory, dict(list(records.items())[together.rank :: together.size]), show)
+        check_sums(directory, dict(list(records.items())[share::num_shares]), show)
     except LoadError as error:
         raise LoadError(f"{error} If the file was replaced on purpose, remove {sums}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{sums} cannot be read: {error!r}. Without it, files are loaded as they are.") from error
-    return digest_of(json.dumps(records, sort_keys=True).encode()) if records else 0
+    return records
 
 
 def _stored_in(paths: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
-from fsdp_flat.errors import some_of
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, counted, some_of
 
 
 def misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
@@ -24,6 +24,57 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     told += [repr(name) for name in missing if name not in near]
     found = [f"missing: {some_of(told, 5)}"] if told else []
     return [*found, f"not in the model: {some_of(list(map(repr, rest)), 5)}"] if rest else found
+
+
+def names_unlike(call: str, missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """Tell how the names in files differ from a model's, and which arguments of ``call`` load them all the same."""
+    lacking, given = set(missing), set(unexpected)
+    pairs: dict[str, str] = {}
+    found = []
+    if prefix := added_prefix(unexpected, lacking):
+        pairs, advice = {name: prefix + name for name in missing if prefix + name in given}, f"prefix={prefix!r}"
+    elif prefix := added_prefix(missing, given):
+        pairs = {prefix + name: name for name in unexpected if prefix + name in lacking}
+        advice = f"rename=lambda name: {prefix!r} + name"
+    if pairs:
+        found.append(f"{call}(..., {advice}) would find {counted(len(pairs), 'names')} missing now")
+    mapped = set(pairs.values())
+    found += misfits([n for n in missing if n not in pairs], [n for n in unexpected if n not in mapped])
+    if found and not pairs:
+        found.append(f"{call}(..., strict=False) loads what fits, and rename= maps names")
+    return found
+
+
+def renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str | None] | None) -> dict[str, str]:
+    """Map names in files to names of a model, which begin after ``prefix``; None of ``rename`` leaves one out.
+
+    Args:
+        names: by name in the files, that under which a tensor is stored there.
+        prefix: with which a name has to begin.
+        rename: returns the model's name.
+
+    Raises:
+        OptionTypeError: an argument of the wrong type.
+        OptionError: two tensors get one name, or the prefix lacks its dot.
+        LoadError: no name begins with the prefix.
+    """
+    if not isinstance(prefix, str) or not (rename is None or callable(rename)):
+        raise OptionTypeError(
+            f"prefix must be a str, and rename a function of a name, or None; got {prefix!r} and {rename!r}."
+        )
+    found: dict[str, str] = {}
+    begin = [name for name in names if name.startswith(prefix)]
+    if names and not begin:
+        raise LoadError(f"No name begins with prefix={prefix!r}: there are {some_of(list(map(repr, names)), 3)}.")
+    for name in begin:
+        new: str | None = name.removeprefix(prefix)
+        if rename is None and prefix and new is not None and new.startswith("."):
+            raise OptionError(f"prefix={prefix!r} leaves {new!r} of the name {name!r}; pass prefix={prefix + '.'!r}.")
+        if rename is not None:
+            new = rename(new or "")
+        if new is not None and found.setdefault(new, names[name]) != names[name]:
+            raise OptionError(f"rename gives the name {new!r} to {found[new]!r} and to {names[name]!r} of the file.")
+    return found
 
 
 def advice_on(state: Mapping[Any, Any], names: Collection[str]) -> str:

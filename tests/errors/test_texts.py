@@ -275,6 +275,38 @@ def test_a_directory_that_is_a_checkpoint_is_named_as_such_by_load_full(tmp_path
     assert "holds neither model.safetensors nor model.safetensors.index.json. " in f"{text} "
 
 
+@on_ranks(2)
+def test_load_full_says_what_a_name_on_a_hub_and_other_files_need(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    text = text_of(LoadError, lambda: fsdp_flat.load_full(model, "some-owner/Some-Model-8B"))
+    assert "huggingface_hub.snapshot_download('some-owner/Some-Model-8B')" in text
+    assert "huggingface_hub" not in text_of(LoadError, lambda: fsdp_flat.load_full(model, tmp_path / "nowhere"))
+    if rank == 0:
+        torch.save({}, tmp_path / "pytorch_model.bin")
+    dist.barrier()
+    text = text_of(LoadError, lambda: fsdp_flat.load_full(model, tmp_path))
+    assert f"but pytorch_model.bin. Load that file: load_full(model, {str(tmp_path / 'pytorch_model.bin')!r})" in text
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "pytorch_model.bin").rename(tmp_path / "pytorch_model-00001-of-00002.bin")
+    dist.barrier()
+    text = text_of(LoadError, lambda: fsdp_flat.load_full(model, tmp_path))
+    assert f"fsdp-flat convert {tmp_path} TARGET --to safetensors" in text
+    dist.barrier()
+    fsdp_flat.save_full(model, tmp_path / "hub")
+    for options in ({}, {"strict": False}):
+        text = text_of(
+            LoadError, lambda options=options: fsdp_flat.load_full(model, tmp_path / "hub", prefix="mod", **options)
+        )
+        assert "No name begins with prefix='mod': there are 'first.weight'" in text
+    text = text_of(OptionError, lambda: fsdp_flat.load_full(model, tmp_path / "hub", prefix="first", strict=False))
+    assert "pass prefix='first.'" in text
+    text = text_of(
+        LoadError, lambda: fsdp_flat.load_full(shard(nn.Sequential(nn.Linear(3, 3)), by_blocks=False), tmp_path / "hub")
+    )
+    assert "load_full(..., strict=False) loads what fits" in text
+
+
 @KINDS
 @on_ranks(2)
 def test_a_sharded_state_dict_in_a_full_load_is_one_sentence(orig: bool) -> None:

@@ -103,7 +103,7 @@ def test_the_page_of_checkpoints_runs_from_the_first_run_to_the_next(tmp_path: P
 
     # One is of a client's model: tests/clients/test_hugging_face.py.
     blocks = [block for block in shown_code("checkpoints.md") if "LlamaForCausalLM" not in block]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     model = FSDP(nn.Linear(6, 4), use_orig_params=True)
     names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "train": train}
     here = Path.cwd()
