@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint import list_checkpoints
 from fsdp_flat.checkpoint.dcp_files import SafeReader
+from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME
+from fsdp_flat.checkpoint.full_load import check_recorded_sums
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, some_of
@@ -34,6 +37,8 @@ from fsdp_flat.tools.torch_archives import Described, damaged_record, read_archi
 from fsdp_flat.user_warnings import warn_user
 
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
+CHECKSUMS_NAMES = (CHECKSUMS_NAME, ADAPTER_CHECKSUMS_NAME)
+_HUB_FILE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin$")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -49,6 +54,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
         LoadError: a file is damaged, or of no known format.
         OptionError: there is no such path, or no checkpoint there.
     """
+    disk.check_local(path, "PATH")
     if not path.exists():
         raise OptionError(f"{path} does not exist.")
     for finds, opened in _FORMATS:
@@ -63,7 +69,8 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
         )
     raise OptionError(
         f"{path} is no checkpoint: it holds {some_of(sorted(each.name for each in path.iterdir()), 8) or 'nothing'}. "
-        "Expected .metadata, *.safetensors, checkpoints named step-00000100, or files of torch.save."
+        "Expected .metadata, *.safetensors, checkpoints named step-00000100, or files of torch.save, one a rank."
+        + (f" Pass one of those inside: {some_of(list(map(str, inside)), 4)}." if (inside := _inside(path)) else "")
     )
 
 
@@ -76,6 +83,12 @@ def is_checkpoint(path: Path) -> bool:
             opener is not _open_torch_files or _counts_ranks(_rank_files(path))
         )
     return path.suffix in (".safetensors", *TORCH_SUFFIXES)
+
+
+def _inside(path: Path) -> list[Path]:
+    """Return the checkpoints that are folders in a folder."""
+    folders = sorted(each for each in path.iterdir() if each.is_dir())
+    return [each for each in folders if looks_like_checkpoint(each) or has_steps(each)]
 
 
 def looks_like_checkpoint(path: Path) -> bool:
@@ -151,7 +164,9 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
             keys = _keys_of(fqn, mappings)
             held = tuple(parts.get(fqn, ()))
             tensors[keys] = TensorInFiles(keys, tuple(entry.size), entry.properties.dtype, held)
-    files = {path / place.relative_path for place in places.values()} | {path / ".metadata"}
+    # As Lightning's meta.pt.
+    others = _archives_in(path)
+    files = {path / place.relative_path for place in places.values()} | {path / ".metadata", *others}
     return StoredCheckpoint(
         path=path,
         kind="fsdp_flat" if is_ours else "dcp",
@@ -160,7 +175,7 @@ def _open_dcp(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         tensors=tensors,
         values=values,
         files=tuple(sorted(files)),
-        problems=partial(_problems_of_dcp, path, places.values(), is_ours),
+        problems=lambda: chain(_problems_of_dcp(path, places.values(), is_ours), _problems_of_archives(others)),
         step=disk.step_number_of(path.name),
     )
 
@@ -221,6 +236,53 @@ def _open_safetensors(path: Path, allow_pickle: bool) -> StoredCheckpoint:
         tensors=tensors,
         values={},
         files=tuple(files),
+        problems=partial(_problems_of_safetensors, files),
+        has_checksums=any((files[0].parent / name).exists() for name in CHECKSUMS_NAMES) if files else False,
+    )
+
+
+def _problems_of_safetensors(files: Sequence[Path]) -> Iterator[str]:
+    try:
+        check_recorded_sums(files, 0, 1, progress_bar("", asked=False, here=False))
+    except LoadError as error:
+        yield str(error)
+
+
+# -- accelerate and the Trainer ----------------------------------------------------------------------------------------
+
+# What they name the parts of a folder: folders of torch.distributed.checkpoint, or files of torch.save.
+_PART = re.compile(r"(?:pytorch_(model)_fsdp|(optimizer))(_\d+)?(\.bin)?$")
+
+
+def _parts_of(path: Path) -> dict[str, list[Path]]:
+    """Return by "model" and "optimizer" what a folder of accelerate has of each; nothing without a model."""
+    found: dict[str, list[Path]] = {}
+    for each in sorted(path.iterdir()) if path.is_dir() else ():
+        if match := _PART.match(each.name):
+            found.setdefault(match[1] or match[2], []).append(each)
+    return found if "model" in found else {}
+
+
+def _open_parts(path: Path, allow_pickle: bool) -> StoredCheckpoint:
+    opened: dict[str, StoredCheckpoint] = {}
+    for name, parts in _parts_of(path).items():
+        if len(parts) > 1:
+            raise OptionError(
+                f"{path} has more than one {name}: {' and '.join(each.name for each in parts)}. Pass one."
+            )
+        part = open_checkpoint(parts[0], allow_pickle=allow_pickle)
+        opened[name] = part if all(keys[0] == name for keys in (*part.tensors, *part.values)) else part.under(name)
+    archives = [each for each in _archives_in(path) if not _PART.match(each.name)]
+    each_problems = [part.problems for part in opened.values()]
+    return StoredCheckpoint(
+        path=path,
+        kind="accelerate",
+        writer="accelerate or transformers",
+        num_ranks=opened["model"].num_ranks,
+        tensors={keys: tensor for part in opened.values() for keys, tensor in part.tensors.items()},
+        values={keys: value for part in opened.values() for keys, value in part.values.items()},
+        files=(*(file for part in opened.values() for file in part.files), *archives),
+        problems=lambda: chain(*(found() for found in each_problems), _problems_of_archives(archives)),
     )
 
 
@@ -239,9 +301,30 @@ def _whole(keys: Keys, tensor: torch.Tensor, file: Path) -> TensorInFiles:
     return TensorInFiles(keys, shape, plain.dtype, (Part((0,) * len(shape), shape, lambda: plain, file),), shared)
 
 
+def _archives_in(path: Path) -> list[Path]:
+    """Return the files of ``torch.save`` in a folder."""
+    found = []
+    for file in sorted(path.iterdir()):
+        if file.suffix in (*TORCH_SUFFIXES, ".pkl") and file.is_file():
+            with open(file, "rb") as opened:
+                if opened.read(2) == b"PK":
+                    found.append(file)
+    return found
+
+
+def _has_rank_files(path: Path) -> bool:
+    """Return whether the files of ``torch.save`` in a folder are one checkpoint, not beside others or of many kinds."""
+    files = _rank_files(path)
+    if files and _HUB_FILE.match(files[0].name):
+        return True
+    return bool(files) and (len(files) == 1 or _counts_ranks(files)) and not _inside(path)
+
+
 def _rank_files(path: Path) -> list[Path]:
     """Return the files of a folder that ranks have saved, one each, by rank."""
     files = [file for file in path.iterdir() if file.suffix in TORCH_SUFFIXES] if path.is_dir() else []
+    # A model of a hub, beside which the Trainer writes others.
+    files = [file for file in files if _HUB_FILE.match(file.name)] or files
     return sorted(files, key=lambda file: ([int(number) for number in re.findall(r"\d+", file.stem)], file.name))
 
 
@@ -356,8 +439,9 @@ Finds = Callable[[Path], bool]
 _FORMATS: tuple[tuple[Finds, Callable[[Path, bool], StoredCheckpoint]], ...] = (
     (has_steps, _open_newest),
     (lambda path: (path / ".metadata").is_file(), _open_dcp),
+    (lambda path: bool(_parts_of(path)), _open_parts),
     (_has_safetensors, _open_safetensors),
-    (lambda path: bool(_rank_files(path)), _open_torch_files),
+    (_has_rank_files, _open_torch_files),
 )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_flat.checkpoint.commit import commit
 from fsdp_flat.checkpoint.dcp_files import on_host, write_metadata
-from fsdp_flat.checkpoint.format import records_of, writing_path
+from fsdp_flat.checkpoint.format import check_local, records_of, writing_path
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
@@ -26,7 +26,6 @@ from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.checkpoint_readers import open_checkpoint
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.stored_checkpoint import (
-    OPTIM_NAMES,
     Keys,
     Position,
     StoredCheckpoint,
@@ -97,6 +96,7 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
         UnsupportedError: the kind cannot hold a value of the checkpoint.
         LoadError: the checkpoint is not complete.
     """
+    check_local(path, "The target")
     if path.exists():
         raise OptionError(f"{path} exists; name a file or folder to make.")
     if kind != "safetensors" and (options.config is not None or options.dtype is not None):
@@ -122,12 +122,22 @@ def _remove(path: Path) -> None:
 
 def _check_values(values: Mapping[Keys, Any]) -> None:
     """Raise if a value cannot be written, since its class was not made."""
-    bad = [dotted_name(keys) for keys, value in values.items() if isinstance(value, (Described, torch.Tensor))]
+    bad = [
+        dotted_name(keys) for keys, value in values.items() if _holds_object(value) or isinstance(value, torch.Tensor)
+    ]
     if bad:
         raise UnsupportedError(
             f"{some_of(bad, 3)}: objects of classes, which are not read without --allow-pickle. "
             "Pass that if you trust the files, or --model-only."
         )
+
+
+def _holds_object(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_object, value))
+    return isinstance(value, Described)
 
 
 # -- torch.save --------------------------------------------------------------------------------------------------------
@@ -273,16 +283,17 @@ def _write_sharded(source: StoredCheckpoint, path: Path, options: WriteOptions, 
     model = source.below(model_keys)
     tensors = {("model", *keys): tensor for keys, tensor in model.tensors.items()}
     plain: dict[str, Any] = {"model": nested(model.values)}
-    optim_name = next((name for name in OPTIM_NAMES if any(keys[0] == name for keys in source.tensors)), None)
     others = [] if options.model_only or not model_keys else [*source.tensors, *source.values]
-    if others and optim_name is not None:
-        optim = source.below((optim_name,))
+    optim_keys = source.optim_keys(model_keys) if others else None
+    if optim_keys is not None:
+        optim = source.below(optim_keys)
         tensors |= {("optim", *keys): tensor for keys, tensor in _optim_tensors(optim, model).items()}
         left = {keys: tensor.full() for keys, tensor in optim.tensors.items() if ("optim", *keys) not in tensors}
         plain["optim"] = {"state": {}, **nested({**optim.values, **left})}
-    tops = [keys for keys in others if keys[0] not in (*model_keys[:1], optim_name)]
+    taken = [keys for keys in (model_keys, optim_keys) if keys]
+    left_over = [keys for keys in others if not any(keys[: len(each)] == each for each in taken)]
     rest = nested(
-        {keys: source.tensors[keys].full() if keys in source.tensors else source.values[keys] for keys in tops}
+        {keys: source.tensors[keys].full() if keys in source.tensors else source.values[keys] for keys in left_over}
     )
     extras = {"0": rest or None}
     if source.kind == "fsdp_flat" and others:

@@ -17,7 +17,7 @@ from fsdp_flat.tools.torch_archives import DescribedTensor
 
 # The names under which programs save a model or an optimizer beside other things.
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module")
-OPTIM_NAMES = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
+OPTIM_NAMES = ("optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_states", "optimizer_0")
 
 
 class Position(int):
@@ -169,6 +169,7 @@ class StoredCheckpoint:
         files: all files.
         problems: what is wrong with the files themselves, found when it is called.
         step: the number of the checkpoint, if it has one.
+        has_checksums: whether the files have checksums, which ``problems`` compares.
     """
 
     path: Path
@@ -180,6 +181,7 @@ class StoredCheckpoint:
     files: tuple[Path, ...]
     problems: Callable[[], Iterator[str]] = field(default=lambda: iter(()))
     step: int | None = None
+    has_checksums: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -209,15 +211,59 @@ class StoredCheckpoint:
             values={key[num:]: value for key, value in self.values.items() if key[:num] == keys and len(key) > num},
         )
 
+    def under(self, key: str) -> StoredCheckpoint:
+        """Return all of it below a key."""
+        return replace(
+            self,
+            tensors={(key, *keys): replace(tensor, keys=(key, *keys)) for keys, tensor in self.tensors.items()},
+            values={(key, *keys): value for keys, value in self.values.items()},
+        )
+
     def model_keys(self, key: str | None = None) -> Keys:
         """Return the keys of the model: none if everything is of it.
 
         Args:
-            key: its dotted name; by default one that is common.
+            key: its dotted name; by default one that is common, also below one other key.
 
         Raises:
-            OptionError: there is none of that name, or of a common one.
+            OptionError: there is none of that name, or of a common one; or an optimizer is there too.
         """
+        found = self._keys_of_model(key)
+        num = len(found)
+        if any("param_groups" in keys[num:] for keys in self.values if keys[:num] == found):
+            what, inside = f" under {dotted_name(found)!r}" if found else "", (*found, "model")
+            has_model = any(keys[: num + 1] == inside for keys in self.tensors)
+            advice = f"--key {dotted_name(inside)}" if has_model else "--key"
+            raise OptionError(
+                f"{self.path} has an optimizer (param_groups){what}, so that is no model alone. "
+                f"Name the model by {advice}."
+            )
+        return found
+
+    def optim_keys(self, model_keys: Keys) -> Keys | None:
+        """Return the keys of the optimizer beside the model, None if there is none.
+
+        Raises:
+            OptionError: there are several.
+        """
+        outer, num = model_keys[:-1], len(model_keys)
+        entries = [keys for keys in (*self.tensors, *self.values) if keys[: num - 1] == outer and len(keys) > num]
+        tops = list(dict.fromkeys(keys[:num] for keys in entries if model_keys and keys[:num] != model_keys))
+        named = [keys for name in OPTIM_NAMES for keys in tops if keys[-1] == name][:1]
+        found = named or [
+            top for top in tops if any(keys[:num] == top and keys[num] == "param_groups" for keys in entries)
+        ]
+        # A list, as Lightning's.
+        lists = {keys[: num + 1] for keys in entries if keys[:num] in found and isinstance(keys[num], Position)}
+        found = sorted(lists) or found
+        if len(found) > 1:
+            raise OptionError(
+                f"{self.path} has {len(found)} optimizers, {some_of(list(map(dotted_name, found)), 4)}, and a "
+                "checkpoint of this library holds one. Pass --model-only, or --to dcp or torch, which hold all."
+            )
+        return found[0] if found else None
+
+    def _keys_of_model(self, key: str | None) -> Keys:
         tops = list(dict.fromkeys(keys[0] for keys in (*self.tensors, *self.values) if keys))
         if key is not None:
             wanted = tuple(key.split("."))
@@ -231,8 +277,13 @@ class StoredCheckpoint:
         for name in _MODEL_NAMES:
             if any(keys[0] == name for keys in self.tensors):
                 return (name,)
+        below = list(dict.fromkeys(keys[:2] for keys in self.tensors if len(keys) > 2 and keys[1] in _MODEL_NAMES))
+        if len(below) == 1:
+            return below[0]
+        names = [f"--key {dotted_name(keys)}" for keys in below] or ["--key"]
         raise OptionError(
-            f"{self.path} does not say what is the model: it has {some_of(list(map(str, tops)), 9)}. Name it by --key."
+            f"{self.path} does not say what is the model: it has {some_of(list(map(str, tops)), 9)}. "
+            f"Name it by {some_of(names, 4, ' or ')}."
         )
 
 
