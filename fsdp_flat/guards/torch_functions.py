@@ -14,7 +14,8 @@ unit manages. They are replaced in every module that has imported them. These ar
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
 * The constructor of ``torch.optim.Muon``: local shards raise with what to use instead.
-* The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises.
+* The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises. So do the static
+  methods of torch's wrapper that are given a model with our wrappers and none of torch's, but for ``fsdp_modules``.
 
 The constructors of units call :func:`replace_at_first_unit`. :func:`restore_torch_functions` undoes it for the process,
 and :func:`replace_torch_functions` undoes that; both are names of ``fsdp_flat.compat`` too.
@@ -52,6 +53,7 @@ from fsdp_flat.core import (
     read_exchanges_on,
     units_holding,
     units_in_backward,
+    units_of,
 )
 from fsdp_flat.errors import UnsupportedError, UsageError, some_of
 from fsdp_flat.guards.optimizers import check_whole
@@ -77,11 +79,11 @@ class _State:
     """Holds whether functions are replaced: None until a unit is built, or a caller has decided.
 
     Attributes:
-        guarded: constructors of torch's FSDPs by class.
+        guarded: torch's own methods of its FSDPs, by class and name.
     """
 
     replaced: bool | None = None
-    guarded: ClassVar[dict[Any, Callable[..., None]]] = {}
+    guarded: ClassVar[dict[tuple[Any, str], Any]] = {}
 
 
 def replace_at_first_unit() -> None:
@@ -131,8 +133,8 @@ def restore_torch_functions() -> None:
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
         if _Muon is not None:
             _Muon.__init__ = _torch_muon_init
-        for kind, init in _State.guarded.items():
-            kind.__init__ = init
+        for (kind, name), method in _State.guarded.items():
+            setattr(kind, name, method)
         _State.guarded.clear()
     _State.replaced = False
 
@@ -544,9 +546,37 @@ def _guard_torch_fsdps() -> None:
     for kind, refusing in found:
         # After install() the second is a subclass that joins ours to it.
         kind = kind.__bases__[0] if kind is not None and "joined" in vars(kind) else kind
-        if kind is not None and kind not in _State.guarded:
-            _State.guarded[kind] = kind.__init__
-            kind.__init__ = refusing(kind.__init__)
+        if kind is not None and (kind, "__init__") not in _State.guarded:
+            guarded = {"__init__": refusing(kind.__init__)}
+            if refusing is _refusing_outer_unit:
+                guarded |= {
+                    name: _refusing_ours(kind, name, method.__func__)
+                    for name, method in vars(kind).items()
+                    if isinstance(method, staticmethod) and not name.startswith("_") and name != "fsdp_modules"
+                }
+            for name, method in guarded.items():
+                _State.guarded[kind, name] = vars(kind)[name]
+                setattr(kind, name, method)
+
+
+def _refusing_ours(kind: Any, name: str, method: Callable[..., Any]) -> staticmethod[..., Any]:
+    """Return a static method of torch's wrapper that refuses a model with our wrappers and none of torch's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for model in (*args, *kwargs.values()):
+            if isinstance(model, nn.Module):
+                ours = [unit for unit in units_of(model) if unit.options.front.has_wrapper]
+                if ours and not any(isinstance(module, kind) for module in model.modules()):
+                    raise UsageError(
+                        f"torch's FullyShardedDataParallel.{name} was called on a {type(model).__name__} that fsdp_flat "
+                        f"has sharded (unit {ours[0].name!r}), of which it knows nothing. Call "
+                        f"fsdp_flat.FullyShardedDataParallel.{name}: import the class from fsdp_flat there too, or call "
+                        "fsdp_flat.install() first, which replaces torch's names in all imported code."
+                    )
+        return method(*args, **kwargs)
+
+    return staticmethod(call)
 
 
 def _refusing_outer_unit(init: Callable[..., None]) -> Callable[..., None]:
