@@ -1,7 +1,8 @@
 """Keeps functions of torch replaced from the first unit on, until ``restore_torch_functions()`` is called.
 
 Torch's would be wrong on one rank's shards; these are right on all ranks, and call torch's own for everything that no
-unit manages. They are replaced in every module that has imported them. These are all of them:
+unit manages. They are replaced in every module that has imported them; a reference kept elsewhere before (a default argument, a
+partial, a container) stays torch's, except of ``clip_grad_norm_`` and of methods. These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
@@ -28,7 +29,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +64,12 @@ _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.gra
 _torch_backward: Callable[..., None] = torch.autograd.backward
 _BACKWARD = inspect.signature(_torch_backward)
 _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
+# torch's function is a closure that runs the function in this cell under no_grad. With ours in the cell, references that
+# no module has are right too: a default argument, a functools.partial, an attribute of a class. A function without the
+# cell, as a program may have put there, is replaced by name alone.
+_cells = [cell for cell in getattr(_torch_clip_grad_norm_, "__closure__", ()) or () if callable(cell.cell_contents)]
+_CLIP_CELL: Any = _cells[0] if _cells else SimpleNamespace(cell_contents=_torch_clip_grad_norm_)
+_clip_without_grad: Callable[..., torch.Tensor] = _CLIP_CELL.cell_contents
 # GradScaler decides by what this method returns, for each device; there is no public way to change its decision.
 _UNSCALE = "_unscale_grads_"
 _torch_unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = getattr(GradScaler, _UNSCALE)
@@ -98,6 +105,7 @@ def replace_torch_functions() -> None:
     """Replace torch's functions again after :func:`restore_torch_functions`. The first unit does it by itself."""
     if not _State.replaced:
         _rebind(_REPLACEMENTS)
+        _CLIP_CELL.cell_contents = clip_grad_norm_
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
@@ -127,6 +135,7 @@ def restore_torch_functions() -> None:
     """
     if _State.replaced:
         _rebind({new: old for old, new in _REPLACEMENTS.items()})
+        _CLIP_CELL.cell_contents = _clip_without_grad
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
         DTensor.full_tensor = _torch_full_tensor  # type: ignore[method-assign]
@@ -206,11 +215,11 @@ def clip_grad_norm_(
         read_exchanges(units)
     if not units or _suits_torch(given, units):
         # torch warns of an empty generator.
-        return _torch_clip_grad_norm_(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _clip_without_grad(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     trees = _trees_of(units)
     steps = {unit.step for unit in trees}
     if is_whole or any(step.shows_unreduced for step in steps):
-        return _torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _clip_without_grad(given, max_norm, norm_type, error_if_nonfinite, foreach)
     for step in steps:
         step.check_gradients_set("torch.nn.utils.clip_grad_norm_")
     unmanaged = [param for param in given if not is_managed(param)]
