@@ -1,8 +1,8 @@
 """Keeps functions of torch replaced from the first unit on, until ``restore_torch_functions()`` is called.
 
 Torch's would be wrong on one rank's shards; these are right on all ranks, and call torch's own for everything that no
-unit manages. They are replaced in every module that has imported them; a reference kept elsewhere before (a default argument, a
-partial, a container) stays torch's, except of ``clip_grad_norm_`` and of methods. These are all of them:
+unit manages. They are replaced in every module that has imported them. References kept elsewhere before (a default
+argument, a partial, a container) stay torch's, but for those of ``clip_grad_norm_``. These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
@@ -64,9 +64,9 @@ _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.gra
 _torch_backward: Callable[..., None] = torch.autograd.backward
 _BACKWARD = inspect.signature(_torch_backward)
 _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
-# torch's function is a closure that runs the function in this cell under no_grad. With ours in the cell, references that
-# no module has are right too: a default argument, a functools.partial, an attribute of a class. A function without the
-# cell, as a program may have put there, is replaced by name alone.
+# torch's function is a closure that runs the function in this cell under no_grad. With ours in the cell, references
+# that no module has are right too: a default argument, a functools.partial, an attribute of a class. A function without
+# the cell, as a program may have put there, is replaced by name alone.
 _cells = [cell for cell in getattr(_torch_clip_grad_norm_, "__closure__", ()) or () if callable(cell.cell_contents)]
 _CLIP_CELL: Any = _cells[0] if _cells else SimpleNamespace(cell_contents=_torch_clip_grad_norm_)
 _clip_without_grad: Callable[..., torch.Tensor] = _CLIP_CELL.cell_contents
@@ -578,10 +578,10 @@ def _refusing_ours(kind: Any, name: str, method: Callable[..., Any]) -> staticme
                 ours = [unit for unit in units_of(model) if unit.options.front.has_wrapper]
                 if ours and not any(isinstance(module, kind) for module in model.modules()):
                     raise UsageError(
-                        f"torch's FullyShardedDataParallel.{name} was called on a {type(model).__name__} that fsdp_flat "
-                        f"has sharded (unit {ours[0].name!r}), of which it knows nothing. Call "
-                        f"fsdp_flat.FullyShardedDataParallel.{name}: import the class from fsdp_flat there too, or call "
-                        "fsdp_flat.install() first, which replaces torch's names in all imported code."
+                        f"torch's FullyShardedDataParallel.{name} was called on a {type(model).__name__} that "
+                        f"fsdp_flat has sharded (unit {ours[0].name!r}), of which it knows nothing. Call "
+                        f"fsdp_flat.FullyShardedDataParallel.{name}: import the class from fsdp_flat there too, or "
+                        "call fsdp_flat.install() first, which replaces torch's names in all imported code."
                     )
         return method(*args, **kwargs)
 
