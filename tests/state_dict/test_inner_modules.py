@@ -52,7 +52,7 @@ def test_a_checkpointed_module_inside_a_wrapper_warns_too(front: str) -> None:
 @WRAPPER_FRONTS
 @on_ranks(2)
 def test_state_dicts_that_are_whole_warn_of_nothing(front: str, rank: int, tmp_path: Path) -> None:
-    """Of the wrapper, of a module around it, inside ``summon_full_params`` or a forward, and where nothing is sharded."""
+    """Of the wrapper, of one around it, inside ``summon_full_params`` or a forward, and where nothing is sharded."""
     model, plain = sharded(front), seeded(lambda: Stack(2))
     expected = dict(plain.state_dict())
     assert_equal(dict(model.state_dict()), expected)
