@@ -91,9 +91,10 @@ class ShardingStrategy(_NamedEnum):
     | ``HYBRID_SHARD`` | the inner (shard) group | the outer group | yes | yes |
     | ``_HYBRID_SHARD_ZERO2`` | the inner (shard) group | the outer group | no | not in ``no_sync`` |
 
-    A text of a name and a size, ``"FULL_SHARD:40GB"`` or ``"HYBRID_SHARD:40GB"``, is that strategy with a memory
-    budget: besides the outermost unit's, the parameters of the last units of the forward, which backward needs first,
-    stay until then, as far as this many bytes a rank go. One budget is for a tree of units. (Not in FSDP1.)
+    A text is the name of a member, in any case. With a size, ``"FULL_SHARD:40GB"`` or ``"HYBRID_SHARD:40GB"``, it has a
+    memory budget: besides the outermost unit's, the parameters of the last units of the forward, which backward
+    needs first, stay until then, as far as this many bytes (``GB``, 10**9, or ``GiB``, 2**30) a rank go. One budget is
+    for a tree of units. (Not in FSDP1.)
     """
 
     FULL_SHARD = auto()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from fsdp_flat.compat.semi_private import add_undocumented_members, describe_fla
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, INSTEAD_OF_ASSIGNING, no_attribute, not_assignable
 from fsdp_flat.composable.fully_sharding import shard_for_wrapper
 from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit, modules_of
-from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import Arguments, ShardedModule, clip_grads
+from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
@@ -138,6 +140,7 @@ class FullyShardedDataParallel(ShardedModule):
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, unit.module)
         self.register_load_state_dict_post_hook(state.end_load)
+        unit.undo.append(self.module.register_state_dict_post_hook(_warn_of_parts))
 
     @property
     def module(self) -> nn.Module:
@@ -423,6 +426,28 @@ class FullyShardedDataParallel(ShardedModule):
             "A wrapped model cannot be pickled, since each rank holds a part of it. Save model.state_dict(), or get "
             "the plain module back with fsdp_flat.unwrap(model)."
         )
+
+
+# Units of which a warning has said that the state dict of their module has this rank's parts.
+_TOLD_OF: WeakSet[Unit] = WeakSet()
+
+
+def _warn_of_parts(module: nn.Module, *_: object) -> None:
+    """Warn once of a state dict of the module inside a wrapper, unless it is part of the wrapper's or has no parts."""
+    if state.is_own_save():
+        return
+    for unit in core.units_holding(module.parameters()):
+        is_here = module is unit.module or module is unit.module._modules.get(CHECKPOINT_WRAPPED_MODULE)
+        if is_here and unit.needs_all_gather and unit.full is None and unit not in _TOLD_OF:
+            _TOLD_OF.add(unit)
+            num = sum(len(param_group.params) for param_group in unit.param_groups)
+            warn_user(
+                f"state_dict() of the {type(module).__name__} inside a wrapper (unit {unit.name!r}) has this rank's "
+                f"part of {counted(num, 'parameters')}, and a file of it lacks the rest. Call model.state_dict() of "
+                "the wrapper on every rank, and pass it on, as in save_pretrained(folder, state_dict=state) or "
+                "accelerator.get_state_dict(model); or call fsdp_flat.save_full(model, path). Inside "
+                "FullyShardedDataParallel.summon_full_params(model) the module has full parameters."
+            )
 
 
 add_undocumented_members(FullyShardedDataParallel)

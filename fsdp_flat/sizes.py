@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from fsdp_flat.errors import OptionError
 
-_SIZE = re.compile(r"\s*([0-9.]+)\s*(?:([kmgtp]?)(i?)b?)?\s*", re.IGNORECASE)
+# "Gb" would be gigabits.
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*((?:[kKMGTP]i?)?B|(?:[kmgtp]i?)?b)")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -22,19 +24,19 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes / divisor:#.3g} {unit}".replace(". ", " ")
 
 
-def nbytes_of(size: str | float) -> int:
+def nbytes_of(size: str | float, argument: str = "A size") -> int:
     """Return the bytes that a size like "80GB" (10**9 each), "80GiB" (2**30 each) or a number means.
 
-    Raises an OptionError for another text.
+    Raises an OptionError that begins with ``argument`` for a negative number, and for a text without a unit of bytes.
     """
-    if not isinstance(size, str):
+    if isinstance(size, str):
+        found = _SIZE.fullmatch(size.strip())
+        if found is not None:
+            unit = found[2].lower()
+            return int(float(found[1]) * (1024 if "i" in unit else 1000) ** ("bkmgtp".index(unit[0])))
+    elif 0 <= size < math.inf:
         return int(size)
-    found = _SIZE.fullmatch(size)
-    try:
-        number = float(found[1]) if found else None
-    except ValueError:
-        number = None
-    if found is None or number is None:
-        raise OptionError(f'A size is a number of bytes or a text like "80GB" or "80GiB"; got {size!r}.')
-    power = "kmgtp".index(found[2].lower()) + 1 if found[2] else 0
-    return int(number * (1024 if found[3] else 1000) ** power)
+    raise OptionError(
+        f'{argument} must be a number of bytes with a unit, as "80GB" (10**9 bytes each) or "80GiB" (2**30), with a '
+        f"point for decimals; got {size!r}."
+    )

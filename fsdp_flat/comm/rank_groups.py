@@ -268,14 +268,14 @@ class Strategy:
         """The budget in bytes; None without one."""
         return None if self.budget is None else nbytes_of(self.budget)
 
-    def with_budget(self, budget: str) -> Strategy:
-        """Return this strategy with a budget, a size like "40GB"; an OptionError says what is wrong with it."""
+    def with_budget(self, budget: str, argument: str) -> Strategy:
+        """Return this strategy with a budget, a size like "40GB"; an OptionError says what is wrong in ``argument``."""
         if not (self.shards and self.reshard_after_forward):
             raise OptionError(
                 f"{self.member.name} frees no parameters between forward and backward, so it takes no budget; got "
                 f"{budget!r}. Give a budget to FULL_SHARD or HYBRID_SHARD."
             )
-        nbytes_of(budget)
+        nbytes_of(budget, f"The memory budget in {argument}")
         return replace(self, budget=budget.strip())
 
 
@@ -294,18 +294,20 @@ STRATEGIES = MappingProxyType(
 
 
 def strategy_from(value: object) -> Strategy:
-    """Return the strategy of a public enum member (or of torch's) or a text like "FULL_SHARD:40GB", which has a budget.
+    """Return the strategy of a public enum member, or of torch's, or of its name, as "FULL_SHARD:40GB" with a budget.
 
-    ``None`` stands for ``FULL_SHARD``.
+    Names may be in any case. ``None`` stands for ``FULL_SHARD``.
 
     Raises:
         OptionError: if ``value`` is not a sharding strategy; the text lists the choices.
     """
     given = ShardingStrategy.FULL_SHARD if value is None else value
     name, separator, budget = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if separator and name in ShardingStrategy.__members__:
-        return STRATEGIES[ShardingStrategy[name]].with_budget(budget)
-    return STRATEGIES[member_of(ShardingStrategy, given, "sharding_strategy")]
+    member = ShardingStrategy.__members__.get(name.strip().upper())
+    if member is None:
+        texts = ', or the name of one, also with a memory budget, as "FULL_SHARD:40GB"'
+        return STRATEGIES[member_of(ShardingStrategy, given, "sharding_strategy", others=texts)]
+    return STRATEGIES[member].with_budget(budget, "sharding_strategy") if separator else STRATEGIES[member]
 
 
 @dataclass(frozen=True, slots=True)

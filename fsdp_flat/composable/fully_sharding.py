@@ -364,9 +364,8 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
     kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
     value = reshard_after_forward
-    size = value if isinstance(value, str) and value.strip().upper().endswith("B") else None
-    if size is not None and strategy.shards:
-        strategy = strategy.with_budget(size)
+    if isinstance(value, str) and strategy.shards:
+        strategy = strategy.with_budget(value, "reshard_after_forward")
     accelerator = current_accelerator()
     follows_mesh = accelerator is not None and (mesh.device_type != "cpu" or accelerator.type == "cpu")
     device = accelerator if accelerator is not None and follows_mesh else torch.device("cpu")
@@ -384,7 +383,7 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
     )
     num_shards = options.groups.shard.size
     divides = isinstance(value, int) and value > 0 and num_shards % value == 0
-    if strategy.shards and not (divides or size is not None or isinstance(value, (bool, NoneType))):
+    if strategy.shards and not (divides or isinstance(value, (bool, str, NoneType))):
         possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
         raise OptionError(
             'reshard_after_forward must be True, False, None, a size like "40GB" or a number of ranks that divides '

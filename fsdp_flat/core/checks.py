@@ -13,6 +13,8 @@ from fsdp_flat.comm import CollectiveLog, ErrorTexts, RankGroup, ShardingGroups,
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.unit import Unit
 from fsdp_flat.errors import OptionError, RankMismatchError, UsageError, some_of
+from fsdp_flat.sizes import size_text
+from fsdp_flat.user_warnings import warn_user
 
 _logger = logging.getLogger("fsdp_flat")
 TRAINED = ErrorTexts(
@@ -96,6 +98,20 @@ def budget_of(units: Sequence[Unit]) -> int | None:
     if len(budgets) > 1:
         raise OptionError(f"The units of a tree share one memory budget; got {'; '.join(budgets.values())}.")
     return next(iter(budgets), None)
+
+
+def report_kept(kept: Sequence[Unit], candidates: Sequence[Unit], nbytes: int) -> None:
+    """Log the units that a memory budget keeps for backward; warn if it is too small for any of ``candidates``."""
+    names = ", ".join(repr(unit.name) for unit in kept) or "none"
+    stay = "unit stays" if len(kept) == 1 else "units stay"
+    budget = size_text(nbytes)
+    _logger.info("memory budget of %s: %d %s unsharded from forward to backward: %s", budget, len(kept), stay, names)
+    if nbytes and candidates and not kept:
+        smallest = min(candidates, key=lambda unit: unit.buffer_nbytes)
+        warn_user(
+            f"The memory budget of {budget} keeps no unit unsharded for backward: unit {smallest.name!r}, the "
+            f"smallest, takes {size_text(smallest.buffer_nbytes)}. Give a larger budget, or leave it out."
+        )
 
 
 def all_rank_groups(groups: Iterable[ShardingGroups]) -> list[RankGroup]:

@@ -48,6 +48,7 @@ from fsdp_flat.core.checks import (
     log_units,
     log_unread_difference,
     raise_difference,
+    report_kept,
 )
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.exchange import BackwardExchange, Outcome
@@ -272,16 +273,23 @@ class Step:
         keep what all of them have chosen, since a failed forward may have ended on some.
         """
         order, chosen = self.last_order.get(self.root, []), set()
-        for unit in dict.fromkeys(reversed(order)):
-            is_free = unit is not self.root and unit.control.reshard_after_forward is None and unit.needs_all_gather
-            if is_free and unit.buffer_nbytes <= nbytes:
-                nbytes -= unit.buffer_nbytes
+        left_nbytes = nbytes
+        candidates = [
+            unit
+            for unit in dict.fromkeys(reversed(order))
+            if unit is not self.root and unit.control.reshard_after_forward is None and unit.needs_all_gather
+        ]
+        for unit in candidates:
+            if unit.buffer_nbytes <= left_nbytes:
+                left_nbytes -= unit.buffer_nbytes
                 chosen.add(unit)
         flags = [not order, *[unit not in chosen for unit in self.units]]
         is_unknown, *freed = self._exchange.any_rank_of_replica(flags)
         if not is_unknown:
             self._unspent_nbytes = None
             self.kept_for_backward = frozenset(compress(self.units, map(not_, freed)))
+            kept = [unit for unit in self.units if unit in self.kept_for_backward]
+            report_kept(kept, candidates, nbytes)
 
     def enter(self, record: ForwardRecord) -> None:
         """Unshard a unit for its forward, free the unit before, and begin the all-gather of the next one.

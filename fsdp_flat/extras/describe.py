@@ -71,6 +71,7 @@ class ModelDescription:
         most_gathered_nbytes: maximum bytes of unsharded parameters that exist at one time in a step: with a strategy
             that frees parameters after forward the outermost unit, the two largest others and the memory budget, else
             all.
+        kept_for_backward: names of the units that the memory budget keeps, once they are chosen.
         unsynchronized: names of trainable parameters that no unit manages, and whose gradients nothing averages.
     """
 
@@ -79,6 +80,7 @@ class ModelDescription:
     num_replicas: int
     most_gathered_nbytes: int
     unsynchronized: tuple[str, ...] = ()
+    kept_for_backward: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -114,6 +116,10 @@ class ModelDescription:
         shape = f"{counted(self.num_shards, 'shards')} x {counted(self.num_replicas, 'replicas')}"
         most = size_text(self.most_gathered_nbytes)
         lines.append(f"{shape}; sizes of one unit on one rank; gathered at one time: at most {most}")
+        if any(unit.budget_nbytes for unit in self.units):
+            kept = some_of(list(map(repr, self.kept_for_backward)), 8)
+            none = "none so far (chosen in the second forward that trains)"
+            lines.append(f"kept from forward to backward by the memory budget: {kept or none}")
         if self.unsynchronized:
             shown = some_of(list(map(repr, self.unsynchronized)), 8)
             lines.append(f"in no unit, with gradients of each rank's own: {shown}")
@@ -162,6 +168,7 @@ def describe(model: nn.Module) -> ModelDescription:
         groups.replicate.size,
         most_gathered_nbytes=kept + min(sum(freed), sum(sorted(freed)[-2:]) + budget),
         unsynchronized=() if is_averaged else tuple(unreduced_params(model, units)),
+        kept_for_backward=tuple(paths[unit] for unit in units if unit in unit.step.kept_for_backward),
     )
 
 

@@ -24,12 +24,26 @@ class ReplacedModules(OnceATree):
 
 
 def _warn_of_replaced(root_module: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of trainable parameters that nothing reduces, in the place of parameters that a unit still holds.
+    """Warn of what :func:`replaced_params` finds.
 
     There is no warning if the caller has chosen whether to average gradients that no unit manages.
     """
     if units[0].averages_ignored is not None or units[0].options.groups.num_ranks == 1:
         return
+    replaced = replaced_params(root_module, units)
+    if replaced:
+        warn_user(
+            f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
+            f"{', '.join(f'{name!r} (unit {replaced[name]!r})' for name in sorted(replaced))}. Each rank trains its "
+            "own, and a state dict holds rank 0's; the unit keeps the parameter that was there. Replace modules "
+            "(resize embeddings) before wrapping, or wrap again after fsdp_flat.unwrap(model); or call "
+            "model.average_ignored_gradients() to have their gradients averaged, "
+            "model.average_ignored_gradients(False) if that is done elsewhere."
+        )
+
+
+def replaced_params(root_module: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
+    """Return by name the trainable parameters that nothing reduces in the place of those of a unit, with its name."""
     paths = {module: clean_fqn(path) for path, module in root_module.named_modules()}
     gone = {
         join_fqn(paths[unit.module], site.fqn): unit.name
@@ -41,12 +55,4 @@ def _warn_of_replaced(root_module: nn.Module, units: Sequence[Unit]) -> None:
         if site.module not in paths
     }
     replaced = gone.keys() & unreduced_params(root_module, units) if gone else ()
-    if replaced:
-        warn_user(
-            f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
-            f"{', '.join(f'{name!r} (unit {gone[name]!r})' for name in sorted(replaced))}. Each rank trains its own, "
-            "and a state dict holds rank 0's; the unit keeps the parameter that was there. Replace modules (resize "
-            "embeddings) before wrapping, or wrap again after fsdp_flat.unwrap(model); or call "
-            "model.average_ignored_gradients() to have their gradients averaged, "
-            "model.average_ignored_gradients(False) if that is done elsewhere."
-        )
+    return {name: gone[name] for name in replaced}

@@ -1,7 +1,8 @@
 """Keeps functions of torch replaced from the first unit on, until ``restore_torch_functions()`` is called.
 
 Torch's would be wrong on one rank's shards; these are right on all ranks, and call torch's own for everything that no
-unit manages. They are replaced in every module that has imported them. These are all of them:
+unit manages. They are replaced in every module that has imported them. References kept elsewhere before (a default
+argument, a partial, a container) stay torch's, but for those of ``clip_grad_norm_``. These are all of them:
 
 * ``torch.nn.utils.clip_grad_norm_``: the norm is that of all ranks.
 * ``torch.amp.GradScaler``: an inf or NaN on one rank skips the step on every rank.
@@ -14,7 +15,8 @@ unit manages. They are replaced in every module that has imported them. These ar
 * The constructor of ``torch.nn.parallel.DistributedDataParallel``: parameters that a unit has sharded raise, and DDP
   averages gradients of a unit that shards nothing.
 * The constructor of ``torch.optim.Muon``: local shards raise with what to use instead.
-* The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises.
+* The constructors of torch's FSDPs, once these are imported: what a unit has sharded already raises. So do the static
+  methods of torch's wrapper that are given a model with our wrappers and none of torch's, but for ``fsdp_modules``.
 
 The constructors of units call :func:`replace_at_first_unit`. :func:`restore_torch_functions` undoes it for the process,
 and :func:`replace_torch_functions` undoes that; both are names of ``fsdp_flat.compat`` too.
@@ -27,7 +29,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +54,7 @@ from fsdp_flat.core import (
     read_exchanges_on,
     units_holding,
     units_in_backward,
+    units_of,
 )
 from fsdp_flat.errors import UnsupportedError, UsageError, some_of
 from fsdp_flat.guards.optimizers import check_whole
@@ -61,6 +64,12 @@ _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.gra
 _torch_backward: Callable[..., None] = torch.autograd.backward
 _BACKWARD = inspect.signature(_torch_backward)
 _torch_clip_grad_norm_: Callable[..., torch.Tensor] = clip_grad.clip_grad_norm_
+# torch's function is a closure that runs the function in this cell under no_grad. With ours in the cell, references
+# that no module has are right too: a default argument, a functools.partial, an attribute of a class. A function without
+# the cell, as a program may have put there, is replaced by name alone.
+_cells = [cell for cell in getattr(_torch_clip_grad_norm_, "__closure__", ()) or () if callable(cell.cell_contents)]
+_CLIP_CELL: Any = _cells[0] if _cells else SimpleNamespace(cell_contents=_torch_clip_grad_norm_)
+_clip_without_grad: Callable[..., torch.Tensor] = _CLIP_CELL.cell_contents
 # GradScaler decides by what this method returns, for each device; there is no public way to change its decision.
 _UNSCALE = "_unscale_grads_"
 _torch_unscale_grads_: Callable[..., dict[torch.device, torch.Tensor]] = getattr(GradScaler, _UNSCALE)
@@ -77,11 +86,11 @@ class _State:
     """Holds whether functions are replaced: None until a unit is built, or a caller has decided.
 
     Attributes:
-        guarded: constructors of torch's FSDPs by class.
+        guarded: torch's own methods of its FSDPs, by class and name.
     """
 
     replaced: bool | None = None
-    guarded: ClassVar[dict[Any, Callable[..., None]]] = {}
+    guarded: ClassVar[dict[tuple[Any, str], Any]] = {}
 
 
 def replace_at_first_unit() -> None:
@@ -96,6 +105,7 @@ def replace_torch_functions() -> None:
     """Replace torch's functions again after :func:`restore_torch_functions`. The first unit does it by itself."""
     if not _State.replaced:
         _rebind(_REPLACEMENTS)
+        _CLIP_CELL.cell_contents = clip_grad_norm_
         setattr(GradScaler, _UNSCALE, _unscale_grads_)
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
@@ -125,14 +135,15 @@ def restore_torch_functions() -> None:
     """
     if _State.replaced:
         _rebind({new: old for old, new in _REPLACEMENTS.items()})
+        _CLIP_CELL.cell_contents = _clip_without_grad
         setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
         torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
         DTensor.full_tensor = _torch_full_tensor  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
         if _Muon is not None:
             _Muon.__init__ = _torch_muon_init
-        for kind, init in _State.guarded.items():
-            kind.__init__ = init
+        for (kind, name), method in _State.guarded.items():
+            setattr(kind, name, method)
         _State.guarded.clear()
     _State.replaced = False
 
@@ -204,11 +215,11 @@ def clip_grad_norm_(
         read_exchanges(units)
     if not units or _suits_torch(given, units):
         # torch warns of an empty generator.
-        return _torch_clip_grad_norm_(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _clip_without_grad(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     trees = _trees_of(units)
     steps = {unit.step for unit in trees}
     if is_whole or any(step.shows_unreduced for step in steps):
-        return _torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _clip_without_grad(given, max_norm, norm_type, error_if_nonfinite, foreach)
     for step in steps:
         step.check_gradients_set("torch.nn.utils.clip_grad_norm_")
     unmanaged = [param for param in given if not is_managed(param)]
@@ -544,9 +555,37 @@ def _guard_torch_fsdps() -> None:
     for kind, refusing in found:
         # After install() the second is a subclass that joins ours to it.
         kind = kind.__bases__[0] if kind is not None and "joined" in vars(kind) else kind
-        if kind is not None and kind not in _State.guarded:
-            _State.guarded[kind] = kind.__init__
-            kind.__init__ = refusing(kind.__init__)
+        if kind is not None and (kind, "__init__") not in _State.guarded:
+            guarded = {"__init__": refusing(kind.__init__)}
+            if refusing is _refusing_outer_unit:
+                guarded |= {
+                    name: _refusing_ours(kind, name, method.__func__)
+                    for name, method in vars(kind).items()
+                    if isinstance(method, staticmethod) and not name.startswith("_") and name != "fsdp_modules"
+                }
+            for name, method in guarded.items():
+                _State.guarded[kind, name] = vars(kind)[name]
+                setattr(kind, name, method)
+
+
+def _refusing_ours(kind: Any, name: str, method: Callable[..., Any]) -> staticmethod[..., Any]:
+    """Return a static method of torch's wrapper that refuses a model with our wrappers and none of torch's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for model in (*args, *kwargs.values()):
+            if isinstance(model, nn.Module):
+                ours = [unit for unit in units_of(model) if unit.options.front.has_wrapper]
+                if ours and not any(isinstance(module, kind) for module in model.modules()):
+                    raise UsageError(
+                        f"torch's FullyShardedDataParallel.{name} was called on a {type(model).__name__} that "
+                        f"fsdp_flat has sharded (unit {ours[0].name!r}), of which it knows nothing. Call "
+                        f"fsdp_flat.FullyShardedDataParallel.{name}: import the class from fsdp_flat there too, or "
+                        "call fsdp_flat.install() first, which replaces torch's names in all imported code."
+                    )
+        return method(*args, **kwargs)
+
+    return staticmethod(call)
 
 
 def _refusing_outer_unit(init: Callable[..., None]) -> Callable[..., None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -30,6 +31,7 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.guards.once_a_tree import OnceATree
+from fsdp_flat.guards.replaced_modules import replaced_params
 from fsdp_flat.runtime import group_settings
 from fsdp_flat.user_warnings import warn_user
 
@@ -53,7 +55,23 @@ class UnmanagedTensors(OnceATree):
             tensors = ReplicatedTensors(root_module)
             tensors.compare(all_rank_groups(groups or [options.groups]), options.device)
             tensors.warn()
+            if step.root.averages_ignored is None and options.groups.num_ranks > 1:
+                _warn_of_added(tensors.added, root_module, step.units)
         warn_of_unsynchronized(step.units)
+
+
+def _warn_of_added(added: Mapping[str, nn.Parameter], root_module: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of parameters added after wrapping that have this rank's gradient, but for those already named elsewhere."""
+    names = [name for name, param in added.items() if _is_unsynchronized(param)]
+    replaced = replaced_params(root_module, units) if names else {}
+    names = [name for name in names if name not in replaced]
+    if names:
+        warn_user(
+            f"Nothing averages the gradients of {counted(len(names), 'parameters')} added after wrapping: "
+            f"{some_of(list(map(repr, names)), 8)}. Each rank trains its own, and a state dict holds rank 0's. Add "
+            "modules (adapters) before wrapping; or call model.average_ignored_gradients(), or "
+            "model.average_ignored_gradients(False) if this is done elsewhere."
+        )
 
 
 def _is_unsynchronized(param: nn.Parameter) -> bool:
@@ -169,6 +187,15 @@ class ReplicatedTensors:
         self._tensors = {**params, **persistent_buffers(module)}
         self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """The trainable parameters of modules added after wrapping that :meth:`warn` does not name."""
+        return {
+            name: self._tensors[name]
+            for name, kind in self._kinds.items()
+            if kind == _ADDED and _WERE_EQUAL.get(self._tensors[name], True)
+        }
 
     def compare(self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False) -> list[str]:
         """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this.

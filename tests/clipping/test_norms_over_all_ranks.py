@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -198,6 +199,30 @@ def test_a_norm_may_be_put_together_by_hand_from_local_ones(use_orig_params: boo
     assert_close(
         full_grads(model), {name: param.grad for name, param in plain.named_parameters()}, rtol=1e-4, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("tree", TREES)
+@on_ranks(4)
+def test_torchs_function_that_was_kept_before_the_first_unit_clips_by_the_norm_of_all_ranks(
+    tree: str, rank: int
+) -> None:
+    restore_torch_functions()  # as before the first unit
+    try:
+        kept = functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.05)
+        assert kept.func.__module__ == "torch.nn.utils.clip_grad"
+    finally:
+        replace_torch_functions()
+    models = [TREES[tree](seeded()) for _ in range(2)]
+    for model in models:
+        (square_loss(model, batch(0)) * 5).backward()
+    expected = models[0].clip_grad_norm_(0.05)
+    assert_close(kept(models[1].parameters()), expected, rtol=1e-6, atol=0.0)
+    assert_close(full_grads(models[1]), full_grads(models[0]), rtol=1e-6, atol=1e-9)
+    plain = seeded()
+    (square_loss(plain, batch(0)) * 5).backward()
+    whole = get_total_norm(gradients(plain))
+    assert_close(kept(plain.parameters()), whole, rtol=0.0, atol=0.0)
+    assert_close(get_total_norm(gradients(plain)), torch.tensor(0.05), rtol=1e-4, atol=0.0)
 
 
 @on_ranks(2)

@@ -26,6 +26,7 @@ def functions() -> dict[str, Any]:
         *((torch.autograd, "grad"), (torch.autograd, "backward"), (torch.optim.Optimizer, "zero_grad")),
         *((DTensor, "full_tensor"), (dist, "barrier"), (DistributedDataParallel, "__init__")),
         *((PeerFSDP, "__init__"), (FSDPParamGroup, "__init__")),
+        *((PeerFSDP, "state_dict_type"), (PeerFSDP, "summon_full_params"), (PeerFSDP, "optim_state_dict")),
         *([(torch.optim.Muon, "__init__")] if hasattr(torch.optim, "Muon") else []),  # since torch 2.9
     ]
     return {f"{owner.__name__}.{name}": getattr(owner, name) for owner, name in owners}

@@ -99,6 +99,45 @@ def test_ours_around_or_inside_torchs_fully_shard_is_refused_with_its_name() -> 
         assert text.startswith("'up' of BufferedBlock is sharded by torch's FSDP already.")
 
 
+@KINDS
+@on_ranks(2)
+def test_static_methods_of_torchs_wrapper_refuse_models_of_ours(orig: bool) -> None:
+    """They ended in ``KeyError: None``, or did nothing, while a helper still imported the class from torch."""
+    theirs, full = peer.FullyShardedDataParallel, peer.StateDictType.FULL_STATE_DICT
+    wrapper = shard(seeded(), use_orig_params=orig)
+    optimizer = torch.optim.SGD(wrapper.parameters())
+    for model in (wrapper, nn.Sequential(wrapper)):
+        calls: dict[str, Callable[[], Any]] = {
+            "state_dict_type": lambda model=model: theirs.state_dict_type(model, full),
+            "set_state_dict_type": lambda model=model: theirs.set_state_dict_type(model, full),
+            "get_state_dict_type": lambda model=model: theirs.get_state_dict_type(module=model),
+            "optim_state_dict": lambda model=model: theirs.optim_state_dict(model, optimizer),
+            "optim_state_dict_to_load": lambda model=model: theirs.optim_state_dict_to_load(model, optimizer, {}),
+            "full_optim_state_dict": lambda model=model: theirs.full_optim_state_dict(model, optimizer),
+            "shard_full_optim_state_dict": lambda model=model: theirs.shard_full_optim_state_dict({}, model=model),
+            "summon_full_params": lambda model=model: theirs.summon_full_params(model),
+        }
+        for name, call in calls.items():
+            text = text_of(UsageError, call)
+            assert text.startswith(f"torch's FullyShardedDataParallel.{name} was called on a {type(model).__name__} ")
+            assert f"fsdp_flat.FullyShardedDataParallel.{name}" in text
+            assert "fsdp_flat.install()" in text
+    assert theirs.fsdp_modules(wrapper) == []
+
+
+@KINDS
+@on_ranks(2)
+def test_static_methods_of_torchs_wrapper_work_on_models_of_torchs_beside_ours(orig: bool) -> None:
+    ours = shard(seeded(), use_orig_params=orig)
+    both = nn.ModuleList([shard_by_peer(seeded(), use_orig_params=orig), ours])
+    whole = whole_state(ours)
+    for model in (both, both[0]):
+        with peer_warnings_silenced(), peer.FullyShardedDataParallel.summon_full_params(model):
+            assert both[0].state_dict().keys() >= whole.keys()
+    with peer.FullyShardedDataParallel.summon_full_params(fully()):  # as of torch's fully_shard, nothing happens
+        pass
+
+
 # ------------------------------------------------------------------------------------------------------ after unwrap
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from fsdp_flat import MixedPrecision, ShardingStrategy, describe
 from fsdp_flat.composable import fully_shard, trace
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError
+from fsdp_flat.sizes import nbytes_of, size_text
+from tests.inspection.test_profiler_and_logs import Lines
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import assert_idle, blocks_and_root, sgd
 from tests.support.kit import BLOCKS, Block, Stack, Trouble, batch, full_params, mesh, seeded, square_loss, wrapped
@@ -139,10 +142,14 @@ def test_a_step_holds_no_more_than_the_budget_after_forward(front: str, is_hybri
 
 @on_ranks(2)
 @FRONTS
-def test_a_budget_below_the_last_unit_is_full_sharding(front: str, rank: int) -> None:
+def test_a_budget_below_every_unit_is_full_sharding_and_warns_once(front: str, rank: int) -> None:
     models = [sharded(front, budget) for budget in (None, "1B")]
-    for model in models:
-        train(model, rank, 2)
+    train(models[0], rank, 3)
+    with pytest.warns(
+        UserWarning, match=r"budget of 1 B keeps no unit.*'blocks\.4', the smallest, takes \d\.\d+ kB"
+    ) as said:
+        train(models[1], rank, 3)
+    assert len(said) == 1
     gathers = [num_gathers(model, lambda: held_after_forward(model, rank)) for model in models]  # noqa: B023
     assert gathers[0] == gathers[1]
 
@@ -322,10 +329,18 @@ def test_units_of_one_tree_have_one_budget(rank: int) -> None:
 @pytest.mark.parametrize(
     "budget, message",
     [
-        ("FULL_SHARD:lots of GB", "A size is a number of bytes or a text"),
+        *(
+            (f"FULL_SHARD:{size}", f"sharding_strategy.*unit.*got {size!r}")
+            for size in ("40", "40Gb", "40 giga", "1.5k")
+        ),
+        *(
+            (f"FULL_SHARD:{size}", f"sharding_strategy.*got {size!r}")
+            for size in ("50%", "-1GB", "1,5GB", "", "1.2.3GB")
+        ),
         ("SHARD_GRAD_OP:40GB", "SHARD_GRAD_OP frees no parameters between forward and backward"),
-        ("FULL:40GB", r"sharding_strategy must be one of ShardingStrategy\.FULL_SHARD"),
-        ("FULL_SHARD", r"sharding_strategy must be one of ShardingStrategy\.FULL_SHARD"),
+        ("FULL:40GB", r"sharding_strategy must be one of ShardingStrategy\.FULL_SHARD.*\"FULL_SHARD:40GB\""),
+        ("FULL_SHARD 40GB", r"sharding_strategy must be one of ShardingStrategy\.FULL_SHARD.*\"FULL_SHARD:40GB\""),
+        ("", r"sharding_strategy must be one of ShardingStrategy\.FULL_SHARD"),
     ],
 )
 def test_a_text_that_names_no_strategy_or_no_size_is_refused(budget: str, message: str) -> None:
@@ -334,11 +349,36 @@ def test_a_text_that_names_no_strategy_or_no_size_is_refused(budget: str, messag
 
 
 @on_ranks(2)
-def test_a_size_that_is_none_is_refused_by_fully_shard() -> None:
-    with pytest.raises(OptionError, match="A size is a number of bytes"):
-        fully_shard(Block(), reshard_after_forward="many GB")
-    with pytest.raises(OptionError, match='a size like "40GB" or a number of ranks'):
-        fully_shard(Block(), reshard_after_forward="40")
+@pytest.mark.parametrize("text", ["FULL_SHARD", "shard_grad_op", "Full_Shard:40GB", " full_shard : 40 gb "])
+def test_a_strategy_is_named_in_any_case_with_a_budget_and_without(text: str) -> None:
+    model = FSDP(Block(), sharding_strategy=text)
+    assert model.sharding_strategy is ShardingStrategy[text.partition(":")[0].strip().upper()]
+    budget = units_of(model)[0].options.strategy.budget_nbytes
+    assert budget == (40 * 10**9 if ":" in text else None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", ["many GB", "40", "40Gb", "50%", "-1GB", "1,5GB"])
+def test_a_size_that_is_none_is_refused_by_fully_shard(size: str) -> None:
+    with pytest.raises(OptionError, match=f"reshard_after_forward.*got {size!r}"):
+        fully_shard(Block(), reshard_after_forward=size)
+
+
+@on_ranks(2)
+@FRONTS
+def test_the_units_that_stay_are_logged_once_and_in_the_description(front: str, rank: int) -> None:
+    model = sharded(front, budget_for(2.5))
+    assert describe(model).kept_for_backward == ()
+    assert "none so far" in str(describe(model))
+    with Lines(logging.INFO) as lines:
+        train(model, rank, 4)
+    assert [line for line in lines if "budget" in line] == [
+        f"memory budget of {size_text(nbytes_of(budget_for(2.5)))}: 2 units stay unsharded from forward to "
+        "backward: 'blocks.3', 'blocks.4'"
+    ]
+    assert describe(model).kept_for_backward == ("blocks.3", "blocks.4")
+    assert "by the memory budget: 'blocks.3', 'blocks.4'" in str(describe(model))
+    assert "memory budget" not in str(describe(sharded(front, None)))
 
 
 @on_ranks(2)

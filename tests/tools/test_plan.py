@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -510,7 +511,7 @@ def test_arguments_that_a_plan_cannot_use_are_refused() -> None:
         plan(meta(partial(nn.Linear, 64, 64)), 2, batch=rows, optimizer=partial(Reader, lr=0.1))
     with pytest.raises(OptionError, match=r"needs a batch"):
         plan(meta(Stack), 2, fit="1GB")
-    with pytest.raises(OptionError, match=r'a text like "80GB" or "80GiB"; got \'much\''):
+    with pytest.raises(OptionError, match=r'bytes with a unit, as "80GB".*; got \'much\''):
         plan(meta(partial(Stack, 4, 64)), 2, fit="much", **WIDE)
     with pytest.raises(OptionError, match=r"api must be one of 'FullyShardedDataParallel', 'fully_shard'"):
         plan(meta(Stack), 2, api="ddp")
@@ -530,10 +531,18 @@ def test_arguments_that_a_plan_cannot_use_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "text, nbytes",
-    [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("1.5k", 1500), (7, 7), ("12", 12), ("2mb", 2 * 10**6)],
+    [("80GB", 80 * 10**9), (" 80 GiB ", 80 * 2**30), ("1.5kB", 1500), (7, 7), ("12B", 12), ("2mb", 2 * 10**6)],
 )
 def test_sizes_are_read_with_decimal_and_binary_units(text: str | int, nbytes: int) -> None:
     assert nbytes_of(text) == nbytes
+
+
+@pytest.mark.parametrize("size", ["12", "1.5k", "40Gb", "50%", "1,5GB", "-1GB", "1.2.3GB", "", "B", -1, float("nan")])
+def test_a_size_without_a_unit_of_bytes_is_refused(size: str | float) -> None:
+    with pytest.raises(
+        OptionError, match=rf"^fit must be a number of bytes with a unit.*got {re.escape(repr(size))}\."
+    ):
+        nbytes_of(size, "fit")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def test_ignored_and_later_added_parameters_that_drift_apart_are_named_once_at_a
     model = ignoring(use_orig_params)
     torch.manual_seed(0)
     model.blocks[0].down = nn.Sequential(model.blocks[0].down, nn.Linear(5, 5, bias=False))
-    for _ in range(3):
+    with warned():  # of the added one, at the first backward
+        step(model, batch(rank))
+    for _ in range(2):
         step(model, batch(rank))
     with warned(rank == 0) as texts:
         SAVES[save](model, tmp_path / "first")
@@ -116,6 +118,45 @@ def test_ignored_and_later_added_parameters_that_drift_apart_are_named_once_at_a
     SAVES[save](model, tmp_path / "second")
 
 
+@pytest.mark.of_guards
+@ORIG_PARAMS
+@on_ranks(2)
+def test_parameters_added_after_wrapping_are_named_once_at_the_first_backward(use_orig_params: bool, rank: int) -> None:
+    model = shard(seeded(), by_blocks=False, use_orig_params=use_orig_params)
+    torch.manual_seed(0)
+    model.blocks[0].down = nn.Sequential(model.blocks[0].down, nn.Linear(5, 5, bias=False))
+    with warned() as texts:
+        step(model, batch(rank))
+    assert f"1 parameter added after wrapping: '{ADDED}'" in texts[0]
+    assert "average_ignored_gradients()" in texts[0]
+    step(model, batch(rank))
+
+
+@on_ranks(2)
+def test_added_parameters_that_are_averaged_or_frozen_or_own_by_choice_are_not_warned_of(rank: int) -> None:
+    def frozen(model: Any) -> None:
+        model.blocks[0].down.requires_grad_(False)
+
+    def hooked(model: Any) -> None:
+        for param in model.blocks[0].down[1].parameters():
+            param.register_post_accumulate_grad_hook(lambda param: average_by_hand([param]))
+
+    def averaged(model: Any) -> None:
+        model.average_ignored_gradients()
+
+    def own(model: Any) -> None:
+        model.average_ignored_gradients(False)
+
+    for choose in (frozen, hooked, averaged, own):
+        model = shard(seeded(), by_blocks=False, use_orig_params=True)
+        torch.manual_seed(0)
+        model.blocks[0].down = nn.Sequential(model.blocks[0].down, nn.Linear(5, 5, bias=False))
+        choose(model)
+        with warned(on_this_rank=False):
+            step(model, batch(rank))
+
+
+@pytest.mark.of_guards
 @on_ranks(2)
 def test_check_replicas_returns_the_names_that_differ_on_every_rank_whatever_a_warning_has_named(rank: int) -> None:
     model = ignoring()
@@ -123,7 +164,8 @@ def test_check_replicas_returns_the_names_that_differ_on_every_rank_whatever_a_w
     model.blocks[0].down = nn.Sequential(model.blocks[0].down, nn.Linear(5, 5, bias=False))
     model.register_buffer("count", torch.zeros(1))
     assert check_replicas(model) == []
-    step(model, batch(rank))
+    with warned():  # of the added one, at the first backward
+        step(model, batch(rank))
     model.count += rank
     names = [ADDED, "count", "last.bias", "last.weight"]
     assert check_replicas(model) == names
