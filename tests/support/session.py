@@ -30,6 +30,7 @@ class FilesOfQueue:
         self._files, self._queue, self._progress = files, queue, progress
         self._modules: dict[Path, pytest.Collector] = {}
         self._is_collecting_files = False
+        self._num_errors = 0  # of the collection
 
     # First, before pytest's own, which also imports every file.
     @pytest.hookimpl(tryfirst=True)
@@ -55,8 +56,9 @@ class FilesOfQueue:
             following = next(items, None)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if following is None or following.path != item.path:
-                self._tell(FAILED if session.testsfailed > num_failed else PASSED)
-                num_failed = session.testsfailed
+                failed = session.testsfailed - self._num_errors
+                self._tell(FAILED if failed > num_failed else PASSED)
+                num_failed = failed
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -78,8 +80,11 @@ class FilesOfQueue:
             items = list(session.genitems(module)) if module else []
             session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=items)
             session.testscollected += len(items)
+            # The file before may have a test to run yet, and does not count these.
+            errors = session.testsfailed - num_failed
+            self._num_errors += errors
             if not items:
-                self._tell(FAILED if session.testsfailed > num_failed else PASSED)
+                self._tell(FAILED if errors else PASSED)
             yield from items
 
     def _tell(self, byte: bytes) -> None:
