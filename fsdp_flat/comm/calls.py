@@ -78,6 +78,10 @@ class Calls:
         self.last.pop()
         self.number -= 1
 
+    def failures_after(self, number: int) -> int:
+        """Return how often this rank has failed, at the last place where it has, after ``number`` calls."""
+        return self.num_failures if self.failed_after == number else 0
+
     def compared(self, num_failures: int) -> None:
         """Note that all ranks have made the same calls, and have failed at most ``num_failures`` times after them."""
         self.failed_after, self.num_failures = self.number, num_failures

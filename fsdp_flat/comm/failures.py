@@ -71,7 +71,7 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False, i
         if follows and calls.report:
             return
         text = text.removesuffix(_ADVICE).rstrip(". ")[:_TEXT_LENGTH]
-        calls.num_failures = 1 + (calls.num_failures if calls.failed_after == calls.number else 0)
+        calls.num_failures = calls.failures_after(calls.number) + 1
         calls.failed_after = calls.number
         calls.has_failed = True
         calls.error = calls.error or text

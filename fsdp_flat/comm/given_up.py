@@ -165,8 +165,7 @@ class Report(NamedTuple):
 
         Where every rank fails at one point and goes on, the numbers of their failures there are equal.
         """
-        gone_on = calls.num_failures - bool(calls.report) if calls.failed_after == self.number else 0
-        return self.num_failures > gone_on
+        return self.num_failures > calls.failures_after(self.number) - bool(calls.report)
 
 
 def will_not_come(rank_group: RankGroup, ranks: Collection[int], *, gives_up: bool = True) -> bool:
@@ -256,8 +255,7 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call
     """
     index = calls.num_comparisons
     digest = hashlib.blake2b(repr([*calls.last, call]).encode(), digest_size=8).hexdigest()
-    num_failures = calls.num_failures if calls.failed_after == calls.number else 0
-    own = [calls.number, digest, call, num_failures, calls.error]
+    own = [calls.number, digest, call, calls.failures_after(calls.number), calls.error]
     rows = _exchange(rank_group, calls, f"{index}/calls", own, number=calls.number + 1)
     if rows is None:
         if not _withdrawn(group, rank_group.rank, calls):
