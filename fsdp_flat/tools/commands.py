@@ -148,7 +148,7 @@ def _convert(
     """Write a checkpoint as one of another kind."""
     from fsdp_flat.tools.convert import WriteOptions, convert_checkpoint, named_dtype
 
-    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file), config, named_dtype(dtype))
+    options = WriteOptions(key, model_only, ranks, nbytes_of(max_file, "--max-file"), config, named_dtype(dtype))
     return convert_checkpoint(a, b, to, options, allow_pickle=allow_pickle, as_json=as_json)
 
 

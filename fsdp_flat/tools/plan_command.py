@@ -122,7 +122,7 @@ def show_plan(
 
 def _unit_arguments(model: nn.Module, flags: PlanFlags, assumed: dict[str, str], *, is_hub: bool) -> dict[str, Any]:
     """Return the arguments of plan() that decide on units; the model gets the dtype that its precision says."""
-    if flags.strategy is not None and flags.strategy.partition(":")[0] not in ShardingStrategy.__members__:
+    if flags.strategy is not None and flags.strategy.partition(":")[0].upper() not in ShardingStrategy.__members__:
         raise OptionError(
             f"--strategy is one of {', '.join(ShardingStrategy.__members__)}, or with a memory budget "
             f"FULL_SHARD:40GB; got {flags.strategy}."
@@ -137,7 +137,7 @@ def _unit_arguments(model: nn.Module, flags: PlanFlags, assumed: dict[str, str],
         "num_replicas": flags.replicas,
         "api": APIS[flags.api],
         "auto_wrap_policy": ModuleWrapPolicy(classes_named(model, list(flags.wrap))) if flags.wrap else None,
-        "sharding_strategy": strategy if strategy is None or ":" in strategy else ShardingStrategy[strategy],
+        "sharding_strategy": strategy if strategy is None or ":" in strategy else ShardingStrategy[strategy.upper()],
     }
     dtypes = ", ".join(sorted({_dtype_text(param.dtype) for param in model.parameters()})) or "no"
     text = f"{precision}: {dtypes} parameters, gradients and optimizer states"

@@ -129,7 +129,7 @@ def plan(
     step = StepSettings(batch, loss, optimizer, bandwidth, flops, accumulates, offload_activations and is_accelerator)
     if fit is None:
         return planned_step(module, arguments, step, checkpointing)
-    return search(module, arguments, step, nbytes_of(fit), checkpointing, searches_offload=cpu_offload is None)
+    return search(module, arguments, step, nbytes_of(fit, "fit"), checkpointing, searches_offload=cpu_offload is None)
 
 
 def _offloads(cpu_offload: Any) -> bool:

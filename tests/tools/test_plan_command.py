@@ -133,6 +133,7 @@ FUSED = partial(torch.optim.AdamW, fused=True)
         (["--offload-optimizer"], {"cpu_offload": CPUOffload(offload_optimizer=True)}),
         (["--offload-activations"], {"offload_activations": True}),
         (["--replicas", "2"], {"num_replicas": 2, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+        (["--strategy", "shard_grad_op"], {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
         (["--accumulate"], {"accumulates": True}),
         (["--recompute", "--device", "cpu"], {"checkpointing": True, "device_type": "cpu"}),
         (["--loss", f"{HERE}:loss"], {"loss": loss}),
