@@ -266,7 +266,7 @@ def save_checkpoint(
         rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
         if background:
             _copy(tensors, copies.copied)
-    replicated.compare([together.rank_group], together.device, are_equal=len({*prints}) == 1)
+    replicated.compare([together.rank_group], are_equal=len({*prints}) == 1)
     save = CheckpointSave(numbers[0], path_of(path, numbers[0]))
     bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
     values = _Values(tensors, plain, rows_text, copies, bool(prepared[0]), until_written.error or unprepared)
@@ -277,7 +277,7 @@ def save_checkpoint(
         # The script may destroy its process groups while its last checkpoint is written.
         # A gloo group communicates CPU tensors.
         group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
-        in_thread = Consensus(group, SAVING, torch.device("cpu"))
+        in_thread = Consensus(group, SAVING)
         save._run(partial(_write, save, values, bar, keep_last, in_thread), model, together.ranks)
     replicated.warn()
     return save

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -85,7 +84,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     return joint
 
 
-def compare_names(given: Sequence[tuple[Unit, str, str]], units: Sequence[Unit], device: torch.device) -> None:
+def compare_names(given: Sequence[tuple[Unit, str, str]], units: Sequence[Unit]) -> None:
     """Raise on all ranks if some load a parameter from another name in their files. Every rank must call this.
 
     Ranks of other groups may do so: those with other experts. ``given`` has for each parameter its unit, its name, and
@@ -96,27 +95,26 @@ def compare_names(given: Sequence[tuple[Unit, str, str]], units: Sequence[Unit],
     def lines_of(rank_group: RankGroup) -> list[str]:
         return [f"{name!r} from {stored!r}" for unit, name, stored in given if rank_group in groups_of[unit]]
 
-    agree(lines_of, None, rank_groups_of(units), device, LOADING)
+    agree(lines_of, None, rank_groups_of(units), LOADING)
 
 
 class Consensus:
     """Exchanges errors and small values between the ranks of a group: an exception on one rank is raised on all.
 
-    ``device`` is used for groups without a CPU backend; ``ranks`` are the global ranks.
+    ``ranks`` are the global ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, words: ErrorTexts) -> None:
         self.ranks = global_ranks(group)
         self.group = group
         self._words = words
-        self.device = device
         self.rank_group = RankGroup.of(group)
         self.rank, self.size = self.rank_group.rank, self.rank_group.size
 
     @classmethod
     def of(cls, model: nn.Module, words: ErrorTexts) -> Consensus:
         """Return the consensus of all ranks that hold a shard or a replica of the model, which :meth:`meet` next."""
-        found = cls(_group_of(model), words, units_of(model)[0].options.device)
+        found = cls(_group_of(model), words)
         enter(found.rank_group)
         return found
 
@@ -153,19 +151,19 @@ class Consensus:
         if error is not None and self.size == 1:
             raise error
         own = [int(error is None), len(same), digest_of(encoded("\n".join(same))), *values]
-        rows = exchange_ints(own, self.group, self.device, self._words.doing)
+        rows = exchange_ints(own, self.group, self._words.doing)
         flags, numbers, digests, *_ = zip(*rows, strict=True)
         if not all(flags):
             # A difference may be the cause of an error; a rank may have failed before it knew all of its lines.
             known, groups = same[: min(numbers)], [self.rank_group]
-            if (difference := find_disagreement(known, None, groups, self.device, self._words)) is not None:
+            if (difference := find_disagreement(known, None, groups, self._words)) is not None:
                 raise difference from error
         if len({*digests}) > 1 or not all(flags):
-            agree(same, error, [self.rank_group], self.device, self._words)
+            agree(same, error, [self.rank_group], self._words)
         return [row[3:] for row in rows]
 
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
         doing, sent = self._words.doing, encoded(text)
-        payloads = exchange_bytes(sent, self.group, self.device, doing, only_on_rank0=only_on_rank0)
+        payloads = exchange_bytes(sent, self.group, doing, only_on_rank0=only_on_rank0)
         return list(map(decoded, payloads))

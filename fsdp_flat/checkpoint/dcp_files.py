@@ -417,7 +417,7 @@ def load_files(
         index = ParamIndex(model)
         params = {**index.dtensors_by_name, **index.by_name}
         given = [(params[name].unit, name, names[name]) for name in into.values if name in params]
-        compare_names(given, units_of(model), together.device)
+        compare_names(given, units_of(model))
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():

@@ -134,7 +134,7 @@ def load_full(
     named = [
         (entry.param.unit, entry.name, name) for entry, name in given if entry.param is not None and name is not None
     ]
-    compare_names(named, units_of(model), together.device)
+    compare_names(named, units_of(model))
     # Modules and hooks may raise after others have loaded, on one rank alone too.
     until_loaded = UntilRanksMeet()
     with until_loaded:

@@ -204,7 +204,6 @@ def iter_full_state_dict(
     """
     until_met, units = UntilRanksMeet(), units_of(model)
     rank_groups = rank_groups_of(units, of_replicas=False)
-    device = units[0].options.device if units else torch.device("cpu")
     entries, lines = list[Entry](), list[str]()
     with until_met:
         entries = entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
@@ -214,10 +213,10 @@ def iter_full_state_dict(
         if dst is not None and not 0 <= dst < size and size > 1:
             raise OptionError(f"dst must be a rank of the shard group, 0 to {size - 1}, or None; got {dst!r}.")
         lines += [f"dst={dst!r}", *_lines_of(entries)]
-    meet("iter_full_state_dict", rank_groups, until_met.error, device, SAVING, lines=lines)
+    meet("iter_full_state_dict", rank_groups, until_met.error, SAVING, lines=lines)
 
     def fail(error: Exception | None) -> None:
-        agree((), error, rank_groups, device, SAVING)
+        agree((), error, rank_groups, SAVING)
 
     fulls = _full_tensors([(entry, dst) for entry in entries], rank_groups, fail)
     try:
@@ -302,7 +301,7 @@ def save_full(
         same += _lines_of(plan[file][name] for _, file, name in turns)
     each_digest = together.meet("save_full", [digest_of(prints.encode())], until_met.error, same)
     are_equal = each_digest.count(each_digest[0]) == together.size
-    replicated.compare([together.rank_group], together.device, are_equal=are_equal)
+    replicated.compare([together.rank_group], are_equal=are_equal)
     texts: dict[str, PartialFile] = {}
     try:
         with bar(sum(file.nbytes for file in files)) as update:

@@ -148,7 +148,6 @@ class CollectiveLog:
 def exchange_if_different(
     payload: bytes,
     rank_group: RankGroup,
-    device: torch.device,
     *,
     compared: bytes | None = None,
     doing: str = "",
@@ -162,8 +161,8 @@ def exchange_if_different(
         return None
     assert rank_group.group is not None
     digest = digest_of(payload if compared is None else compared)
-    rows = exchange_ints([digest], rank_group.group, device, doing)
-    return None if rows == [[digest]] * len(rows) else exchange_bytes(payload, rank_group.group, device, doing)
+    rows = exchange_ints([digest], rank_group.group, doing)
+    return None if rows == [[digest]] * len(rows) else exchange_bytes(payload, rank_group.group, doing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,6 @@ def agree(
     lines: Lines,
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
-    device: torch.device,
     texts: ErrorTexts,
 ) -> None:
     """Raise on every rank if any rank failed or is about to do something different.
@@ -195,7 +193,7 @@ def agree(
         PeerFailureError: another rank failed.
         RankMismatchError: lines differ; the text shows the first difference.
     """
-    found = find_disagreement(lines, error, rank_groups, device, texts)
+    found = find_disagreement(lines, error, rank_groups, texts)
     if found is not None:
         raise found
 
@@ -204,7 +202,6 @@ def find_disagreement(
     lines: Lines,
     error: Exception | None,
     rank_groups: Sequence[RankGroup],
-    device: torch.device,
     texts: ErrorTexts,
 ) -> Exception | None:
     """Return the exception that :func:`agree` would raise, or None.
@@ -228,9 +225,7 @@ def find_disagreement(
             sent = [type(found).__name__, str(found)]
         payload = "\n".join([str(is_linked), *sent])
         compared = "\n".join(map(_compared, payload.split("\n")))
-        payloads = exchange_if_different(
-            encoded(payload), rank_group, device, compared=encoded(compared), doing=texts.doing
-        )
+        payloads = exchange_if_different(encoded(payload), rank_group, compared=encoded(compared), doing=texts.doing)
         by_rank = [decoded(each).split("\n") for each in payloads or [encoded(payload)]]
         if rank_group not in linked and any(flag == str(True) for flag, *_ in by_rank):
             linked.append(rank_group)
@@ -296,7 +291,6 @@ def meet(
     what: str,
     rank_groups: Sequence[RankGroup],
     error: Exception | None,
-    device: torch.device,
     texts: ErrorTexts,
     *,
     lines: Sequence[str] = (),
@@ -310,7 +304,7 @@ def meet(
     told = json.dumps([said, *lines])
     met = [bool(barrier(what, rank_group, told, error=error)) for rank_group in rank_groups]
     if error is not None or not all(met) or len(connected(rank_groups)) > 1:
-        agree(lines, error, rank_groups, device, texts)
+        agree(lines, error, rank_groups, texts)
     return met
 
 

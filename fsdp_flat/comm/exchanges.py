@@ -49,7 +49,6 @@ def begin_all_reduce(
 def true_on_any_rank(
     flags: Sequence[bool],
     rank_groups: Sequence[RankGroup],
-    device: torch.device,
     *,
     collective: str = "an exchange of flags",
 ) -> list[bool]:
@@ -74,9 +73,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def exchange_ints(
-    values: list[int], group: dist.ProcessGroup, device: torch.device, doing: str = ""
-) -> list[list[int]]:
+def exchange_ints(values: list[int], group: dist.ProcessGroup, doing: str = "") -> list[list[int]]:
     """All-gather a list of 64-bit integers, as many on every rank, by rank; errors say what they were ``doing``."""
     size = group.size()
     if size == 1 or is_fake(group):
@@ -98,7 +95,6 @@ def decoded(payload: bytes) -> str:
 def exchange_bytes(
     payload: bytes,
     group: dist.ProcessGroup,
-    device: torch.device,
     doing: str = "",
     *,
     only_on_rank0: bool = False,
@@ -107,7 +103,7 @@ def exchange_bytes(
 
     Errors say what ranks are ``doing``.
     """
-    lengths = [length for (length,) in exchange_ints([len(payload)], group, device, doing)]
+    lengths = [length for (length,) in exchange_ints([len(payload)], group, doing)]
     if len(lengths) == 1 or is_fake(group):
         return [payload] * len(lengths)
     own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)

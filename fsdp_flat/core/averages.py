@@ -125,7 +125,6 @@ def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in persistent_buffers(root).items() if buffer.dtype is not torch.bool}
         lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
-        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
-        agree(lines, None, groups.rank_groups, device, _BUFFERS)
+        agree(lines, None, groups.rank_groups, _BUFFERS)
         for buffer, mean in zip(buffers.values(), _means([*buffers.values()], groups, "buffers"), strict=True):
             buffer.copy_(mean.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else mean)

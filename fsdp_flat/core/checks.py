@@ -150,7 +150,7 @@ def raise_difference(
     issued = partial(collectives.lines, groups)
     for lines, texts in ((issued, _ORDER), (trained_lines(units, [groups]), TRAINED), (averaged, _AVERAGED)):
         texts = replace(texts, advice=f"{texts.advice} {_EFFECT[is_late]}")
-        agree(lines, None, groups.rank_groups, units[0].options.device, texts)
+        agree(lines, None, groups.rank_groups, texts)
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
 
 

@@ -93,7 +93,7 @@ class BackwardExchange:
 
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups) -> list[bool]:
         """Return for each flag whether it is true on any rank of ``over``."""
-        return true_on_any_rank(flags, self._host_groups(over), torch.device("cpu"), collective=_DOING)
+        return true_on_any_rank(flags, self._host_groups(over), collective=_DOING)
 
     def any_rank_of_replica(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is true on any rank of the shard groups that this rank is in.
@@ -101,7 +101,7 @@ class BackwardExchange:
         They alone all-gather together, so one replica may ask while others, which ran other forwards, do not.
         """
         shard_groups = [groups.shard for groups, some in self.param_groups.items() if some]
-        return true_on_any_rank(flags, shard_groups, torch.device("cpu"), collective=_DOING)
+        return true_on_any_rank(flags, shard_groups, collective=_DOING)
 
     def begin(
         self,

@@ -396,7 +396,7 @@ class ExtendedOutput(AllGatherOutput):
             except Exception as raised:  # the extension's own, perhaps on one rank
                 error = raised
             lines = [] if error is not None else [line for each in self._extended for line in each.lines()]
-            agree(lines, error, groups, self.device, _SENT)
+            agree(lines, error, groups, _SENT)
             for each in self._extended:
                 each.make_outputs()
                 self._memory += each.outputs

@@ -133,7 +133,6 @@ class MatrixOptimizer(Optimizer):
         self._param_ids: list[list[int]] = []
         self._compared: list[RankGroup] = []
         self._linked: list[RankGroup] = []
-        self._device = index.device
         self.state_owners: dict[nn.Parameter, int] = {}
         with self._agreed(index):
             check_callable("optimizer_class", optimizer_class)
@@ -189,12 +188,12 @@ class MatrixOptimizer(Optimizer):
             for number, group in enumerate(self.param_groups):
                 fqns = [fqn for param in group["params"] for fqn in index.fqns_of(param)]
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
-        rank_groups, device = index.rank_groups, self._device
-        agree(lines, error, rank_groups, device, _ERROR_TEXTS)
+        rank_groups = index.rank_groups
+        agree(lines, error, rank_groups, _ERROR_TEXTS)
         self._compared = [each for each in rank_groups if each.group is not None and moves_cpu_tensors(each.group)]
         # A step reports errors over groups of which some rank is in further ones.
         is_linked = len(self._compared) > 1
-        self._linked = [each for each in self._compared if any(true_on_any_rank([is_linked], [each], device))]
+        self._linked = [each for each in self._compared if any(true_on_any_rank([is_linked], [each]))]
 
     def _inner_group(self, index: ParamIndex, group: dict[str, Any]) -> dict[str, Any]:
         """Assign owners to the parameters of a group; return the inner optimizer's group, with unsharded parameters."""
@@ -325,7 +324,7 @@ class MatrixOptimizer(Optimizer):
             rows = [[int(error is None), *own]]
             if rank_group in self._compared:
                 assert rank_group.group is not None
-                rows = exchange_ints(rows[0], rank_group.group, self._device)
+                rows = exchange_ints(rows[0], rank_group.group)
             if not all(is_well for is_well, *_ in rows):
                 failed += [rank_group] if rank_group in self._compared else []
                 continue
@@ -335,7 +334,7 @@ class MatrixOptimizer(Optimizer):
             except UsageError as found:
                 error = found
         # Ranks that are in other groups only would step, or wait for these.
-        agree([], error, self._linked or failed, self._device, _STEPPING)
+        agree([], error, self._linked or failed, _STEPPING)
         return with_grad
 
     def _check_groups(self) -> None:

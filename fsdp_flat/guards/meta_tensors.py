@@ -66,6 +66,6 @@ def _check_values(units: Sequence[Unit]) -> None:
     left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
     if left_meta:
         shard_groups = dict.fromkeys(unit.options.groups.shard for unit in (units[0], *left_meta))
-        agree((), _unwritten_error(left_meta), list(shard_groups), left_meta[0].options.device, _WRITTEN)
+        agree((), _unwritten_error(left_meta), list(shard_groups), _WRITTEN)
     for unit in units:
         unit.unwritten = None

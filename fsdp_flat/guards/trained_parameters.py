@@ -19,14 +19,14 @@ class TrainedParameters(OnceATree):
         """Raise a RankMismatchError if ranks of a shard group train different parameters."""
         if not iteration.trains or step in self.seen:
             return
-        sharded = {
-            param_group.comm.options.groups: unit.options.device
+        sharded = dict.fromkeys(
+            param_group.comm.options.groups
             for unit in step.units
             for param_group in unit.param_groups
             if param_group.comm.exact is not None
-        }
-        for groups, device in sharded.items():
-            agree(trained_lines(step.units, [groups]), None, [groups.shard], device, TRAINED)
+        )
+        for groups in sharded:
+            agree(trained_lines(step.units, [groups]), None, [groups.shard], TRAINED)
         self.seen.add(step)  # after an error the next forward compares again
 
 
@@ -50,4 +50,4 @@ class TrainedReplicas(OnceATree):
             def lines_of(rank_group: RankGroup) -> list[str]:
                 return trained_lines(step.units, [each for each in replicated if rank_group in each.rank_groups])
 
-            agree(lines_of, None, rank_groups, step.root.options.device, TRAINED)
+            agree(lines_of, None, rank_groups, TRAINED)

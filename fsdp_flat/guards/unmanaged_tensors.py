@@ -53,7 +53,7 @@ class UnmanagedTensors(OnceATree):
                 param_group.comm.options.groups for unit in step.units for param_group in unit.param_groups
             )
             tensors = ReplicatedTensors(root_module)
-            tensors.compare(all_rank_groups(groups or [options.groups]), options.device)
+            tensors.compare(all_rank_groups(groups or [options.groups]))
             tensors.warn()
             if step.root.averages_ignored is None and options.groups.num_ranks > 1:
                 _warn_of_added(tensors.added, root_module, step.units)
@@ -128,12 +128,12 @@ def _print(tensor: torch.Tensor) -> int:
     return fingerprint(tensor.detach().to_dense())
 
 
-def _differing(prints: Mapping[str, int], rank_groups: Iterable[RankGroup], device: torch.device) -> set[str]:
+def _differing(prints: Mapping[str, int], rank_groups: Iterable[RankGroup]) -> set[str]:
     """Return names whose fingerprints differ between ranks that have them. Every rank of the groups must call this."""
     found = {name: [prints[name]] for name in sorted(prints)}
     for rank_group in rank_groups:
         # Fingerprints found over one group are exchanged over the next.
-        for payload in exchange_if_different(json.dumps(found, sort_keys=True).encode(), rank_group, device) or ():
+        for payload in exchange_if_different(json.dumps(found, sort_keys=True).encode(), rank_group) or ():
             for name, values in json.loads(payload).items():
                 # Two values are enough to show a difference.
                 found[name] = sorted({*found.get(name, ()), *values})[:2]
@@ -197,12 +197,12 @@ class ReplicatedTensors:
             if kind == _ADDED and _WERE_EQUAL.get(self._tensors[name], True)
         }
 
-    def compare(self, rank_groups: Sequence[RankGroup], device: torch.device, *, are_equal: bool = False) -> list[str]:
+    def compare(self, rank_groups: Sequence[RankGroup], *, are_equal: bool = False) -> list[str]:
         """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this.
 
         Nothing is exchanged if :attr:`prints` ``are_equal``, as ranks know that have compared them with other things.
         """
-        differing = set() if are_equal else _differing(self.prints, rank_groups, device)
+        differing = set() if are_equal else _differing(self.prints, rank_groups)
         for name, tensor in self._tensors.items() if all(each.rank == 0 for each in rank_groups) else ():
             before = _WERE_EQUAL.get(tensor)
             # Ignored parameters that differ when they are first compared do so on purpose, as experts do.
@@ -254,9 +254,9 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
 
 def _all_differing(model: nn.Module, optim: torch.optim.Optimizer | None, options: UnitOptions) -> list[str]:
     """Return the names of tensors and settings that differ between ranks. Every rank must call this."""
-    found = ReplicatedTensors(model, every=True).compare(options.groups.rank_groups, options.device)
+    found = ReplicatedTensors(model, every=True).compare(options.groups.rank_groups)
     settings = {} if optim is None else group_settings(model, optim)
     prints = {
         f"{key!r} of {fqn!r}": digest_of(text.encode()) for fqn, row in settings.items() for key, text in row.items()
     }
-    return sorted([*found, *_differing(prints, options.groups.rank_groups, options.device)])
+    return sorted([*found, *_differing(prints, options.groups.rank_groups)])

@@ -87,7 +87,7 @@ def initialise(
 
     Every rank of the unit's groups must call this. An error of one rank is raised on all.
     """
-    modules, groups, device = own_modules(module, ignored), options.groups, options.device
+    modules, groups = own_modules(module, ignored), options.groups
     try:
         was_meta = call.on_meta and materialize(modules, module, options, ignored)
         move_to_device(modules, options, ignored)
@@ -95,7 +95,7 @@ def initialise(
     except Exception as error:
         if call.on_meta:
             # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on this rank only.
-            agree((), error, groups.rank_groups, device, WRAPPING)
+            agree((), error, groups.rank_groups, WRAPPING)
         raise
     named: list[tuple[str, torch.Tensor]] = [
         (entry.fqn, each) for entry in params for each in plain_tensors_in(local_of(entry.param))
@@ -107,10 +107,10 @@ def initialise(
         # That code may have made other tensors on the ranks where it ran.
         told = [(f"{each.dtype} {tuple(each.shape)}", name) for name, each in named]
         lines = [f"{facts}\t{name!r} of {facts}" for facts, name in told]
-        agree(lines, None, groups.rank_groups, device, WRAPPING)
+        agree(lines, None, groups.rank_groups, WRAPPING)
         # All compare the values that these initialised.
-        if options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], groups.rank_groups, device)):
-            broadcast = agree_on_weights(named, options.sync_states, groups, device)
+        if options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], groups.rank_groups)):
+            broadcast = agree_on_weights(named, options.sync_states, groups)
     if broadcast:
         broadcast_from_rank_zero([each for _, each in named], groups)
     return params

@@ -105,7 +105,7 @@ def _options_from(arguments: Arguments, default: Callable[[], tuple[torch.device
                 strategy = _strategy_of(arguments)
             except OptionError:
                 strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if needs_two else None)
-            agree((), error, _groups_of(arguments, strategy, device).rank_groups, device, WRAPPING)
+            agree((), error, _groups_of(arguments, strategy, device).rank_groups, WRAPPING)
         raise
 
 
@@ -245,7 +245,7 @@ def _agreed_plan(
     module: nn.Module, arguments: Arguments, options: UnitOptions
 ) -> tuple[WrapPlan, Ignored, dict[nn.Module, str]]:
     """Plan units, and compare the plan and the model with the other ranks; return the units' compared names too."""
-    rank_groups, device = options.groups.rank_groups, options.device
+    rank_groups = options.groups.rank_groups
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states, units_of(module))
         unit = unit_of(module)
@@ -275,21 +275,21 @@ def _agreed_plan(
         name_of = _compared_names(module, ignored)
         lines = _describe_structure(module, plan, options, ignored, name_of)
     except Exception as error:
-        agree((), error, rank_groups, device, WRAPPING)
+        agree((), error, rank_groups, WRAPPING)
         raise
     # A model whose shapes differ between ranks would abort the process inside the first collective.
-    agree(lines, None, rank_groups, device, WRAPPING)
+    agree(lines, None, rank_groups, WRAPPING)
     return plan, ignored, {planned.module: name_of(planned.fqn) for planned in plan.units}
 
 
 def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> Construction:
     """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
     number = count_call(options.groups.primary.group)
-    rank_groups, device = options.groups.rank_groups, options.device
+    rank_groups = options.groups.rank_groups
     # A module may have a named_parameters of its own that leaves some out.
     tensors = (each for child in modules_of(module) for each in (*child._parameters.values(), *child._buffers.values()))
     has_meta = any(each is not None and each.is_meta for each in tensors)
-    (on_meta,) = true_on_any_rank([has_meta], rank_groups, device)
+    (on_meta,) = true_on_any_rank([has_meta], rank_groups)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.has)
     if any(param.is_meta for param in owners):
@@ -308,9 +308,9 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         named += named_buffers(own_modules(module, ignored))
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
-        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], rank_groups, device)
+        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], rank_groups)
         named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
-    broadcast = agree_on_weights(named, options.sync_states, options.groups, device)
+    broadcast = agree_on_weights(named, options.sync_states, options.groups)
     return Construction(number, owners, broadcast, on_meta)
 
 

@@ -202,7 +202,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     # What this rank or another has found over one group goes to the next ones, whose ranks must raise too.
     meshes = [options.groups for unit in units if sharded for options, _ in unit.by_mesh()]
     for groups in dict.fromkeys(meshes):
-        (found,) = true_on_any_rank([found], groups.rank_groups, units[0].options.device)
+        (found,) = true_on_any_rank([found], groups.rank_groups)
     if found:
         told = f"of unit {waiting[0].name!r}" if waiting else "on another rank"
         raise PhaseError(
@@ -225,7 +225,7 @@ def _full_grads(unit: Unit, *, show: bool, writeback: bool) -> Iterator[None]:
         flags = []
         for options, param_groups in unit.by_mesh():
             own = [flag for param_group in param_groups for flag in found[param_group]]
-            anywhere = iter(true_on_any_rank(own, [options.groups.shard], options.device))
+            anywhere = iter(true_on_any_rank(own, [options.groups.shard]))
             flags += [[next(anywhere) for _ in found[param_group]] for param_group in param_groups]
     shown = list(zip(unit.param_groups, wholes, flags, strict=True)) if show else []
     for param_group, whole, there in shown:

@@ -148,9 +148,7 @@ _WEIGHTS = ErrorTexts(
 )
 
 
-def agree_on_weights(
-    named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups, device: torch.device
-) -> bool:
+def agree_on_weights(named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups) -> bool:
     """Compare initial weights across ranks; return whether those of rank 0 must be broadcast.
 
     Every rank of the groups must call this with tensors of the same shapes.
@@ -165,7 +163,7 @@ def agree_on_weights(
     prints = fingerprints([_local(each) for _, each in named])
     # Names may differ between ranks that ignore different modules.
     lines = [f"{print_}\t{name!r}" for (name, _), print_ in zip(named, prints, strict=True)]
-    found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
+    found = find_disagreement(lines, None, groups.rank_groups, _WEIGHTS)
     if found is not None and sync == "raise":
         raise found
     if found is not None and sync == "warn" and all(rank_group.rank == 0 for rank_group in groups.rank_groups):

@@ -242,7 +242,7 @@ class ModelLoad:
             rank_groups = rank_groups_of(units)
             for rank_group in rank_groups:
                 barrier("load_state_dict", rank_group)
-            found = find_disagreement(self.writes.lines_of, error, rank_groups, units[0].options.device, LOADING_STATE)
+            found = find_disagreement(self.writes.lines_of, error, rank_groups, LOADING_STATE)
             if found is not error:
                 self.errors.append(clean_text(str(found)))
                 error = found
@@ -289,7 +289,7 @@ def _meet_with(error: Exception, wrapper: nn.Module, state_dict: Mapping[str, An
             units[param.unit] = None
             decoders += [decoder_of(state_dict[name])] if name in state_dict else []
     if units and (any(decoder.exchanges for decoder in decoders) or not decoders):
-        meet("load_state_dict", rank_groups_of([*units]), error, next(iter(units)).options.device, LOADING_STATE)
+        meet("load_state_dict", rank_groups_of([*units]), error, LOADING_STATE)
 
 
 @contextmanager

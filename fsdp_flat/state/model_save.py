@@ -235,15 +235,15 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 said = json.dumps([is_hooked, config.rank0_only, unmanaged.prints])
                 shards = [] if is_hooked else list(_shards_of(alike, codec, ""))
         if rank_groups:
-            device, lines = unit.options.device, [str(settings_of(each).state_dict_type) for each in sent]
-            met = meet("state_dict", groups, until_met.error, device, SAVING_STATE, lines=lines, said=said)
+            lines = [str(settings_of(each).state_dict_type) for each in sent]
+            met = meet("state_dict", groups, until_met.error, SAVING_STATE, lines=lines, said=said)
             assert unmanaged is not None
             # Ranks of several groups may have found different answers.
             are_equal = met[: len(rank_groups)] == [True]
-            unmanaged.compare(rank_groups, device, are_equal=are_equal)
+            unmanaged.compare(rank_groups, are_equal=are_equal)
             if not are_equal:
                 flags = [is_hooked, not config.rank0_only]
-                is_hooked, own_save.sends_to_all = true_on_any_rank(flags, rank_groups, device)
+                is_hooked, own_save.sends_to_all = true_on_any_rank(flags, rank_groups)
         elif until_met.error is not None:
             raise until_met.error
         # A hook may raise on one rank alone, or its memory not suffice, while others wait in an all-gather.

@@ -102,7 +102,7 @@ def load_optim_state(
         rank_groups = rank_groups_of(units)
         for rank_group in rank_groups:
             barrier("optim_state_dict_to_load", rank_group, error=until_met.error)
-        agree(writes.lines_of, until_met.error, rank_groups, units[0].options.device, LOADING_STATE)
+        agree(writes.lines_of, until_met.error, rank_groups, LOADING_STATE)
     elif until_met.error is not None:
         raise until_met.error
     writes.commit()

@@ -197,8 +197,8 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
     units = list(dict.fromkeys(param.unit for param, _ in own))
     for rank_group, places in by_rank_group.items():
         kinds = [None if (part := own[place]) is None else (str(part.dtype), list(part.shape)) for place in places]
-        text, device = json.dumps(kinds).encode(), units[0].options.device
-        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
+        text = json.dumps(kinds).encode()
+        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group)
         for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
             dst = 0 if config.rank0_only else position % rank_group.size if in_turn else None
             parts = _parts_on(param, own.pop((param, name)), each_kind, dst=dst)
@@ -211,7 +211,7 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
                     found[param, name] = merged.to(to, copy=True).contiguous()
                 except Exception as raised:
                     error = raised
-    agree([], error, rank_groups_of(units), units[0].options.device, _MERGING)
+    agree([], error, rank_groups_of(units), _MERGING)
     return found
 
 

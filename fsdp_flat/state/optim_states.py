@@ -386,7 +386,7 @@ def complete_over_groups(
             continue
         assert rank_group.group is not None
         payload = None if here is None or described is None else [*described, here.numels(), rank0_only, lines]
-        everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group, index.device)))
+        everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group)))
         must_agree = must_agree or len(rank_groups) > 1 or None in everyone
         if here is not None and None not in everyone:
             must_agree = must_agree or any(of_rank != lines for *_, of_rank in everyone)
@@ -396,7 +396,7 @@ def complete_over_groups(
             except FsdpFlatError as found:
                 error = found
     if must_agree:
-        agree(lines, error, rank_groups, index.device, _SAVING)
+        agree(lines, error, rank_groups, _SAVING)
     if error is not None:
         raise error
     return rank0_only

@@ -94,7 +94,7 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
 
     Every rank must call this; an error of rank 0 is raised on all.
     """
-    groups, device = unit.options.groups, unit.options.device
+    groups = unit.options.groups
     if groups.num_ranks == 1:
         return dict(given or {})
     is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
@@ -107,7 +107,7 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
         payload = serialized({"error": f"{type(raised).__name__}: {raised}"})
     for rank_group in groups.rank_groups:
         if rank_group.group is not None:
-            payload = exchange_bytes(payload, rank_group.group, device)[0]
+            payload = exchange_bytes(payload, rank_group.group)[0]
     if error is not None:
         raise error
     described = unpacked(payload)

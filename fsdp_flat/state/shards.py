@@ -225,11 +225,6 @@ class ParamIndex:
         """Units that have parameters, each once, in the model's order."""
         return list(dict.fromkeys(param.unit for param in (*self.params, *self.dtensors.values())))
 
-    @property
-    def device(self) -> torch.device:
-        """Compute device of the units; the CPU if there are none."""
-        return self.units[0].options.device if self.units else torch.device("cpu")
-
     @cached_property
     def rank_groups(self) -> list[RankGroup]:
         """Groups over which the units' ranks must agree."""

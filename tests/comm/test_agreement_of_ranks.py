@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import (
@@ -26,7 +25,6 @@ from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
 from tests.support.patience import impatient, tell, wait_until
 
-CPU = torch.device("cpu")
 TEXTS = ErrorTexts("counting", "Ranks count differently.", "Count alike.")
 
 
@@ -43,25 +41,25 @@ def mesh_groups(rank: int) -> list[RankGroup]:
 
 @on_ranks(2, 4)
 def test_equal_payloads_are_not_sent_and_different_ones_come_in_rank_order(rank: int, num_ranks: int) -> None:
-    assert exchange_if_different(b"the same", world(), CPU) is None
+    assert exchange_if_different(b"the same", world()) is None
     payload = b"x" * rank
-    assert exchange_if_different(payload, world(), CPU) == [b"x" * each for each in range(num_ranks)]
-    assert exchange_if_different(b"alone", RankGroup(None, 0, 1), CPU) is None
+    assert exchange_if_different(payload, world()) == [b"x" * each for each in range(num_ranks)]
+    assert exchange_if_different(b"alone", RankGroup(None, 0, 1)) is None
 
 
 @on_ranks(4)
 def test_a_flag_of_any_rank_of_a_mesh_is_true_on_all(rank: int) -> None:
     groups = mesh_groups(rank)
     for odd in range(4):
-        assert true_on_any_rank([rank == odd, False, True], groups, CPU) == [True, False, True]
-    assert true_on_any_rank([], groups, CPU) == []
+        assert true_on_any_rank([rank == odd, False, True], groups) == [True, False, True]
+    assert true_on_any_rank([], groups) == []
 
 
 @on_ranks(2)
 def test_texts_after_a_tab_are_not_compared_and_are_those_of_the_error(rank: int) -> None:
-    agree(["one\tof this rank", f"two\tof rank {rank}"], None, [world()], CPU, TEXTS)
+    agree(["one\tof this rank", f"two\tof rank {rank}"], None, [world()], TEXTS)
     with pytest.raises(RankMismatchError, match="rank 0 of the group has the 2 of 0, rank 1 has the 3 of 1"):
-        agree([f"one\tof rank {rank}", f"{rank}\tthe {2 + rank} of {rank}"], None, [world()], CPU, TEXTS)
+        agree([f"one\tof rank {rank}", f"{rank}\tthe {2 + rank} of {rank}"], None, [world()], TEXTS)
 
 
 @on_ranks(4)
@@ -69,7 +67,7 @@ def test_texts_after_a_tab_are_not_compared_and_are_those_of_the_error(rank: int
 def test_a_difference_on_one_rank_of_a_mesh_is_an_error_of_all_with_one_text(odd: int, rank: int) -> None:
     lines = ["one", "two", *(["three"] if rank == odd else [])]
     with pytest.raises(RankMismatchError) as caught:
-        agree(lines, None, mesh_groups(rank), CPU, TEXTS)
+        agree(lines, None, mesh_groups(rank), TEXTS)
     text = str(caught.value)
     assert text.startswith("Ranks count differently. First difference: rank 0 of the group has")
     assert "nothing more" in text
@@ -82,7 +80,7 @@ def test_a_difference_on_one_rank_of_a_mesh_is_an_error_of_all_with_one_text(odd
 def test_an_error_on_one_rank_of_a_mesh_is_its_own_there_and_told_to_the_others(odd: int, rank: int) -> None:
     error = OptionError("no such number") if rank == odd else None
     with pytest.raises(OptionError if rank == odd else PeerFailureError) as caught:
-        agree(["one"], error, mesh_groups(rank), CPU, TEXTS)
+        agree(["one"], error, mesh_groups(rank), TEXTS)
     if rank == odd:
         assert caught.value is error
     else:
@@ -97,16 +95,16 @@ def test_a_difference_in_lines_of_one_pair_is_an_error_of_all_ranks(rank: int) -
     def lines(rank_group: RankGroup) -> list[str]:
         return ["one"] if rank_group.size == 4 else [f"of pair {rank // 2}"]
 
-    agree(lines, None, groups, CPU, TEXTS)
+    agree(lines, None, groups, TEXTS)
     with pytest.raises(RankMismatchError, match="has of pair 0, rank 1 has nothing"):
-        agree(lambda rank_group: lines(rank_group)[: rank != 1 or rank_group.size == 4], None, groups, CPU, TEXTS)
+        agree(lambda rank_group: lines(rank_group)[: rank != 1 or rank_group.size == 4], None, groups, TEXTS)
 
 
 @on_ranks(2)
 def test_errors_of_all_ranks_stay_their_own_and_agreeing_ranks_have_none(rank: int) -> None:
     error = OptionError(f"error {rank}")
-    assert find_disagreement([], error, [world()], CPU, TEXTS) is error
-    assert find_disagreement(["one"], None, [world()], CPU, TEXTS) is None
+    assert find_disagreement([], error, [world()], TEXTS) is error
+    assert find_disagreement(["one"], None, [world()], TEXTS) is None
 
 
 @on_ranks(2, timeout=50)
@@ -128,9 +126,9 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
     if rank == 1:
         wait_until("rank 0 has looked for failures")
     with impatient(), mock.patch.object(failures, "will_not_come", look if rank == 0 else looks):
-        payloads = exchange_if_different(b"of rank %d" % rank, rank_group, CPU)
+        payloads = exchange_if_different(b"of rank %d" % rank, rank_group)
         assert payloads == [b"of rank 0", b"of rank 1"]
-        assert find_disagreement(["one"], None, [rank_group], CPU, TEXTS) is None
+        assert find_disagreement(["one"], None, [rank_group], TEXTS) is None
     dist.barrier()
 
 
@@ -195,8 +193,8 @@ def test_a_barrier_that_ranks_have_left_is_complete_once_all_have_come_back() ->
 def test_ranks_in_different_numbers_of_groups_agree_on_lines_of_each_group(rank: int) -> None:
     pair = dist.new_group([0, 1])
     groups = [world(), *([RankGroup.of(pair)] if rank < 2 else [])]
-    agree(lambda group: [f"of {group.size} ranks"], None, groups, CPU, TEXTS)
+    agree(lambda group: [f"of {group.size} ranks"], None, groups, TEXTS)
     # What the pair alone finds is an error of the third rank too.
     with pytest.raises(RankMismatchError, match="Ranks count differently"):
-        agree(lambda group: [f"of rank {rank if group.size == 2 else 0}"], None, groups, CPU, TEXTS)
-    agree(lambda group: ["one"], None, groups, CPU, TEXTS)
+        agree(lambda group: [f"of rank {rank if group.size == 2 else 0}"], None, groups, TEXTS)
+    agree(lambda group: ["one"], None, groups, TEXTS)

@@ -174,9 +174,7 @@ def test_exchanged_integers_come_back_in_rank_order_with_all_64_bits(size: int) 
     if rank_group is None:
         return
     assert rank_group.group is not None
-    rows = exchange_ints(
-        [rank_group.rank, -(2**63) + rank_group.rank, 2**63 - 1], rank_group.group, torch.device("cpu")
-    )
+    rows = exchange_ints([rank_group.rank, -(2**63) + rank_group.rank, 2**63 - 1], rank_group.group)
     assert rows == [[rank, -(2**63) + rank, 2**63 - 1] for rank in range(size)]
 
 
@@ -188,7 +186,7 @@ def test_exchanged_bytes_come_back_in_rank_order_whatever_their_lengths(size: in
         return
     assert rank_group.group is not None
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
-        got = exchange_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"))
+        got = exchange_bytes(payloads[rank_group.rank], rank_group.group)
         assert got == payloads[:size]
 
 
@@ -200,7 +198,7 @@ def test_bytes_go_to_rank_zero(size: int) -> None:
         return
     assert rank_group.group is not None
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
-        got = exchange_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"), only_on_rank0=True)
+        got = exchange_bytes(payloads[rank_group.rank], rank_group.group, only_on_rank0=True)
         assert got == (payloads[:size] if rank_group.rank == 0 else [])
 
 

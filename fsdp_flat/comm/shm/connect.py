@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
@@ -27,7 +26,6 @@ from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.torch_comm import timeout_of
 
 _logger = logging.getLogger("fsdp_flat")
-_CPU = torch.device("cpu")
 # Each rank has a socket to every other rank, and a few open files of each.
 _MOST_RANKS = 16
 _SETUP_S = 10.0
@@ -167,7 +165,7 @@ def _connect_hosts(
     by_host: dict[bytes, list[int]] = {}
     try:
         addresses = []
-        for rank, payload in enumerate(exchange_bytes(own, group, _CPU)):
+        for rank, payload in enumerate(exchange_bytes(own, group)):
             host, _, address = payload.partition(b" ")
             by_host.setdefault(host, []).append(rank)
             addresses.append(address)
@@ -182,7 +180,7 @@ def _connect_hosts(
     finally:
         if listener is not None:
             listener.close()
-    if all(ok for (ok,) in exchange_ints([int(len(peers) == len(local) - 1)], group, _CPU)):
+    if all(ok for (ok,) in exchange_ints([int(len(peers) == len(local) - 1)], group)):
         return hosts, SharedMemoryTransport(rank_group, peers, timeout_s)
     close_all(peers)
     return hosts, None
