@@ -151,7 +151,7 @@ class Consensus:
         if error is not None and self.size == 1:
             raise error
         own = [int(error is None), len(same), digest_of(encoded("\n".join(same))), *values]
-        rows = exchange_ints(own, self.group, self._words.doing)
+        rows = exchange_ints(own, self.rank_group, self._words.doing)
         flags, numbers, digests, *_ = zip(*rows, strict=True)
         if not all(flags):
             # A difference may be the cause of an error; a rank may have failed before it knew all of its lines.
@@ -165,5 +165,5 @@ class Consensus:
     def texts(self, text: str, *, only_on_rank0: bool = False) -> list[str]:
         """All-gather every rank's text, by rank, or gather them on rank 0. Every rank must call this."""
         doing, sent = self._words.doing, encoded(text)
-        payloads = exchange_bytes(sent, self.group, doing, only_on_rank0=only_on_rank0)
+        payloads = exchange_bytes(sent, self.rank_group, doing, only_on_rank0=only_on_rank0)
         return list(map(decoded, payloads))

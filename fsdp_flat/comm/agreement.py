@@ -23,7 +23,7 @@ from fsdp_flat.comm.calls import Looks, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
 from fsdp_flat.comm.given_up import will_not_come
-from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
+from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected
 from fsdp_flat.comm.routes import absences
 from fsdp_flat.comm.torch_comm import group_store, timeout_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError, some_of
@@ -159,10 +159,9 @@ def exchange_if_different(
     """
     if not connected([rank_group]):
         return None
-    assert rank_group.group is not None
     digest = digest_of(payload if compared is None else compared)
-    rows = exchange_ints([digest], rank_group.group, doing)
-    return None if rows == [[digest]] * len(rows) else exchange_bytes(payload, rank_group.group, doing)
+    rows = exchange_ints([digest], rank_group, doing)
+    return None if rows == [[digest]] * len(rows) else exchange_bytes(payload, rank_group, doing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +266,7 @@ def enter(rank_group: RankGroup) -> None:
     Every rank of the group must call this, and then :func:`barrier` with ``is_entered``.
     """
     if connected([rank_group]):
-        assert rank_group.group is not None
-        group_store(rank_group.group).add(_ENTERED % rank_group.rank, 1)
+        group_store(rank_group.process_group).add(_ENTERED % rank_group.rank, 1)
 
 
 class UntilRanksMeet:
@@ -331,14 +329,15 @@ def barrier(
         PeerFailureError: if a rank has ended that has not arrived.
         Exception: ``error``, in the place of these.
     """
-    if rank_group.group is None or rank_group.size == 1 or is_fake(rank_group.group):
+    if not connected([rank_group]):
         return True if error is None else None
-    calls = calls_of(rank_group.group)
+    group = rank_group.process_group
+    calls = calls_of(group)
     calls.add(f"the barrier of {what}")
     store_barrier = _StoreBarrier(rank_group, said, has_failed=error is not None)
     if store_barrier.is_complete:
         return store_barrier.is_unanimous
-    limit = timeout_of(rank_group.group).total_seconds()
+    limit = timeout_of(group).total_seconds()
     patience, looks = min(WARN_AFTER_S, limit), Looks(rank_group)
     begun = time.monotonic()
     warned = False
@@ -376,7 +375,7 @@ def barrier(
         if reason and store_barrier.leave():
             calls.withdraw()
             if is_entered:
-                group_store(rank_group.group).add(_ENTERED % rank_group.rank, -1)
+                group_store(group).add(_ENTERED % rank_group.rank, -1)
             if not is_alone:
                 report_failure(rank_group, f"was in {what}, and {reason}")
             told = f" Of the others: {reports_of_others(rank_group)}." if follows else ""
@@ -400,8 +399,7 @@ class _StoreBarrier:
     """
 
     def __init__(self, rank_group: RankGroup, said: str = "", *, has_failed: bool = False) -> None:
-        assert rank_group.group is not None
-        self._store = store = group_store(rank_group.group)
+        self._store = store = group_store(rank_group.process_group)
         self._rank_group = rank_group
         self._arrived = f"fsdp_flat/arrived/{rank_group.rank}"
         self._index = index = store.add(self._arrived, 1)

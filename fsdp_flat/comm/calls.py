@@ -175,8 +175,7 @@ class Looks:
 
     def difference(self) -> Exception | None:
         """Show this rank's calls; return an error if another rank waits too, and each waits for the other."""
-        group, own_rank = self.rank_group.group, self.rank_group.rank
-        assert group is not None
+        group, own_rank = self.rank_group.process_group, self.rank_group.rank
         calls = calls_of(group)
         if calls.has_failed:
             return None
@@ -240,8 +239,7 @@ class Looks:
             return None
         if barrier is not None and last < number and not _State.has_begun_barriers and dist.get_rank() in barrier:
             return _alone(own_rank, ours[max(last + 1, min(ours))][2], rank)
-        assert self.rank_group.group is not None
-        ranks = global_ranks(self.rank_group.group)
+        ranks = global_ranks(self.rank_group.process_group)
         if number < last and not has_begun and ranks[rank] in (self._barrier_ranks or ()):
             return _alone(rank, theirs[max(number + 1, min(theirs))][2], own_rank)
         return None

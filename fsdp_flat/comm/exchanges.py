@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.calls import calls_of
 from fsdp_flat.comm.failures import NamedWork, WatchedWork, named_errors
-from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, is_fake, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.comm.torch_comm import unseen_by_modes
 
@@ -58,10 +58,8 @@ def true_on_any_rank(
     """
     found = list(flags)
     for rank_group in connected(rank_groups) if found else ():
-        assert rank_group.group is not None
         tensor = torch.tensor(found, dtype=torch.uint8)
-        host = RankGroup.of(host_group(rank_group.group))
-        begin_all_reduce(tensor, host, largest=True, collective=collective, is_flags=True).wait()
+        begin_all_reduce(tensor, host_group(rank_group), largest=True, collective=collective, is_flags=True).wait()
         found = [bool(flag) for flag in tensor.tolist()]
     return found
 
@@ -73,13 +71,12 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def exchange_ints(values: list[int], group: dist.ProcessGroup, doing: str = "") -> list[list[int]]:
+def exchange_ints(values: list[int], rank_group: RankGroup, doing: str = "") -> list[list[int]]:
     """All-gather a list of 64-bit integers, as many on every rank, by rank; errors say what they were ``doing``."""
-    size = group.size()
-    if size == 1 or is_fake(group):
-        return [values] * size
+    if not connected([rank_group]):
+        return [values] * rank_group.size
     own = torch.tensor(values, dtype=torch.int64)
-    return [row.tolist() for row in _gathered(own, group, doing)]
+    return [row.tolist() for row in _gathered(own, rank_group, doing)]
 
 
 def encoded(text: str) -> bytes:
@@ -94,7 +91,7 @@ def decoded(payload: bytes) -> str:
 
 def exchange_bytes(
     payload: bytes,
-    group: dist.ProcessGroup,
+    rank_group: RankGroup,
     doing: str = "",
     *,
     only_on_rank0: bool = False,
@@ -103,16 +100,16 @@ def exchange_bytes(
 
     Errors say what ranks are ``doing``.
     """
-    lengths = [length for (length,) in exchange_ints([len(payload)], group, doing)]
-    if len(lengths) == 1 or is_fake(group):
-        return [payload] * len(lengths)
+    lengths = [length for (length,) in exchange_ints([len(payload)], rank_group, doing)]
+    if not connected([rank_group]):
+        return [payload] * rank_group.size
     own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
-    rows = _gathered(own, group, doing, only_on_rank0=only_on_rank0)
+    rows = _gathered(own, rank_group, doing, only_on_rank0=only_on_rank0)
     return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths)]
 
 
 def _gathered(
-    own: torch.Tensor, group: dist.ProcessGroup, doing: str, *, only_on_rank0: bool = False
+    own: torch.Tensor, rank_group: RankGroup, doing: str, *, only_on_rank0: bool = False
 ) -> list[torch.Tensor]:
     """Exchange CPU tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
 
@@ -120,9 +117,8 @@ def _gathered(
 
     A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
     """
-    group = host_group(group)
-    # torch.distributed forgets the ranks of a destroyed group, which a thread may still use (outliving_group).
-    rank_group = RankGroup(group, group.rank(), group.size())
+    rank_group = host_group(rank_group)
+    group = rank_group.process_group
     rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
     collective = f"an exchange between ranks{doing and f' while {doing}'}"

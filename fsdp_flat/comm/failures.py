@@ -116,15 +116,13 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, Repo
                 reports[rank] = Report.parsed(report)
 
     with suppress(Exception):  # the group may be gone
-        assert rank_group.group is not None
-        ask_store(parent_of(rank_group.group), read)
+        ask_store(parent_of(rank_group.process_group), read)
     return dict(reports)
 
 
 def has_failed(rank_group: RankGroup, ranks: Iterable[int]) -> bool:
     """Return whether one of ``ranks`` has reported a failure, and has not gone on since."""
-    assert rank_group.group is not None
-    calls = calls_of(rank_group.group)
+    calls = calls_of(rank_group.process_group)
     return any(report.is_newer(calls) for report in _read_reports(rank_group, ranks).values())
 
 

@@ -55,11 +55,10 @@ class Collectives:
     """
 
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
-        assert rank_group.group is not None
         self._unit = unit
         self._name = name
         self.rank_group = rank_group
-        self.group = rank_group.group
+        self.group = rank_group.process_group
         self.rank = rank_group.rank
         self.size = rank_group.size
 

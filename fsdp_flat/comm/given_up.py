@@ -174,8 +174,7 @@ def will_not_come(rank_group: RankGroup, ranks: Collection[int], *, gives_up: bo
     The report of the rank that has failed is marked then, so that it compares its calls before it goes on. A rank that
     is about to make the call in which this rank waits is told so. Without ``gives_up`` reports do not count.
     """
-    assert rank_group.group is not None
-    group = parent_of(rank_group.group)
+    group = parent_of(rank_group.process_group)
     calls, found = calls_of(group), False
 
     def request(store: dist.Store) -> None:
@@ -308,8 +307,7 @@ def _exchange(
 
     If no collective was given up, ranks may wait in call ``number`` of the group instead: then return None.
     """
-    group, size = rank_group.group, rank_group.size
-    assert group is not None
+    group, size = rank_group.process_group, rank_group.size
     limit = timeout_of(group).total_seconds()
     rows: dict[int, list[Any]] = {}
     refused: dict[int, str] = {}

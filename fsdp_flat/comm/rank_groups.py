@@ -55,6 +55,12 @@ class RankGroup:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group, of a rank that is not alone."""
+        assert self.group is not None
+        return self.group
+
+    @property
     def others(self) -> list[int]:
         return [*range(self.rank), *range(self.rank + 1, self.size)]
 
@@ -153,17 +159,18 @@ def _shared_group(
     return known[key]
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a gloo group.
+def host_group(rank_group: RankGroup) -> RankGroup:
+    """Return a group of the same ranks that moves CPU tensors: ``rank_group`` itself if it does, else a gloo group.
 
     Every rank of the group must call this.
     """
+    group = rank_group.process_group
     if backend_of(group, _CPU) is not None:
-        return group
+        return rank_group
     # One for each group: calls of both are in one order.
     host = _shared_group(group, global_ranks(group), f"host of {group.group_name}", backend="gloo")
     _hosts[group], _parents[host] = ref(host), ref(group)
-    return host
+    return replace(rank_group, group=host)
 
 
 def known_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -211,8 +218,8 @@ def second_group(rank_group: RankGroup) -> RankGroup:
 
     Every rank of the group must call this.
     """
-    assert rank_group.group is not None
-    return RankGroup.of(_new_group(rank_group.group, global_ranks(rank_group.group), "second"))
+    group = rank_group.process_group
+    return RankGroup.of(_new_group(group, global_ranks(group), "second"))
 
 
 def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
@@ -220,10 +227,8 @@ def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
 
     Every rank of ``rank_group`` must call this. The group is created at the first call.
     """
-    assert rank_group.group is not None
-    first = rank_group.rank // num_ranks * num_ranks
-    ranks = global_ranks(rank_group.group)[first : first + num_ranks]
-    return RankGroup.of(_shared_group(rank_group.group, ranks, "part"))
+    group, first = rank_group.process_group, rank_group.rank // num_ranks * num_ranks
+    return RankGroup.of(_shared_group(group, global_ranks(group)[first : first + num_ranks], "part"))
 
 
 def new_groups_of(rank_group: RankGroup, ranks: Sequence[int], num_groups: int) -> list[RankGroup]:
@@ -231,10 +236,10 @@ def new_groups_of(rank_group: RankGroup, ranks: Sequence[int], num_groups: int) 
 
     All of these ranks must call this.
     """
-    assert rank_group.group is not None
-    everyone, parent = global_ranks(rank_group.group), rank_group.group
+    group = rank_group.process_group
+    everyone = global_ranks(group)
     members = [everyone[rank] for rank in ranks]
-    return [RankGroup.of(_new_group(parent, members, "rail")) for _ in range(num_groups)]
+    return [RankGroup.of(_new_group(group, members, "rail")) for _ in range(num_groups)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,7 @@ def collectives_for(
     """
 
     def of_library(rank_group: RankGroup) -> Collectives:
-        assert rank_group.group is not None
-        if choice.backend or not moves_by_gloo(rank_group.group, device):
+        if choice.backend or not moves_by_gloo(rank_group.process_group, device):
             return BackendCollectives(rank_group, unit, name)
         if device.type == "cpu":
             return SharedMemoryCollectives(rank_group, unit, name, choice=choice)

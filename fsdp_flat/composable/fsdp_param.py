@@ -243,6 +243,5 @@ def post_forward_mesh_info(unit: Unit, options: UnitOptions) -> Any:
     kept = next((each.comm.smaller_group for each in unit.param_groups if each.comm.options is options), None)
     if kept is None:
         return mesh_info(rows.mesh)
-    assert kept.rank_group.group is not None
     with core.outside_fake_mode():
-        return mesh_info(DeviceMesh.from_group(kept.rank_group.group, rows.mesh.device_type))
+        return mesh_info(DeviceMesh.from_group(kept.rank_group.process_group, rows.mesh.device_type))

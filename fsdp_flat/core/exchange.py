@@ -149,11 +149,7 @@ class BackwardExchange:
 
     def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:
         if groups not in self._host_groups_of:
-            self._host_groups_of[groups] = [
-                RankGroup.of(host_group(rank_group.group))
-                for rank_group in groups.as_one
-                if rank_group.group is not None
-            ]
+            self._host_groups_of[groups] = list(map(host_group, groups.as_one))
         return self._host_groups_of[groups]
 
     @property

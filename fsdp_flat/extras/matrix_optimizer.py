@@ -323,8 +323,7 @@ class MatrixOptimizer(Optimizer):
             with_grad.update(entry for entry, status in zip(entries, own, strict=True) if status == GradStatus.HAS_GRAD)
             rows = [[int(error is None), *own]]
             if rank_group in self._compared:
-                assert rank_group.group is not None
-                rows = exchange_ints(rows[0], rank_group.group)
+                rows = exchange_ints(rows[0], rank_group)
             if not all(is_well for is_well, *_ in rows):
                 failed += [rank_group] if rank_group in self._compared else []
                 continue

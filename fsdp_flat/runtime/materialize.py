@@ -176,15 +176,15 @@ def broadcast_from_rank_zero(tensors: Iterable[torch.Tensor], groups: ShardingGr
     """Overwrite ``tensors`` with those of rank 0. Every rank of the groups must call this with the same shapes."""
     targets = list(map(_local, dict.fromkeys(tensors)))
     for rank_group in reversed(connected(groups.rank_groups)):
-        assert rank_group.group is not None
-        source = dist.get_global_rank(rank_group.group, 0)
+        group = rank_group.process_group
+        source = dist.get_global_rank(group, 0)
         works = []
         with named_errors("the broadcast of rank 0's weights", rank_group):
             for data in targets:
                 received = data.contiguous()
                 # Broadcast bytes: backends support few dtypes (gloo neither float8 nor int16).
                 sent = received.view(-1).view(torch.uint8)
-                works.append((dist.broadcast(sent, src=source, group=rank_group.group, async_op=True), received, data))
+                works.append((dist.broadcast(sent, src=source, group=group, async_op=True), received, data))
             for work, received, target in works:
                 if work is not None:
                     work.wait()

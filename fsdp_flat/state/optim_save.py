@@ -197,8 +197,7 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
     units = list(dict.fromkeys(param.unit for param, _ in own))
     for rank_group, places in by_rank_group.items():
         kinds = [None if (part := own[place]) is None else (str(part.dtype), list(part.shape)) for place in places]
-        text = json.dumps(kinds).encode()
-        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group)
+        texts = exchange_bytes(json.dumps(kinds).encode(), rank_group)
         for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
             dst = 0 if config.rank0_only else position % rank_group.size if in_turn else None
             parts = _parts_on(param, own.pop((param, name)), each_kind, dst=dst)

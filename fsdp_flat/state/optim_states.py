@@ -384,15 +384,14 @@ def complete_over_groups(
         told = json.dumps([must_agree, lines, described, rank0_only])
         if barrier("optim_state_dict", rank_group, told, error=error):
             continue
-        assert rank_group.group is not None
         payload = None if here is None or described is None else [*described, here.numels(), rank0_only, lines]
-        everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group.group)))
+        everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group)))
         must_agree = must_agree or len(rank_groups) > 1 or None in everyone
         if here is not None and None not in everyone:
             must_agree = must_agree or any(of_rank != lines for *_, of_rank in everyone)
             rank0_only = all(said for *_, said, _ in everyone)
             try:
-                here.complete(global_ranks(rank_group.group), everyone)
+                here.complete(global_ranks(rank_group.process_group), everyone)
             except FsdpFlatError as found:
                 error = found
     if must_agree:

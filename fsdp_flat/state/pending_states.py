@@ -106,8 +106,7 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
         error = raised
         payload = serialized({"error": f"{type(raised).__name__}: {raised}"})
     for rank_group in groups.rank_groups:
-        if rank_group.group is not None:
-            payload = exchange_bytes(payload, rank_group.group)[0]
+        payload = exchange_bytes(payload, rank_group)[0]
     if error is not None:
         raise error
     described = unpacked(payload)

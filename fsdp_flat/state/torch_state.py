@@ -98,8 +98,7 @@ class ShardedTensors:
 
 
 def _shard_metadata(shape: tuple[int, ...], rank_group: RankGroup, device: torch.device) -> dict[int, ShardMetadata]:
-    assert rank_group.group is not None
-    world_ranks, found = global_ranks(rank_group.group), {}
+    world_ranks, found = global_ranks(rank_group.process_group), {}
     for rank in range(rank_group.size):
         size = chunk_shape(shape, rank_group.size, rank)
         # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.

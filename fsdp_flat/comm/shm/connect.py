@@ -98,10 +98,9 @@ def hosts_of(rank_group: RankGroup) -> Hosts | None:
 
 
 def _connection_of(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | None:
-    group = rank_group.group
-    assert group is not None
+    group = rank_group.process_group
     if group not in _connections:
-        connection = _connections[group] = _connect(rank_group, group)
+        connection = _connections[group] = _connect(rank_group)
         way = "gloo" if connection is None else "shared memory"
         if isinstance(connection, Hosts):
             way = f"shared memory within each of {len(connection.ranks)} hosts, and by gloo once between them"
@@ -140,12 +139,12 @@ def _leave_parents_groups() -> None:
 os.register_at_fork(after_in_child=_leave_parents_groups)
 
 
-def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | Hosts | None:
+def _connect(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | None:
     """Connect all ranks of each host, or none."""
-    hosts, direct = _connect_hosts(rank_group, group)
+    hosts, direct = _connect_hosts(rank_group)
     if direct is None or len(hosts) == 1:
         return direct
-    _, relayed = _connect_hosts(rank_group, group)
+    _, relayed = _connect_hosts(rank_group)
     if relayed is None:
         direct.leave()
         return None
@@ -154,10 +153,10 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
 
 
 def _connect_hosts(
-    rank_group: RankGroup, group: dist.ProcessGroup
+    rank_group: RankGroup,
 ) -> tuple[list[list[int]], SharedMemoryTransport | None]:
     """Return the ranks by host, and the transport of this rank's host; None if ranks cannot or need not connect."""
-    timeout_s = timeout_of(group).total_seconds()
+    timeout_s = timeout_of(rank_group.process_group).total_seconds()
     # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
     listener = _listen(min(_SETUP_S, timeout_s / 4))
     own = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
@@ -165,7 +164,7 @@ def _connect_hosts(
     by_host: dict[bytes, list[int]] = {}
     try:
         addresses = []
-        for rank, payload in enumerate(exchange_bytes(own, group)):
+        for rank, payload in enumerate(exchange_bytes(own, rank_group)):
             host, _, address = payload.partition(b" ")
             by_host.setdefault(host, []).append(rank)
             addresses.append(address)
@@ -180,7 +179,7 @@ def _connect_hosts(
     finally:
         if listener is not None:
             listener.close()
-    if all(ok for (ok,) in exchange_ints([int(len(peers) == len(local) - 1)], group)):
+    if all(ok for (ok,) in exchange_ints([int(len(peers) == len(local) - 1)], rank_group)):
         return hosts, SharedMemoryTransport(rank_group, peers, timeout_s)
     close_all(peers)
     return hosts, None

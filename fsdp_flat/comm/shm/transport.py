@@ -170,13 +170,12 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, rank_group: RankGroup, peers: dict[int, socket.socket], timeout_s: float) -> None:
-        assert rank_group.group is not None
         # The group keeps its transport alive.
-        self._group = weakref.ref(rank_group.group)
+        self._group = weakref.ref(rank_group.process_group)
         self.rank, self._size = rank_group.rank, rank_group.size
         self._peers = peers
         self.timeout_s = timeout_s
-        self.names = unit_names(rank_group.group)
+        self.names = unit_names(rank_group.process_group)
         # Read by benchmarks and tests only, as nbytes is; counted once per destination rank.
         self.sent_nbytes = 0
         self._num_sends = 0
