@@ -116,8 +116,7 @@ class ShardedGradScaler(GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and exchange between ranks whether any found an inf or NaN.
 
-        Every rank of the group must call this. Gradients change in place; only sparse fp16 gradients and gradients
-        whose elements share memory are replaced.
+        Every rank of the group must call this. Gradients change in place; only sparse fp16 gradients are replaced.
 
         Raises:
             AssertionError: ``scale`` was never called (raised by ``torch.amp.GradScaler``, as the other).
@@ -150,9 +149,20 @@ class ShardedGradScaler(GradScaler):
         Gradients in fp16 are always allowed, which FSDP1's class asks for and ``torch.amp`` does not.
         """
         read_exchanges(units_holding(param for group in optimizer.param_groups for param in group["params"]))
+        # Of one class each: the operator takes no DTensors beside plain tensors.
+        batches: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            grad = param.grad
+            if grad is not None and grad.is_sparse:
+                if grad.dtype is torch.float16:
+                    # Entries of one index are summed in fp32, and the sum must fit into fp16.
+                    grad = param.grad = grad.float().coalesce().half()
+                grad = grad._values()
+            if grad is not None and grad.numel() > 0:
+                batches.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
         flags: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
-            for device, grads in _gradients_to_unscale(optimizer):
+            for (device, *_), grads in batches.items():
                 if device not in flags:
                     flags[device] = found_inf.to(device, copy=True)
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], inv_scale.to(device))
@@ -216,33 +226,3 @@ def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.d
         if device is not None and backend_of(group, device) is not None:
             return device
     return home
-
-
-def _gradients_to_unscale(optimizer: torch.optim.Optimizer) -> list[tuple[torch.device, list[torch.Tensor]]]:
-    """Return the dense, non-empty tensors of the optimizer's gradients, each once, by device, dtype and class."""
-    batches: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
-    seen: set[int] = set()
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.grad is None or id(param.grad) in seen:
-            continue
-        grad = _writable(param)
-        seen.add(id(param.grad))
-        if grad.numel() > 0:
-            batches.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
-    return [(device, grads) for (device, _, _), grads in batches.items()]
-
-
-def _writable(param: torch.Tensor) -> torch.Tensor:
-    """Return the tensor to unscale in place for a parameter's gradient; replace the gradient if it has none."""
-    grad = param.grad
-    assert grad is not None
-    if grad.is_sparse:
-        if grad.dtype is torch.float16:
-            # Entries of one index are summed in fp32, and the sum must fit into fp16.
-            grad = param.grad = grad.float().coalesce().half()
-        grad = grad._values()
-    elif grad.layout is torch.strided and any(
-        stride == 0 and length > 1 for stride, length in zip(grad.stride(), grad.shape)
-    ):
-        grad = param.grad = grad.clone(memory_format=torch.contiguous_format)
-    return torch.view_as_real(grad) if grad.is_complex() else grad
