@@ -16,30 +16,21 @@ class ReplacedModules(OnceATree):
     """Warns, at the first forward of a tree that trains, of parameters that took the place of a unit's."""
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
-        """Warn of replaced modules."""
-        if iteration.trains and self.is_first(step):
-            root_module = step.root_module()
-            if root_module is not None:
-                _warn_of_replaced(root_module, step.units)
-
-
-def _warn_of_replaced(root_module: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of what :func:`replaced_params` finds.
-
-    There is no warning if the caller has chosen whether to average gradients that no unit manages.
-    """
-    if units[0].averages_ignored is not None or units[0].options.groups.num_ranks == 1:
-        return
-    replaced = replaced_params(root_module, units)
-    if replaced:
-        warn_user(
-            f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
-            f"{', '.join(f'{name!r} (unit {replaced[name]!r})' for name in sorted(replaced))}. Each rank trains its "
-            "own, and a state dict holds rank 0's; the unit keeps the parameter that was there. Replace modules "
-            "(resize embeddings) before wrapping, or wrap again after fsdp_flat.unwrap(model); or call "
-            "model.average_ignored_gradients() to have their gradients averaged, "
-            "model.average_ignored_gradients(False) if that is done elsewhere."
-        )
+        """Warn of what :func:`replaced_params` finds, unless the caller has chosen whether to average its gradients."""
+        root, root_module = step.root, step.root_module()
+        if not iteration.trains or not self.is_first(step) or root_module is None:
+            return
+        has_chosen = root.averages_ignored is not None or root.options.groups.num_ranks == 1
+        replaced = {} if has_chosen else replaced_params(root_module, step.units)
+        if replaced:
+            warn_user(
+                f"Modules were replaced after wrapping, and no unit manages the new trainable parameters: "
+                f"{', '.join(f'{name!r} (unit {replaced[name]!r})' for name in sorted(replaced))}. Each rank trains "
+                "its own, and a state dict holds rank 0's; the unit keeps the parameter that was there. Replace "
+                "modules (resize embeddings) before wrapping, or wrap again after fsdp_flat.unwrap(model); or call "
+                "model.average_ignored_gradients() to have their gradients averaged, "
+                "model.average_ignored_gradients(False) if that is done elsewhere."
+            )
 
 
 def replaced_params(root_module: nn.Module, units: Sequence[Unit]) -> dict[str, str]:

@@ -86,11 +86,11 @@ class _State:
     """Holds whether functions are replaced: None until a unit is built, or a caller has decided.
 
     Attributes:
-        guarded: torch's own methods of its FSDPs, by class and name.
+        torchs: torch's own values of attributes that are replaced, with their owner and name.
     """
 
     replaced: bool | None = None
-    guarded: ClassVar[dict[tuple[Any, str], Any]] = {}
+    torchs: ClassVar[list[tuple[Any, str, Any]]] = []
 
 
 def replace_at_first_unit() -> None:
@@ -104,14 +104,10 @@ def replace_at_first_unit() -> None:
 def replace_torch_functions() -> None:
     """Replace torch's functions again after :func:`restore_torch_functions`. The first unit does it by itself."""
     if not _State.replaced:
-        _rebind(_REPLACEMENTS)
-        _CLIP_CELL.cell_contents = clip_grad_norm_
-        setattr(GradScaler, _UNSCALE, _unscale_grads_)
-        torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
-        DistributedDataParallel.__init__ = _ddp_init  # type: ignore[method-assign]
-        if _Muon is not None:
-            _Muon.__init__ = _muon_init
+        _rebind(_FUNCTIONS)
+        for owner, name, ours in _ATTRIBUTES:
+            _State.torchs.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, ours)
         _guard_torch_fsdps()
         _State.replaced = True
 
@@ -134,17 +130,10 @@ def restore_torch_functions() -> None:
     They stay restored until :func:`replace_torch_functions` is called.
     """
     if _State.replaced:
-        _rebind({new: old for old, new in _REPLACEMENTS.items()})
-        _CLIP_CELL.cell_contents = _clip_without_grad
-        setattr(GradScaler, _UNSCALE, _torch_unscale_grads_)
-        torch.optim.Optimizer.zero_grad = _torch_zero_grad  # type: ignore[method-assign]
-        DTensor.full_tensor = _torch_full_tensor  # type: ignore[method-assign]
-        DistributedDataParallel.__init__ = _torch_ddp_init  # type: ignore[method-assign]
-        if _Muon is not None:
-            _Muon.__init__ = _torch_muon_init
-        for (kind, name), method in _State.guarded.items():
-            setattr(kind, name, method)
-        _State.guarded.clear()
+        _rebind({new: old for old, new in _FUNCTIONS.items()})
+        for owner, name, torchs in _State.torchs:
+            setattr(owner, name, torchs)
+        _State.torchs.clear()
     _State.replaced = False
 
 
@@ -442,14 +431,6 @@ def _barrier(*args: Any, **kwargs: Any) -> Any:
     return _torch_barrier(*args, **kwargs)
 
 
-_REPLACEMENTS: dict[Any, Any] = {
-    _torch_clip_grad_norm_: clip_grad_norm_,
-    _torch_grad: grad,
-    _torch_backward: backward,
-    _torch_barrier: _barrier,
-}
-
-
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
 
@@ -540,6 +521,27 @@ def _muon_init(self: torch.optim.Optimizer, params: Any, *args: Any, **kwargs: A
     _torch_muon_init(self, given, *args, **kwargs)
 
 
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+# Torch's functions, with what replaces them in every module that has imported them.
+_FUNCTIONS: dict[Any, Any] = {
+    _torch_clip_grad_norm_: clip_grad_norm_,
+    _torch_grad: grad,
+    _torch_backward: backward,
+    _torch_barrier: _barrier,
+}
+# Attributes, with what replaces them.
+_ATTRIBUTES: list[tuple[Any, str, Any]] = [
+    (_CLIP_CELL, "cell_contents", clip_grad_norm_),
+    (GradScaler, _UNSCALE, _unscale_grads_),
+    (torch.optim.Optimizer, "zero_grad", zero_grad),
+    (DTensor, "full_tensor", _full_tensor),
+    (DistributedDataParallel, "__init__", _ddp_init),
+]
+if _Muon is not None:
+    _ATTRIBUTES.append((_Muon, "__init__", _muon_init))
+
+
 # -- torch's FSDPs -----------------------------------------------------------------------------------------------------
 
 
@@ -555,7 +557,7 @@ def _guard_torch_fsdps() -> None:
     for kind, refusing in found:
         # After install() the second is a subclass that joins ours to it.
         kind = kind.__bases__[0] if kind is not None and "joined" in vars(kind) else kind
-        if kind is not None and (kind, "__init__") not in _State.guarded:
+        if kind is not None and all(owner is not kind for owner, *_ in _State.torchs):
             guarded = {"__init__": refusing(kind.__init__)}
             if refusing is _refusing_outer_unit:
                 guarded |= {
@@ -564,7 +566,7 @@ def _guard_torch_fsdps() -> None:
                     if isinstance(method, staticmethod) and not name.startswith("_") and name != "fsdp_modules"
                 }
             for name, method in guarded.items():
-                _State.guarded[kind, name] = vars(kind)[name]
+                _State.torchs.append((kind, name, vars(kind)[name]))
                 setattr(kind, name, method)
 
 
