@@ -124,8 +124,8 @@ class Streams:
         self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
-        self._stream_of_copies: Any = None
         self._kept_blocks: list[torch.Tensor] = []
+        self._save_swap: HostSwap | None = None
         self._swap: HostSwap | None = None
         self.all_gathers: AbstractContextManager[Any] = _NOTHING
         self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
@@ -221,18 +221,17 @@ class Streams:
 
     def host_copies(self) -> HostCopies:
         """Return copies of the tree's tensors on the host, for one save; memory is kept as long as this object."""
-
-        def stream(device: torch.device) -> Any:
-            self._stream_of_copies = self._stream_of_copies or self._new_stream(device)
-            return self._stream_of_copies
-
-        return HostCopies(self._device, stream, self._kept_blocks)
+        self._save_swap = self._save_swap or self._new_swap()
+        return HostCopies(self._save_swap, self._kept_blocks)
 
     @property
     def swap(self) -> HostSwap:
         """Copies to the host and back of what the accelerator does not hold between two uses."""
-        self._swap = self._swap or HostSwap(self._device, self._new_stream, self._current)
+        self._swap = self._swap or self._new_swap()
         return self._swap
+
+    def _new_swap(self) -> HostSwap:
+        return HostSwap(self._device, self._new_stream, self._current)
 
     def shards_read(self) -> None:
         """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
@@ -250,18 +249,13 @@ class Streams:
 class HostCopies:
     """Copies tensors to the host without a wait, into pinned memory that belongs to these copies until :meth:`release`.
 
-    Then it is ``kept``, a list that may be common to several such objects, for the next copies of any. Copies run on a
-    stream of their own. As much memory is kept as the last copies took, in blocks of 64 MiB, and one of its own for a
-    larger tensor: torch rounds pinned memory up to a power of two.
+    Then it is ``kept``, a list that may be common to several such objects, for the next copies of any. Copies run on
+    the stream of a ``swap``. As much memory is kept as the last copies took, in blocks of 64 MiB, and one of its own
+    for a larger tensor: torch rounds pinned memory up to a power of two.
     """
 
-    def __init__(
-        self, device: torch.device, new_stream: Callable[[torch.device], Any], kept: list[torch.Tensor]
-    ) -> None:
-        self._device = device
-        self._new_stream = new_stream
-        self._kept = kept
-        self._stream: Any = None
+    def __init__(self, swap: HostSwap, kept: list[torch.Tensor]) -> None:
+        self._swap, self._kept = swap, kept
         self._complete: Any = None
         self._sources: Sequence[torch.Tensor] = ()
         self._blocks: list[torch.Tensor] = []
@@ -273,15 +267,9 @@ class HostCopies:
         """
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return [tensor.to("cpu", copy=True) for tensor in tensors]
-        if self._stream is None:
-            self._stream = self._new_stream(self._device)
-        current, places = torch.accelerator.current_stream(self._device), self._places(tensors)
-        self._stream.wait_stream(current)
-        with self._stream:
-            for place, tensor in zip(places, tensors, strict=True):
-                place.copy_(tensor, non_blocking=True)
-        self._complete = self._stream.record_event()
-        current.wait_event(self._complete)
+        places = self._places(tensors)
+        self._complete = self._swap.begin_to_host(tensors, places)
+        self._swap.wait(self._complete)
         # Their memory must not be given back to another stream before.
         self._sources = tensors
         return places
@@ -307,7 +295,7 @@ class HostCopies:
         """Block the host until the last copies are complete."""
         complete, self._complete = self._complete, None
         if complete is not None:
-            complete.synchronize()
+            self._swap.block(complete)
         self._sources = ()
 
     def release(self) -> None:

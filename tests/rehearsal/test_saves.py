@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, save_checkpoint
 from fsdp_flat.checkpoint import checkpoints
-from fsdp_flat.comm.streams import HostCopies
+from fsdp_flat.comm.streams import HostCopies, HostSwap
 from fsdp_flat.state.torch_state import ShardedTensors
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal, train
 from tests.rehearsal.models import BOTH_KINDS
@@ -132,7 +132,8 @@ def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
 def test_copies_take_blocks_that_fit_and_give_others_back() -> None:
     """What is kept is bounded by what the last copies took."""
     with rehearsal() as run, mock.patch("fsdp_flat.comm.streams._BLOCK_NBYTES", 1024):
-        copies = HostCopies(run.machine.device, run.machine.new_stream, [])
+        swap = HostSwap(run.machine.device, run.machine.new_stream, run.machine.current_stream)
+        copies = HostCopies(swap, [])
 
         def sizes(*numels: int) -> list[int]:
             found = copies.copied([torch.zeros(numel, device=run.machine.device) for numel in numels])
