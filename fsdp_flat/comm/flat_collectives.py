@@ -51,16 +51,17 @@ class ReusesMemory(Protocol):
 class Collectives:
     """Runs the collectives of one shard group of more than one rank on flat tensors: here, those of its backend.
 
-    Errors name the unit by its id ``unit`` and ``name``.
+    Errors name the unit by its id ``unit`` and ``name``. The host waits for no collective of an accelerator's backend,
+    such as NCCL. It waits for the end of a backward, and by the calls that ranks have noted finds out there if they
+    wait in different ones.
     """
 
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
-        self._unit = unit
-        self._name = name
-        self.rank_group = rank_group
-        self.group = rank_group.process_group
-        self.rank = rank_group.rank
-        self.size = rank_group.size
+        self._unit, self._name = unit, name
+        self.rank_group, self.group = rank_group, rank_group.process_group
+        self.rank, self.size = rank_group.rank, rank_group.size
+        self._calls = calls_of(self.group)
+        unit_names(self.group).setdefault(unit, name)
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
         """Begin to all-gather ``tensor`` (1-D), the result: a row of ``target``, or else the whole.
@@ -84,8 +85,8 @@ class Collectives:
         is there; temporary memory comes from the ``pool``.
         """
         out = full.new_empty(full.numel() // self.size)
-        work = torch_comm.reduce_scatter_single(out, full, group=self.group, async_op=True)
-        return Pending([work], out)
+        self._calls.add("the reduce-scatter", self._unit)
+        return Pending([self._begun("reduce-scatter", torch_comm.reduce_scatter_single, out, full)], out)
 
     def _stage(self, tensor: torch.Tensor, target: PlacesRows | None) -> tuple[torch.Tensor, Finish]:
         """Return memory for the slices of all ranks, with this rank's, and a function that places them from there."""
@@ -95,7 +96,15 @@ class Collectives:
 
     def _gather_into(self, whole: torch.Tensor) -> Sequence[Any]:
         """Begin to all-gather ``whole``, which contains this rank's slice, and return the works."""
-        return [torch_comm.all_gather_single(whole, self._own_slice(whole), group=self.group, async_op=True)]
+        self._calls.add("the all-gather", self._unit)
+        return [self._begun("all-gather", torch_comm.all_gather_single, whole, self._own_slice(whole))]
+
+    def _begun(self, operation: str, begin: Callable[..., Any], *tensors: torch.Tensor) -> NamedWork:
+        try:
+            work = begin(*tensors, group=self.group, async_op=True)
+        except dist.DistError as error:
+            raise named(error, self._describe(operation), self.rank_group) from error
+        return NamedWork(work, self.rank_group, partial(self._describe, operation))
 
     def _describe(self, operation: str) -> str:
         return f"the {operation} of unit {unit_names(self.group).get(self._unit, self._name)!r}"
@@ -104,36 +113,6 @@ class Collectives:
         """Return this rank's slice of ``whole``, without views of the slices of thousands of other ranks."""
         numel = whole.numel() // self.size
         return whole[self.rank * numel : (self.rank + 1) * numel]
-
-
-class BackendCollectives(Collectives):
-    """Uses a backend of accelerators, such as NCCL: calls are noted, and errors name the unit.
-
-    The host waits for none of these collectives. It waits for the end of a backward, and by the calls that ranks have
-    noted finds out there if they wait in different ones.
-    """
-
-    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
-        super().__init__(rank_group, unit, name)
-        self._calls = calls_of(self.group)
-        unit_names(self.group).setdefault(unit, name)
-
-    def _gather_into(self, whole: torch.Tensor) -> Sequence[Any]:
-        self._calls.add("the all-gather", self._unit)
-        try:
-            (work,) = super()._gather_into(whole)
-        except dist.DistError as error:
-            raise named(error, self._describe("all-gather"), self.rank_group) from error
-        return [NamedWork(work, self.rank_group, partial(self._describe, "all-gather"))]
-
-    def begin_reduce_scatter(self, full: torch.Tensor, pool: ReusesMemory | None = None) -> Pending:
-        out = full.new_empty(full.numel() // self.size)
-        self._calls.add("the reduce-scatter", self._unit)
-        try:
-            work = torch_comm.reduce_scatter_single(out, full, group=self.group, async_op=True)
-        except dist.DistError as error:
-            raise named(error, self._describe("reduce-scatter"), self.rank_group) from error
-        return Pending([NamedWork(work, self.rank_group, partial(self._describe, "reduce-scatter"))], out)
 
 
 class GlooCollectives(Collectives):
@@ -234,7 +213,7 @@ class CustomCollectives(Collectives):
         is_replaced = self._choice.all_gather is not None or self._choice.gather_memory is not None
         # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
         if is_replaced and tensor.is_floating_point():
-            calls_of(self.group).add("a custom all-gather")
+            self._calls.add("a custom all-gather")
             return super().begin_all_gather(tensor, target)
         return self._own.begin_all_gather(tensor, target)
 

@@ -11,7 +11,6 @@ from torch.distributed import irecv, isend
 
 from fsdp_flat.comm.failures import NamedWork, keep_waiting_in_thread, named_errors
 from fsdp_flat.comm.flat_collectives import (
-    BackendCollectives,
     CollectiveChoice,
     Collectives,
     CustomCollectives,
@@ -38,7 +37,7 @@ def collectives_for(
 
     def of_library(rank_group: RankGroup) -> Collectives:
         if choice.backend or not moves_by_gloo(rank_group.process_group, device):
-            return BackendCollectives(rank_group, unit, name)
+            return Collectives(rank_group, unit, name)
         if device.type == "cpu":
             return SharedMemoryCollectives(rank_group, unit, name, choice=choice)
         return GlooAcceleratorCollectives(rank_group, unit, name)

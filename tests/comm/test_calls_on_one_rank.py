@@ -24,7 +24,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.checkpoint import full_save
 from fsdp_flat.comm import RankGroup, calls, failures, host_group, rank_groups, torch_barriers, torch_comm
 from fsdp_flat.comm.failures import named_errors
-from fsdp_flat.comm.flat_collectives import BackendCollectives
+from fsdp_flat.comm.flat_collectives import Collectives
 from fsdp_flat.errors import PeerFailureError, UsageError
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.model_save import _shards_of
@@ -173,7 +173,7 @@ def of_nccl(rank: int, port: int, task: str, places: str, folder: str) -> None:
     """Rank 1 does something else than the others, in a group whose collectives do not make the host wait."""
     with joined(rank, port, places), as_of_nccl():
         model, optimizer = trained(folder)
-        assert model._unit.param_groups[0].comm.exact.__class__ is BackendCollectives
+        assert model._unit.param_groups[0].comm.exact.__class__ is Collectives
         with begun_only():
 
             def go() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_flat.comm.calls import calls_of, unit_names
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import hosts_of, transport_of
@@ -35,11 +34,9 @@ class SharedMemoryCollectives(GlooCollectives):
         self._choice = choice
         self._transport = transport
         self._elsewhere = GlooCollectives(rank_group, unit, name)
-        self._calls = calls_of(self.group)
         self._is_connected = transport is not None
 
     def _connect(self) -> SharedMemoryTransport | None:
-        unit_names(self.group).setdefault(self._unit, self._name)
         self._transport = transport_of(self.rank_group)
         hosts = hosts_of(self.rank_group)
         if hosts is not None:
