@@ -14,7 +14,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard, save_checkpoint
 from fsdp_flat.comm import RankGroup, barrier, outliving_group, second_group, subgroup_of
 from fsdp_flat.comm.shm import transport_of
-from fsdp_flat.comm.shm.connect import hosts_of
+from fsdp_flat.comm.shm.connect import Hosts, connect
 from fsdp_flat.comm.torch_comm import timeout_of
 from fsdp_flat.errors import PeerFailureError
 from tests.support import on_ranks
@@ -85,8 +85,8 @@ def test_a_barrier_raises_soon_after_a_rank_has_ended(rank: int) -> None:
 def test_a_barrier_over_hosts_raises_soon_where_a_rank_of_the_same_host_has_ended(rank: int) -> None:
     with on_hosts("aabb"):
         group = RankGroup.of(dist.new_group())
-        hosts = hosts_of(group)
-        assert hosts is not None
+        hosts = connect(group)
+        assert isinstance(hosts, Hosts)
         if rank == 3:
             hosts.direct.leave()  # as the end of the process does
         elif rank == 2:

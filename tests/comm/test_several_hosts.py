@@ -18,7 +18,6 @@ from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, us
 from fsdp_flat.comm import CollectiveChoice, RankGroup
 from fsdp_flat.comm.failures import REPORT_TIMEOUT_S
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
-from fsdp_flat.comm.shm.connect import hosts_of
 from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.comm.test_collectives import DTYPES, contribution
 from tests.support import assert_close, assert_equal, on_ranks
@@ -49,7 +48,7 @@ def sum_by_host(places: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def test_a_gather_is_the_concatenation_of_the_slices_wherever_ranks_are(places: str, rank: int) -> None:
     with on_hosts(places):
         rank_group = RankGroup.of(dist.new_group())
-        assert hosts_of(rank_group) is not None
+        assert isinstance(connect.connect(rank_group), connect.Hosts)
         for dtype in [*DTYPES, torch.bool]:
             slices = [contribution(other, 5, dtype) for other in range(4)]
             full = torch.zeros(20, dtype=dtype)
@@ -81,7 +80,7 @@ def test_a_reduction_adds_within_each_host_in_order_of_ranks_and_then_over_hosts
 def test_three_hosts_and_hosts_of_three_ranks_gather_and_add_also_nothing(places: str, rank: int) -> None:
     with on_hosts(places):
         rank_group = RankGroup.of(dist.new_group())
-        assert hosts_of(rank_group) is not None
+        assert isinstance(connect.connect(rank_group), connect.Hosts)
         unit = SharedMemoryCollectives(rank_group)
         for numel in (0, 1, 5):
             slices = [contribution(other, numel, torch.float32) for other in range(6)]
@@ -114,7 +113,7 @@ def test_hosts_of_one_rank_or_of_unequal_numbers_use_gloo(places: str) -> None:
     with on_hosts(places):
         rank_group = RankGroup.of(dist.new_group())
         assert transport_of(rank_group) is None
-        assert hosts_of(rank_group) is None
+        assert not isinstance(connect.connect(rank_group), connect.Hosts)
 
 
 @on_ranks(4)
@@ -151,8 +150,8 @@ def test_a_collective_completes_without_a_wait_once_all_ranks_have_looked(rank: 
 def test_a_failed_collective_between_hosts_and_those_behind_it_are_complete_without_an_error(rank: int) -> None:
     with on_hosts("aabb"):
         rank_group = RankGroup.of(dist.new_group())
-        unit, hosts = SharedMemoryCollectives(rank_group), hosts_of(rank_group)
-        assert hosts is not None
+        unit, hosts = SharedMemoryCollectives(rank_group), connect.connect(rank_group)
+        assert isinstance(hosts, connect.Hosts)
         unit.begin_all_gather(torch.full((4,), float(rank))).wait()
         for crossing in {id(each.group): each.group for each in hosts.gather_groups}.values():
             give_up_soon(crossing)

@@ -53,21 +53,15 @@ class Hosts:
     gathers: deque[Any] = field(default_factory=deque)
     sums: deque[Any] = field(default_factory=deque)
 
-    def local(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's host."""
-        return _local_of(self.ranks, rank)
 
-    def rail(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's rail."""
-        return _rail_of(self.ranks, rank)
-
-
-def _local_of(hosts: list[list[int]], rank: int) -> list[int]:
+def local_ranks(hosts: list[list[int]], rank: int) -> list[int]:
+    """Return the ranks of a rank's host."""
     return next(ranks for ranks in hosts if rank in ranks)
 
 
-def _rail_of(hosts: list[list[int]], rank: int) -> list[int]:
-    position = _local_of(hosts, rank).index(rank)
+def rail_of(hosts: list[list[int]], rank: int) -> list[int]:
+    """Return the ranks of a rank's rail."""
+    position = local_ranks(hosts, rank).index(rank)
     return sorted(ranks[position] for ranks in hosts)
 
 
@@ -78,26 +72,18 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport
 
 
 def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
-    """Return the transport between all ranks of a group of more than one; None if they cannot all share memory.
-
-    At most 16 ranks can, if they run on one Linux kernel as one user, in one network namespace, and the environment
-    variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group, of this function or of
-    :func:`hosts_of`, is a collective: every rank of the group must make it at the same point.
-    """
-    connection = _connection_of(rank_group)
+    """Return the transport between all ranks of a group; None if they cannot all share memory (:func:`connect`)."""
+    connection = connect(rank_group)
     return connection if isinstance(connection, SharedMemoryTransport) else None
 
 
-def hosts_of(rank_group: RankGroup) -> Hosts | None:
-    """Return the hosts of a group that spans several of them, each with equally many ranks that share memory.
+def connect(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | None:
+    """Return the transport between all ranks of a group of more than one, or hosts of equally many ranks.
 
-    The limits are those of :func:`transport_of`, for each host; None if they do not hold.
+    At most 16 ranks share memory, if they run on one Linux kernel as one user, in one network namespace, and the
+    environment variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them; None if ranks of a host cannot. The first
+    call for a group is a collective: every rank of the group must make it at the same point.
     """
-    connection = _connection_of(rank_group)
-    return connection if isinstance(connection, Hosts) else None
-
-
-def _connection_of(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | None:
     group = rank_group.process_group
     if group not in _connections:
         connection = _connections[group] = _connect(rank_group)
@@ -148,7 +134,7 @@ def _connect(rank_group: RankGroup) -> SharedMemoryTransport | Hosts | None:
     if relayed is None:
         direct.leave()
         return None
-    up, down, reduce_up, reduce_down = new_groups_of(rank_group, _rail_of(hosts, rank_group.rank), 4)
+    up, down, reduce_up, reduce_down = new_groups_of(rank_group, rail_of(hosts, rank_group.rank), 4)
     return Hosts(hosts, direct, relayed, (up, down), (reduce_up, reduce_down))
 
 
@@ -172,7 +158,7 @@ def _connect_hosts(
         num_local = {len(ranks) for ranks in hosts}
         if not all(addresses) or len(num_local) > 1 or not 1 < max(num_local) <= _MOST_RANKS:
             return hosts, None
-        local = _local_of(hosts, rank_group.rank)
+        local = local_ranks(hosts, rank_group.rank)
         assert listener is not None
         with suppress(OSError, ValueError):
             _connect_peers(rank_group, local, listener, addresses, peers)

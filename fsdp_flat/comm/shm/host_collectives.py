@@ -33,7 +33,7 @@ from fsdp_flat.comm.custom import PACKINGS
 from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.shm.connect import Hosts
+from fsdp_flat.comm.shm.connect import Hosts, local_ranks, rail_of
 from fsdp_flat.comm.streams import Pending, unrecorded
 
 
@@ -111,9 +111,9 @@ class HostCollectives(GlooCollectives):
         super().__init__(rank_group, unit, name)
         self._hosts = hosts
         self._choice = choice
-        self._local = hosts.local(self.rank)
+        self._local = local_ranks(hosts.ranks, self.rank)
         self._peers = [rank for rank in self._local if rank != self.rank]
-        self._rails = {rank: hosts.rail(rank) for rank in self._local}
+        self._rails = {rank: rail_of(hosts.ranks, rank) for rank in self._local}
 
     def _begin_second_parts(self) -> None:
         begin_second_parts(self._hosts.gathers)

@@ -6,7 +6,7 @@ import torch
 
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.shm.connect import hosts_of, transport_of
+from fsdp_flat.comm.shm.connect import Hosts, connect
 from fsdp_flat.comm.shm.host_collectives import HostCollectives
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.comm.streams import Pending, unrecorded
@@ -37,11 +37,11 @@ class SharedMemoryCollectives(GlooCollectives):
         self._is_connected = transport is not None
 
     def _connect(self) -> SharedMemoryTransport | None:
-        self._transport = transport_of(self.rank_group)
-        hosts = hosts_of(self.rank_group)
-        if hosts is not None:
-            self._elsewhere = HostCollectives(self.rank_group, self._unit, self._name, hosts=hosts, choice=self._choice)
-        self._is_connected = True
+        self._is_connected, found = True, connect(self.rank_group)
+        if isinstance(found, Hosts):
+            self._elsewhere = HostCollectives(self.rank_group, self._unit, self._name, hosts=found, choice=self._choice)
+        else:
+            self._transport = found
         return self._transport
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
