@@ -97,11 +97,7 @@ def initialise(
             # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on this rank only.
             agree((), error, groups.rank_groups, WRAPPING)
         raise
-    named: list[tuple[str, torch.Tensor]] = [
-        (entry.fqn, each) for entry in params for each in plain_tensors_in(local_of(entry.param))
-    ]
-    named += [(f"{each.fqn}.{name}", value) for each in params for name, value in constants_of(each.param).items()]
-    named += named_buffers(modules) if options.sync_states != "warn" else []
+    named = synced_tensors([(entry.fqn, entry.param) for entry in params], modules, options)
     broadcast = call.broadcast
     if call.on_meta:
         # That code may have made other tensors on the ranks where it ran.
@@ -362,14 +358,15 @@ def own_modules(root: nn.Module, ignored: Ignored | None = None) -> list[tuple[s
     return [(name, module) for module, name in found.items() if module not in left_out]
 
 
-def named_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
-    """Return FQNs and buffers of ``modules``."""
-    return [
-        (join_fqn(path, name), buffer)
-        for path, module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+def synced_tensors(
+    params: Sequence[tuple[str, torch.Tensor]], modules: Iterable[tuple[str, nn.Module]], options: UnitOptions
+) -> list[tuple[str, torch.Tensor]]:
+    """Return by name the plain tensors of ``params``, and buffers, that ranks compare or rank 0 broadcasts."""
+    found = [(fqn, each) for fqn, param in params for each in plain_tensors_in(local_of(param))]
+    found += [(f"{fqn}.{name}", each) for fqn, param in params for name, each in constants_of(param).items()]
+    for path, module in modules if options.sync_states != "warn" else ():
+        found += [(join_fqn(path, name), each) for name, each in module._buffers.items() if each is not None]
+    return found
 
 
 def _warn_of_container(

@@ -31,11 +31,10 @@ from fsdp_flat.core import (
     local_of,
     modules_of,
     owner_of,
-    plain_tensors_in,
 )
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.core.options import Ignored, UnitOptions
-from fsdp_flat.core.quantized import constants_of, find_constants, quantization_of
+from fsdp_flat.core.quantized import find_constants, quantization_of
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.layout import clean_fqn, join_fqn
@@ -48,9 +47,9 @@ from fsdp_flat.runtime.build import (
     check_outside_units,
     count_call,
     initialise,
-    named_buffers,
     own_modules,
     process_groups,
+    synced_tensors,
     unit_params,
 )
 from fsdp_flat.runtime.compute_device import (
@@ -232,13 +231,9 @@ def construct(
 
 def _has_subclasses_only(module: nn.Module, ignored: Ignored) -> bool:
     """Return whether a unit of ``module`` would have parameters, all of them of other classes of tensors."""
-    own = _own_params(module, ignored)
-    return bool(own) and all(is_subclass(local_of(param.data)) for param in own)
-
-
-def _own_params(module: nn.Module, ignored: Ignored) -> list[nn.Parameter]:
     held = [param for _, child in own_modules(module, ignored) for param in child._parameters.values()]
-    return [param for param in held if param is not None and not ignored.has(param) and not is_managed(param)]
+    own = [param for param in held if param is not None and not ignored.has(param) and not is_managed(param)]
+    return bool(own) and all(is_subclass(local_of(param.data)) for param in own)
 
 
 def _agreed_plan(
@@ -297,15 +292,12 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         holders = [each for each in named_modules if not owners.keys().isdisjoint(each[1]._parameters.values())]
         materialize(holders, module, options, ignored)
         owners = owners_of_ties(module, modules, ignored.has)
-    named: list[tuple[str, torch.Tensor]] = [
-        (clean_fqn(path), tensor)
+    params = [
+        (clean_fqn(path), param)
         for path, param in module.named_parameters()
         if not ignored.has(param) and not is_managed(param)
-        for tensor in plain_tensors_in(param)
     ]
-    named += [(f"{path}.{name}", each) for path, param in named for name, each in constants_of(param).items()]
-    if options.sync_states != "warn":
-        named += named_buffers(own_modules(module, ignored))
+    named = synced_tensors(params, own_modules(module, ignored), options)
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
         is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], rank_groups)
