@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fsdp_flat.comm import ErrorTexts, agree
 from fsdp_flat.core import Iteration, Step, Unit
@@ -17,10 +17,28 @@ class MetaTensors(OnceATree):
     """Refuses parameters without values, on all ranks, and warns of buffers, before the first forward of a tree."""
 
     def tree_built(self, step: Step, iteration: Iteration) -> None:
-        """Raise a UsageError if a parameter that left the meta device has no values, here or on another rank."""
-        if step not in self.seen:
-            _check_values(step.units)
-            self.seen.add(step)  # after an error the next forward looks again
+        """Raise a UsageError if a parameter that left the meta device has no values, here or on another rank.
+
+        Ranks of a shard group exchange their errors: one replica may run alone.
+        """
+        if step in self.seen:
+            return
+        # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing
+        # reads a parameter.
+        left = _unwritten([unit for unit in step.units if unit.options.front.stays_on_meta], params=True)
+        if left:
+            warn_user(
+                f"{counted(len(left), 'parameters')} left the meta device by to_empty, never written and so NaN: "
+                f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a "
+                "state dict, between to_empty and the first forward."
+            )
+        left_meta = [each for each in step.units if each.unwritten is not None and not each.options.front.stays_on_meta]
+        if left_meta:
+            shard_groups = dict.fromkeys(unit.options.groups.shard for unit in (step.root, *left_meta))
+            agree((), _unwritten_error(left_meta), list(shard_groups), _WRITTEN)
+        for unit in step.units:
+            unit.unwritten = None
+        self.seen.add(step)  # after an error the next forward looks again
 
 
 def _unwritten(units: Iterable[Unit], *, params: bool) -> list[str]:
@@ -47,25 +65,3 @@ def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
         f"Parameters left the meta device and were never written, so their values are undefined: "
         f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
     )
-
-
-def _check_values(units: Sequence[Unit]) -> None:
-    """Raise if a parameter that left the meta device has no values, here or on another rank.
-
-    Every rank of the shard groups must call this, which exchange this rank's error: one replica may run alone.
-    """
-    # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing reads
-    # a parameter.
-    left = _unwritten([unit for unit in units if unit.options.front.stays_on_meta], params=True)
-    if left:
-        warn_user(
-            f"{counted(len(left), 'parameters')} left the meta device by to_empty, never written and so NaN: "
-            f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
-            "dict, between to_empty and the first forward."
-        )
-    left_meta = [unit for unit in units if unit.unwritten is not None and not unit.options.front.stays_on_meta]
-    if left_meta:
-        shard_groups = dict.fromkeys(unit.options.groups.shard for unit in (units[0], *left_meta))
-        agree((), _unwritten_error(left_meta), list(shard_groups), _WRITTEN)
-    for unit in units:
-        unit.unwritten = None

@@ -21,7 +21,6 @@ from fsdp_flat.core import (
     PLAIN,
     Step,
     Unit,
-    UnitOptions,
     all_rank_groups,
     check_module,
     persistent_buffers,
@@ -122,7 +121,7 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
             )
 
 
-def _print(tensor: torch.Tensor) -> int:
+def _fingerprint(tensor: torch.Tensor) -> int:
     if tensor.is_meta or type(tensor.data) is not torch.Tensor or tensor.is_quantized:
         return 0
     return fingerprint(tensor.detach().to_dense())
@@ -185,7 +184,7 @@ class ReplicatedTensors:
             other = _OUTSIDE if unit_of(module) is None else _ADDED
             self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
         self._tensors = {**params, **persistent_buffers(module)}
-        self.prints = {name: _print(tensor) for name, tensor in self._tensors.items()}
+        self.prints = {name: _fingerprint(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
 
     @property
@@ -249,14 +248,12 @@ def check_replicas(model: nn.Module, optim: torch.optim.Optimizer | None = None)
     with doing("check_replicas"):
         for unit in units:
             unit.step.recover()
-        return _all_differing(model, optim, units[0].options)
-
-
-def _all_differing(model: nn.Module, optim: torch.optim.Optimizer | None, options: UnitOptions) -> list[str]:
-    """Return the names of tensors and settings that differ between ranks. Every rank must call this."""
-    found = ReplicatedTensors(model, every=True).compare(options.groups.rank_groups)
-    settings = {} if optim is None else group_settings(model, optim)
-    prints = {
-        f"{key!r} of {fqn!r}": digest_of(text.encode()) for fqn, row in settings.items() for key, text in row.items()
-    }
-    return sorted([*found, *_differing(prints, options.groups.rank_groups)])
+        rank_groups = units[0].options.groups.rank_groups
+        found = ReplicatedTensors(model, every=True).compare(rank_groups)
+        settings = {} if optim is None else group_settings(model, optim)
+        digests = {
+            f"{key!r} of {fqn!r}": digest_of(text.encode())
+            for fqn, of_param in settings.items()
+            for key, text in of_param.items()
+        }
+        return sorted([*found, *_differing(digests, rank_groups)])

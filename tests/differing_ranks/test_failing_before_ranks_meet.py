@@ -39,7 +39,7 @@ from tests.support import assert_equal, on_ranks
 from tests.support.patience import SECONDS, alone_after
 from tests.support.wrapper_models import seeded, shard, whole_state
 
-PRINT = "fsdp_flat.guards.unmanaged_tensors._print"
+PRINT = "fsdp_flat.guards.unmanaged_tensors._fingerprint"
 
 
 def fail(*_: Any, **_options: Any) -> Any:
