@@ -17,13 +17,12 @@ differ from those of others, so it shows nothing until ranks have compared their
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +42,6 @@ class Calls:
 
     Attributes:
         has_failed: this rank has failed since ranks compared their calls.
-        looks: numbers what this rank shows.
         thread: the one that uses the group: a barrier in another thread says nothing about when it comes.
         failed_after: number of its calls before its last failure; -1 if it has not failed.
         num_failures: number of its failures after as many calls.
@@ -59,7 +57,6 @@ class Calls:
         self.last: deque[tuple[int, int, str]] = deque(maxlen=_MOST_CALLS)
         self.number = 0
         self.has_failed = False
-        self.looks = itertools.count(1)
         self.thread = 0
         self.failed_after, self.num_failures, self.num_comparisons = -1, 0, 0
         self.report = self.error = ""
@@ -188,14 +185,14 @@ class Looks:
         shown: dict[int, str] = {}
 
         def exchange(store: dist.Store) -> None:
-            position = [next(calls.looks), self._barrier_ranks, _State.has_begun_barriers]
-            store.set(_KEY % own_rank, json.dumps([*position, *ours.items()]))
+            # The time tells what is shown now from what was shown before.
+            wait = [time.monotonic_ns(), self._barrier_ranks, _State.has_begun_barriers]
+            store.set(_KEY % own_rank, json.dumps([*wait, *ours.items()]))
             for rank in self.rank_group.others:
                 if store.check([_KEY % rank]):
                     shown[rank] = store.get(_KEY % rank).decode()
 
-        with suppress(Exception):  # the group may be gone
-            ask_store(parent_of(group), exchange)
+        ask_store(parent_of(group), exchange)
         for rank, text in dict(shown).items():
             _, barrier, has_begun, *last = json.loads(text)
             error = self._error(rank, barrier, has_begun, dict(last), ours, calls.number)
@@ -207,8 +204,7 @@ class Looks:
             # barrier which has ended meanwhile.
             if len(suspected) > (1 if barrier is None else 2):
                 # The other rank finds the same, once this one has shown it twice.
-                with suppress(Exception):
-                    ask_store(parent_of(group), exchange)
+                ask_store(parent_of(group), exchange)
                 return error
         return None
 

@@ -115,8 +115,7 @@ def _read_reports(rank_group: RankGroup, ranks: Iterable[int]) -> dict[int, Repo
             if store.check([REPORT % rank]) and (report := store.get(REPORT % rank).decode(errors="replace")):
                 reports[rank] = Report.parsed(report)
 
-    with suppress(Exception):  # the group may be gone
-        ask_store(parent_of(rank_group.process_group), read)
+    ask_store(parent_of(rank_group.process_group), read)
     return dict(reports)
 
 

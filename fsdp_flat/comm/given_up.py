@@ -22,7 +22,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -197,7 +197,7 @@ def will_not_come(rank_group: RankGroup, ranks: Collection[int], *, gives_up: bo
                     store.set(key, str(rank_group.rank))
                     return
 
-    _ask(group, request)
+    ask_store(group, request)
     return found
 
 
@@ -241,7 +241,7 @@ def _withdrawn(group: dist.ProcessGroup, rank: int, calls: Calls) -> bool:
             left = store.compare_set(REPORT % rank, calls.report, "").decode(errors="replace")
             is_free = not left.startswith(_MARK)
 
-    _ask(group, request)
+    ask_store(group, request)
     return is_free
 
 
@@ -261,7 +261,7 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call
             _compare(rank_group, calls, group, call)
             return
         calls.has_failed = False
-        _ask(group, lambda store: store.set(_SAID % (f"{index}/calls", rank_group.rank), ""))
+        ask_store(group, lambda store: store.set(_SAID % (f"{index}/calls", rank_group.rank), ""))
         return
     if len({(number, digest) for number, digest, *_ in rows}) > 1:
         numbers = ", ".join(f"rank {rank} {number}" for rank, (number, *_) in enumerate(rows))
@@ -297,7 +297,7 @@ def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call
             for what in ("calls", "missing"):
                 store.delete_key(_SAID % (f"{index - 1}/{what}", rank_group.rank))
 
-    _ask(group, clean)
+    ask_store(group, clean)
 
 
 def _exchange(
@@ -332,7 +332,7 @@ def _exchange(
 
     begun, is_logged = time.monotonic(), False
     while True:
-        _ask(parent_of(group), exchange)
+        ask_store(parent_of(group), exchange)
         waited, missing = time.monotonic() - begun, [rank for rank in range(size) if rank not in rows]
         if not missing:
             return [rows[rank] for rank in range(size)]
@@ -359,11 +359,6 @@ def _exchange(
 def _read(store: dist.Store, key: str) -> str:
     """Return the text of a key; it is empty if there is none."""
     return store.get(key).decode(errors="replace") if store.check([key]) else ""
-
-
-def _ask(group: dist.ProcessGroup, request: Callable[[dist.Store], object]) -> None:
-    with suppress(Exception):  # the group may be gone
-        ask_store(group, request)
 
 
 # In the report of a rank whose group is refused: it sends nothing in its other groups either.

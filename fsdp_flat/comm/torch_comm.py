@@ -50,19 +50,19 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def ask_store(group: dist.ProcessGroup, request: Callable[[dist.Store], object]) -> None:
-    """Make a request to a group's store; return without an answer if the store is gone or takes too long."""
-    store = group_store(group)
+    """Make a request to a group's store; return without an answer if either is gone, or the store takes too long."""
 
     def run() -> None:
         with suppress(Exception):
             request(store)
 
-    earlier = _asking.get(store)
-    if earlier is not None and earlier.is_alive():
-        return
-    thread = _asking[store] = threading.Thread(target=run, name="fsdp_flat_store", daemon=True)
-    thread.start()
-    thread.join(_STORE_TIMEOUT_S)
+    with suppress(Exception):
+        store = group_store(group)
+        earlier = _asking.get(store)
+        if earlier is None or not earlier.is_alive():
+            thread = _asking[store] = threading.Thread(target=run, name="fsdp_flat_store", daemon=True)
+            thread.start()
+            thread.join(_STORE_TIMEOUT_S)
 
 
 def new_group(

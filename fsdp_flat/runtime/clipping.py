@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,23 +24,14 @@ def _number(name: str, value: Any) -> float:
         raise OptionTypeError(f"{name} must be a number; got {value!r}.") from error
 
 
-@dataclass(slots=True)
-class _SplitGrads:
-    """Collects gradients that are split over the same groups of ranks.
+# For each parameter whose gradient is split over the same groups of ranks, its dtype and the gradient of this rank.
+_SplitGrads = list[tuple[torch.dtype, torch.Tensor | None]]
 
-    Attributes:
-        dtype: dtype of their norm, which depends on the parameters of these groups alone: ranks exchange it.
-        grads: one entry for each parameter; None where this rank has no gradient.
-    """
 
-    dtype: torch.dtype = torch.float32
-    grads: list[torch.Tensor | None] = field(default_factory=list)
-
-    def add(self, param_dtype: torch.dtype, grad: torch.Tensor | None) -> None:
-        """Add the gradient of a parameter."""
-        if param_dtype.is_floating_point or param_dtype.is_complex:
-            self.dtype = torch.promote_types(self.dtype, param_dtype.to_real())
-        self.grads.append(grad)
+def _norm_dtype(split: _SplitGrads) -> torch.dtype:
+    """Return the dtype of the norm, which depends on the parameters of these groups alone: ranks exchange it."""
+    floats = [dtype.to_real() for dtype, _ in split if dtype.is_floating_point or dtype.is_complex]
+    return functools.reduce(torch.promote_types, floats, torch.float32)
 
 
 def clip_grads(
@@ -72,7 +62,7 @@ def clip_grads(
     by_groups: dict[tuple[RankGroup, ...], _SplitGrads] = {}
 
     def split_over(rank_group: RankGroup, adapter: TensorAdapter) -> _SplitGrads:
-        return by_groups.setdefault((rank_group, *map(RankGroup.of, adapter.groups)), _SplitGrads())
+        return by_groups.setdefault((rank_group, *map(RankGroup.of, adapter.groups)), [])
 
     managed = []
     for unit in units:
@@ -83,18 +73,18 @@ def clip_grads(
             for param, adapter, grad in grads_by_adapter(param_group, one_by_one=norm_type <= 0):
                 is_meant = among is None or param in among
                 managed += [param] if is_meant else []
-                split_over(rank_group, adapter).add(param.dtype, grad if is_meant else None)
+                split_over(rank_group, adapter).append((param.dtype, grad if is_meant else None))
     split_over(ALONE, PLAIN)
     for other in unmanaged:
         adapter = adapter_if_dtensor(other)
         grad = None if other.grad is None else adapter.to_local(other.grad)
-        split_over(ALONE, adapter).add(other.dtype, grad)
+        split_over(ALONE, adapter).append((other.dtype, grad))
         if grad is not None and adapter is not PLAIN:
             # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
             # optimizer reads.
             other.grad = adapter.from_local(grad)
     device = next((param_group.spec.device for unit in units for param_group in unit.param_groups), torch.device("cpu"))
-    dtype = functools.reduce(torch.promote_types, [split.dtype for split in by_groups.values()])
+    dtype = functools.reduce(torch.promote_types, list(map(_norm_dtype, by_groups.values())))
     parts = [_norm_over(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()]
     total = _joined(torch.stack(parts), norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -102,7 +92,7 @@ def clip_grads(
             f"The norm of order {norm_type} of the gradients of all ranks is non-finite ({float(total)}), so they "
             "cannot be clipped. Find the first inf or NaN, or scale by it all the same with error_if_nonfinite=False."
         )
-    grads = [grad for split in by_groups.values() for grad in split.grads if grad is not None]
+    grads = [grad for split in by_groups.values() for _, grad in split if grad is not None]
     dtypes = [grad.dtype for grad in grads]
     if not grads:
         # Of no gradients at all the norm is 0, of any order.
@@ -143,7 +133,7 @@ def _norm_over(
     rank_groups: tuple[RankGroup, ...], split: _SplitGrads, norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """Return the norm of gradients that are split over groups, the same on every rank of them."""
-    grads, dtype = split.grads, split.dtype
+    grads, dtype = [grad for _, grad in split], _norm_dtype(split)
     connected = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     if norm_type == 0:
         # A parameter that is split counts once.
