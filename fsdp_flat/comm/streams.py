@@ -295,7 +295,7 @@ class HostCopies:
         """Block the host until the last copies are complete."""
         complete, self._complete = self._complete, None
         if complete is not None:
-            self._swap.block(complete)
+            complete.synchronize()
         self._sources = ()
 
     def release(self) -> None:

@@ -216,8 +216,6 @@ def is_policy_object(policy: Any) -> bool:
 
 def check_policy(policy: Any) -> None:
     """Raise if ``policy`` is neither a function policy nor a policy object."""
-    if policy is None:
-        raise PhaseError("auto_wrap_policy is None. Pass a policy, or do not plan units.")
     if isinstance(policy, type):
         raise OptionTypeError(
             f"auto_wrap_policy is the class {policy.__name__}. Pass a policy, for example ModuleWrapPolicy({{Block}})."

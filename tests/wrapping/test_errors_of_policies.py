@@ -10,14 +10,13 @@ import pytest
 import torch.distributed.fsdp.wrap as peer
 from torch import nn
 
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError
 from fsdp_flat.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     _module_wrap_policy,
     _or_policy,
     always_wrap_policy,
-    apply_plan,
     enable_wrap,
     lambda_auto_wrap_policy,
     plan_units,
@@ -116,10 +115,6 @@ def test_a_custom_policy_needs_a_function() -> None:
     assert "{'a'}" in message(OptionTypeError, TypeError, lambda: CustomPolicy({"a"}))  # type: ignore[arg-type]
 
 
-def test_no_policy_is_an_error() -> None:
-    assert "auto_wrap_policy is None" in message(PhaseError, AssertionError, lambda: plan(nn.ReLU(), None))
-
-
 def test_no_wrapper_is_an_error() -> None:
     def call() -> None:
         with enable_wrap(wrapper_cls=None):
@@ -140,22 +135,6 @@ def test_a_nested_enable_wrap_is_an_error_and_the_outer_context_goes_on() -> Non
     assert isinstance(made, Wrapper)
     assert made.options == {"outer": 1}
     assert type(wrap(nn.ReLU())) is nn.ReLU
-
-
-def test_a_wrapper_that_returns_no_module_is_an_error() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    made = plan(model, always_wrap_policy)
-    text = message(PhaseError, AssertionError, lambda: apply_plan(model, made, lambda module, kwargs: None))  # type: ignore[arg-type,return-value]
-    assert "'0' (Linear) gave None" in text
-
-
-def test_a_plan_for_another_tree_is_an_error_before_anything_is_wrapped() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    made = plan(model, always_wrap_policy)
-    model[1] = nn.ReLU()
-    text = message(UsageError, RuntimeError, lambda: apply_plan(model, made, lambda module, kwargs: Wrapper(module)))
-    assert "'1' (Linear) is no longer in Sequential" in text
-    assert isinstance(model[0], nn.Linear)
 
 
 @pytest.mark.parametrize("policy", [{Block}, "size", 3, ModuleWrapPolicy, Block])
