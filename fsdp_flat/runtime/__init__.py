@@ -30,7 +30,6 @@ from fsdp_flat.runtime.other_forwards import (
     run_module,
     unshard_for,
 )
-from fsdp_flat.runtime.param_walk import collect_params
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,

@@ -32,7 +32,7 @@ from fsdp_flat.core.quantized import constants_of, load_constants, quant_state_o
 from fsdp_flat.core.step import Step
 from fsdp_flat.core.unit import Unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, some_of
-from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
+from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.materialize import (
     Unwritten,
     agree_on_weights,
@@ -42,8 +42,8 @@ from fsdp_flat.runtime.materialize import (
     move_to_device,
     unwritten_params,
 )
-from fsdp_flat.runtime.param_walk import collect_params, inside_wrappers, to_local_param
-from fsdp_flat.runtime.unwrap import hide_compiled_name, managed_sites
+from fsdp_flat.runtime.param_walk import inside_wrappers, managed_sites, to_local_param, unit_params
+from fsdp_flat.runtime.unwrap import hide_compiled_name
 from fsdp_flat.user_warnings import warn_user
 
 WRAPPING = ErrorTexts(
@@ -435,21 +435,3 @@ def _prepare_quantized(root: nn.Module) -> list[Any]:
             # order to the constants, which are not.
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     return [module.register_load_state_dict_pre_hook(load_constants) for module in holders]
-
-
-def unit_params(
-    module: nn.Module,
-    name: str,
-    ignored: Ignored,
-    owners: Mapping[nn.Parameter, nn.Module],
-    nested: Sequence[Unit],
-) -> list[ManagedParam]:
-    """Return the parameters that a unit of ``module`` is to manage: no nested one, nor another owner of a tie, does."""
-    below = managed_sites(nested)
-    below.update((param_group.spec.module, FLAT_PARAM) for unit in nested for param_group in unit.param_groups)
-    return collect_params(
-        module,
-        unit_name=name,
-        skip=lambda param: ignored.has(param) or (bool(owners) and owners.get(param, module) is not module),
-        is_managed_below=lambda child, key: (child, key) in below,
-    )

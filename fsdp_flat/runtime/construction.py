@@ -50,7 +50,6 @@ from fsdp_flat.runtime.build import (
     own_modules,
     process_groups,
     synced_tensors,
-    unit_params,
 )
 from fsdp_flat.runtime.compute_device import (
     compute_device_from,
@@ -60,7 +59,7 @@ from fsdp_flat.runtime.compute_device import (
     groups_from,
 )
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize, unwritten_params
-from fsdp_flat.runtime.param_walk import named_sites
+from fsdp_flat.runtime.param_walk import named_sites, unit_params
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from fsdp_flat.core.options import Ignored
 from fsdp_flat.core.params import PLAIN, ManagedParam, Site, adapter_of, is_managed, owner_of
+from fsdp_flat.core.unit import Unit
 from fsdp_flat.errors import TiedParameterError
-from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, clean_fqn, join_fqn
+from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, FLAT_PARAM, clean_fqn, join_fqn
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
@@ -35,26 +37,32 @@ def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:
                 yield Site(module, name, join_fqn(path, name)), param
 
 
-def collect_params(
-    root: nn.Module,
-    *,
-    unit_name: str,
-    skip: Callable[[nn.Parameter], bool],
-    is_managed_below: Callable[[nn.Module, str], bool],
-) -> list[ManagedParam]:
-    """Collect the parameters of ``root`` that no nested unit manages, in FSDP1's order.
+def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
+    """Return module and name of every registration of a parameter that ``units`` manage."""
+    params = [entry for unit in units for param_group in unit.param_groups for entry in param_group.params]
+    return {(site.module, site.name) for entry in params for site in entry.sites}
 
-    Args:
-        skip: true for parameters that this unit does not manage (ignored, or owned by an outer unit).
-        is_managed_below: true for a registration that a nested unit manages.
+
+def unit_params(
+    root: nn.Module,
+    unit_name: str,
+    ignored: Ignored,
+    owners: Mapping[nn.Parameter, nn.Module],
+    nested: Sequence[Unit],
+) -> list[ManagedParam]:
+    """Return the parameters that a unit of ``root`` is to manage, in FSDP1's order: no ``nested`` one manages them.
+
+    ``owners`` are the modules whose units manage parameters that are shared between units.
 
     Raises:
         TiedParameterError: if a parameter that another unit has flattened is registered here as well.
     """
+    below = managed_sites(nested)
+    below.update((param_group.spec.module, FLAT_PARAM) for unit in nested for param_group in unit.param_groups)
     # By FQN and not by module: a module registered twice contributes both names of its parameters to state dicts.
     found: dict[nn.Parameter, dict[str, Site]] = {}
     for site, param in named_sites(root):
-        if is_managed_below(site.module, site.name) or skip(param):
+        if (site.module, site.name) in below or ignored.has(param) or (owners and owners.get(param, root) is not root):
             continue
         if is_managed(param):
             owner = owner_of(param)

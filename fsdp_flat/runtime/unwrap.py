@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,12 +61,6 @@ def _follow_parameters(unit: Unit) -> None:
         return
     unit.use_device(found[0])
     reset_step(unit.step.units)
-
-
-def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
-    """Return module and name of every registration of a parameter that ``units`` manage."""
-    params = [entry for unit in units for param_group in unit.param_groups for entry in param_group.params]
-    return {(site.module, site.name) for entry in params for site in entry.sites}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ names equal those of ``torch.distributed.fsdp.wrap``; a wrapper's constructor ca
 
 from __future__ import annotations
 
-from fsdp_flat.wrap.plan import UnitPlan, WrapPlan, apply_plan, plan_units
+from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
 from fsdp_flat.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -11,8 +11,9 @@ from torch import nn
 from fsdp_flat.core import FlatLayout, ParamGroup, ParamGroupSpec, PerParamLayout
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gradients import FlatGradBuffer
+from fsdp_flat.core.options import Ignored
 from fsdp_flat.core.torch_core import swap_memory
-from fsdp_flat.runtime import collect_params
+from fsdp_flat.runtime.param_walk import unit_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -204,9 +205,7 @@ def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() ->
 
 def test_a_recycled_buffer_is_empty_when_gradients_are_collected_again() -> None:
     module = nn.Linear(3, 2)
-    params = collect_params(
-        module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
-    )
+    params = unit_params(module, "small", Ignored(frozenset(), frozenset()), {}, ())
     spec = ParamGroupSpec(
         unit_name="small",
         module=module,

@@ -10,8 +10,9 @@ from torch import nn
 
 from fsdp_flat import FlatParameter
 from fsdp_flat.core import ParamGroup, ParamGroupSpec, add_reduced
+from fsdp_flat.core.options import Ignored
 from fsdp_flat.errors import UsageError
-from fsdp_flat.runtime import collect_params
+from fsdp_flat.runtime.param_walk import unit_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -28,9 +29,7 @@ class Small(nn.Module):
 
 
 def handle_of(module: nn.Module, *, rank: int = 0, world_size: int = 2, use_orig_params: bool = True) -> ParamGroup:
-    params = collect_params(
-        module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
-    )
+    params = unit_params(module, "small", Ignored(frozenset(), frozenset()), {}, ())
     return ParamGroup(
         params,
         ParamGroupSpec(
