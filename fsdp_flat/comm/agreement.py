@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import failures
-from fsdp_flat.comm.calls import Looks, calls_of
+from fsdp_flat.comm.calls import StallDetector, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
 from fsdp_flat.comm.given_up import will_not_come
@@ -338,7 +338,7 @@ def barrier(
     if store_barrier.is_complete:
         return store_barrier.is_unanimous
     limit = timeout_of(group).total_seconds()
-    patience, looks = min(WARN_AFTER_S, limit), Looks(rank_group)
+    patience, detector = min(WARN_AFTER_S, limit), StallDetector(rank_group)
     begun = time.monotonic()
     warned = False
     waited = 0.0
@@ -357,7 +357,7 @@ def barrier(
                     follows = kind is PeerFailureError and has_failed(rank_group, [rank])
         if is_long and not reason and will_not_come(rank_group, rank_group.others, gives_up=False):
             kind, reason, follows = PeerFailureError, "a collective of the group was given up", True
-        difference = looks.difference() if waited > failures.LOOK_AFTER_S and not reason else None
+        difference = detector.difference() if waited > failures.LOOK_AFTER_S and not reason else None
         if difference is not None:
             reason = "another rank is in another collective"
         if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):

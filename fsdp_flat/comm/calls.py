@@ -158,7 +158,7 @@ def _alone(rank: int, collective: str, other: int) -> UsageError:
     )
 
 
-class Looks:
+class StallDetector:
     """Compares the calls of ranks during one wait of this rank: in a collective, or in a barrier of torch's.
 
     ``barrier_ranks`` are the global ranks of that barrier, None for a collective.

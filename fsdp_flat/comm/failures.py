@@ -22,7 +22,7 @@ from typing import ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from fsdp_flat.comm.calls import Looks, calls_of
+from fsdp_flat.comm.calls import StallDetector, calls_of
 from fsdp_flat.comm.given_up import (
     REFUSED,
     REPORT,
@@ -195,7 +195,7 @@ def keep_waiting(
     collective of the group was given up or, if it ``raises_early``, one of the ``sources`` has reported a failure.
     """
     begun = time.monotonic() - min(LOOK_AFTER_S, WARN_AFTER_S)
-    is_logged, looks = False, Looks(rank_group)
+    is_logged, detector = False, StallDetector(rank_group)
     while True:
         waited = time.monotonic() - begun
         if waited >= WARN_AFTER_S and not is_logged:
@@ -204,7 +204,7 @@ def keep_waiting(
             _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
         if will_not_come(rank_group, sources, gives_up=raises_early):
             raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
-        if (error := looks.difference()) is not None:
+        if (error := detector.difference()) is not None:
             report_failure(rank_group, f"was in {collective}")
             raise error
         if is_over(max(LOOK_INTERVAL_S, waited / 10)):

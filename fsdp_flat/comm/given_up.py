@@ -225,12 +225,12 @@ def go_on(group_of: weakref.ref[dist.ProcessGroup], operation: str, unit: int) -
     group = group_of()
     assert group is not None, "a call in the group is under way"
     calls, rank_group = calls_of(group), RankGroup(group, group.rank(), group.size())
-    if calls.gave_up or calls.left_out or not _withdrawn(group, rank_group.rank, calls):
-        _compare(rank_group, calls, group, [unit, operation])
+    if calls.gave_up or calls.left_out or not _withdrawn(rank_group, calls):
+        _compare(rank_group, calls, [unit, operation])
     calls.report, calls.left_out, calls.before_next = "", False, None
 
 
-def _withdrawn(group: dist.ProcessGroup, rank: int, calls: Calls) -> bool:
+def _withdrawn(rank_group: RankGroup, calls: Calls) -> bool:
     """Withdraw this rank's report, and return True, unless a collective of the group was given up."""
     is_free = True
 
@@ -238,27 +238,27 @@ def _withdrawn(group: dist.ProcessGroup, rank: int, calls: Calls) -> bool:
         nonlocal is_free
         is_free = not store.check([_GIVEN_UP % calls.num_comparisons])
         if is_free and calls.report:
-            left = store.compare_set(REPORT % rank, calls.report, "").decode(errors="replace")
+            left = store.compare_set(REPORT % rank_group.rank, calls.report, "").decode(errors="replace")
             is_free = not left.startswith(_MARK)
 
-    ask_store(group, request)
+    ask_store(rank_group.process_group, request)
     return is_free
 
 
-def _compare(rank_group: RankGroup, calls: Calls, group: dist.ProcessGroup, call: list[Any]) -> None:
+def _compare(rank_group: RankGroup, calls: Calls, call: list[Any]) -> None:
     """Return once all other ranks have come here with the same calls, which are complete, or wait in this very call.
 
     Args:
-        rank_group, group, calls: the group, its parent, and this rank's calls.
+        rank_group, calls: the group, and this rank's calls there.
         call: unit and operation of this rank's next call.
     """
-    index = calls.num_comparisons
+    group, index = rank_group.process_group, calls.num_comparisons
     digest = hashlib.blake2b(repr([*calls.last, call]).encode(), digest_size=8).hexdigest()
     own = [calls.number, digest, call, calls.failures_after(calls.number), calls.error]
     rows = _exchange(rank_group, calls, f"{index}/calls", own, number=calls.number + 1)
     if rows is None:
-        if not _withdrawn(group, rank_group.rank, calls):
-            _compare(rank_group, calls, group, call)
+        if not _withdrawn(rank_group, calls):
+            _compare(rank_group, calls, call)
             return
         calls.has_failed = False
         ask_store(group, lambda store: store.set(_SAID % (f"{index}/calls", rank_group.rank), ""))
@@ -332,7 +332,7 @@ def _exchange(
 
     begun, is_logged = time.monotonic(), False
     while True:
-        ask_store(parent_of(group), exchange)
+        ask_store(group, exchange)
         waited, missing = time.monotonic() - begun, [rank for rank in range(size) if rank not in rows]
         if not missing:
             return [rows[rank] for rank in range(size)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import failures
-from fsdp_flat.comm.calls import Looks, groups_with_calls
+from fsdp_flat.comm.calls import StallDetector, groups_with_calls
 from fsdp_flat.comm.failures import failure_in, is_over, reason_of, report_error
 from fsdp_flat.comm.rank_groups import RankGroup, connected, global_ranks, moves_by_gloo, parent_of
 from fsdp_flat.errors import UsageError
@@ -47,12 +47,12 @@ def wait_in_barrier(begin: Callable[[bool], Any], group: dist.ProcessGroup) -> N
         PeerFailureError: the barrier failed.
     """
     ranks = global_ranks(group)
-    looks = [Looks(rank_group, ranks) for rank_group in _compared()]
+    detectors = [StallDetector(rank_group, ranks) for rank_group in _compared()]
     try:
         if dist.get_backend(group) == "gloo" and moves_by_gloo(group, _CPU):
-            _wait(begin(True), looks)
+            _wait(begin(True), detectors)
         else:
-            with _shown(looks):
+            with _shown_while_waiting(detectors):
                 begin(False)
     except UsageError:
         raise
@@ -62,20 +62,20 @@ def wait_in_barrier(begin: Callable[[bool], Any], group: dist.ProcessGroup) -> N
         raise failure_in(_WHAT, RankGroup.of(group), reason_of(error)) from error
 
 
-def _wait(work: Any, looks: Sequence[Looks]) -> None:
+def _wait(work: Any, detectors: Sequence[StallDetector]) -> None:
     """Wait for the work of a gloo barrier; look at other ranks meanwhile."""
     begun = time.monotonic()
     seconds = failures.LOOK_AFTER_S
     while not is_over(work, seconds):
-        for look in looks:
-            if (error := look.difference()) is not None:
-                report_error([look.rank_group], error)
+        for detector in detectors:
+            if (error := detector.difference()) is not None:
+                report_error([detector.rank_group], error)
                 raise error
         seconds = max(failures.LOOK_INTERVAL_S, (time.monotonic() - begun) / 10)
 
 
 @contextmanager
-def _shown(looks: Sequence[Looks]) -> Iterator[None]:
+def _shown_while_waiting(detectors: Sequence[StallDetector]) -> Iterator[None]:
     """Show from a thread that this rank waits, since the backend blocks the host; log what is found."""
     ended = threading.Event()
 
@@ -84,8 +84,8 @@ def _shown(looks: Sequence[Looks]) -> Iterator[None]:
         while not ended.is_set():
             # The barrier may end meanwhile, and the rank go on to other calls.
             with suppress(Exception):
-                for look in looks:
-                    if (error := look.difference()) is not None and not is_logged:
+                for detector in detectors:
+                    if (error := detector.difference()) is not None and not is_logged:
                         is_logged = True
                         _logger.error("%s", error)
             ended.wait(failures.LOOK_INTERVAL_S)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import save_checkpoint
 from fsdp_flat.comm import RankGroup, barrier, torch_comm
-from fsdp_flat.comm.calls import Looks, calls_of
+from fsdp_flat.comm.calls import StallDetector, calls_of
 from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
@@ -246,7 +246,7 @@ def test_a_rank_that_is_late_ends_no_wait_of_the_others_wherever_they_are(
 def test_a_call_that_a_rank_has_withdrawn_does_not_count(rank: int) -> None:
     group = RankGroup.of(dist.new_group())
     assert group.group is not None
-    calls, looks = calls_of(group.group), Looks(group)
+    calls, looks = calls_of(group.group), StallDetector(group)
     calls.add("a barrier" if rank else "a step")
     dist.barrier()
     assert looks.difference() is None  # it may be left from an earlier wait
@@ -264,7 +264,7 @@ def test_a_call_that_a_rank_has_withdrawn_does_not_count(rank: int) -> None:
 def test_calls_of_one_number_that_differ_are_an_error_on_both_ranks_once_shown_twice(rank: int) -> None:
     group = RankGroup.of(dist.new_group())
     assert group.group is not None
-    calls, looks = calls_of(group.group), Looks(group)
+    calls, looks = calls_of(group.group), StallDetector(group)
     for operation in ("alike", *(["a step", "the next"] if rank else ["a barrier"])):
         calls.add(operation)
     found = []
