@@ -40,6 +40,7 @@ PRELOADED = [
     "tests.support.beside",
     "tests.support.steps",
     "tests.support.torch_and_ours",
+    "tests.support.preloaded",
 ]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOADED)

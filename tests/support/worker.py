@@ -168,6 +168,15 @@ def unprintable_errors_into(ignored: list[str]) -> Iterator[None]:
 _CACHE = type(functools.lru_cache(len))
 
 
+def torch_caches() -> list[Any]:
+    """Return the caches of functions of ``torch.distributed`` that no collection before has kept."""
+    return [
+        each
+        for each in gc.get_objects()
+        if type(each) is _CACHE and (each.__module__ or "").startswith("torch.distributed.")
+    ]
+
+
 class FirstState:
     """Restores the initial state of every task: one process group, fixed seeds, default settings."""
 
@@ -177,8 +186,10 @@ class FirstState:
         self._environ = dict(os.environ)
         self._directory = os.getcwd()
         self._streams: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
-        self._num_modules = 0
-        self._caches: list[Any] = []
+        from .preloaded import CACHES  # which freezes what has been imported until then
+
+        self._num_modules = len(sys.modules)
+        self._caches = list(CACHES)
         self.spinning = SpinningThreads()
 
     def restore(self) -> None:
@@ -227,11 +238,7 @@ class FirstState:
         if len(sys.modules) != self._num_modules:
             # Imported code stays alive: exclude it from later collections, which then take a millisecond.
             self._num_modules = len(sys.modules)
-            self._caches += [
-                each
-                for each in gc.get_objects()
-                if type(each) is _CACHE and (each.__module__ or "").startswith("torch.distributed.")
-            ]
+            self._caches += torch_caches()
             gc.freeze()
 
 
