@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cover",
         help="how many combinations of a test's parameters run: one, every value at least once, or all",
     )
+    parser.addoption("--listed", help="a file of tests' ids, one a line: of those that would run, only these do")
     parser.addoption(
         "--transport",
         choices=TRANSPORTS,

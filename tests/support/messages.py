@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+# The variable of the environment in which pytest says which test runs, and in what part of it.
+RUNNING = "PYTEST_CURRENT_TEST"
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Describes one function call, and the warning filters active in the test that requests it."""
+    """Describes one function call, and of the test that requests it its name and the active warning filters."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     warning_filters: list[Any]
+    test: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import pytest
 import torch.multiprocessing as torch_processes
 
 from . import worker as worker_module
-from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
+from .messages import RUNNING, Raised, Ready, Reset, Returned, RunTask, Task, receive, send
 from .transport import GLOO, Transport
 
 START_TIMEOUT_S = 240.0
@@ -273,7 +273,20 @@ def spawn(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
     For tests that need no process group or one of their own; others run on the warm ranks.
     """
     start_server()
-    torch_processes.start_processes(function, args, nprocs=num_ranks, start_method="forkserver")
+    torch_processes.start_processes(
+        run_in_test, (running_test(), function, *args), nprocs=num_ranks, start_method="forkserver"
+    )
+
+
+def run_in_test(rank: int, test: str, function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a process that was forked before its test began."""
+    os.environ[RUNNING] = test
+    function(rank, *args)
+
+
+def running_test() -> str:
+    """Return what pytest calls the test that runs."""
+    return os.environ.get(RUNNING, "")
 
 
 def pid_of(worker: Worker) -> int:
@@ -283,12 +296,12 @@ def pid_of(worker: Worker) -> int:
 
 
 def pickled_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a task with the warning filters of the running test, including those of its marks."""
+    """Pickle a task with the running test's name and its warning filters, including those of its marks."""
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"worker ranks find a function by its name, so it must be top-level: {error}") from error
-    return pickle.dumps(Task(function, args, kwargs, list(warnings.filters)))
+    return pickle.dumps(Task(function, args, kwargs, list(warnings.filters), running_test()))
 
 
 def send_if_alive(pipe: connection.Connection, message: object) -> None:

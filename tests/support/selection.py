@@ -7,6 +7,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -42,7 +43,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
     ``all`` runs everything. ``cover`` leaves out combinations of slow tests, which are those on worker ranks or on the
     fake accelerator, as long as every value of every parameter still occurs. ``quick`` runs one of these of each test
-    function, on two ranks where it can.
+    function, on two ranks where it can. ``--listed`` keeps those of the size that a file has.
 
     Args:
         config: pytest's configuration, to which the deselected items are reported.
@@ -57,6 +58,9 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         of_absent = bool(os.environ.get(NO_GUARDS)) and same[0].get_closest_marker("of_guards")
         if size >= _smallest_size(same[0]) and not of_absent:
             kept.update(same[index] for index in _chosen(same, SIZES[size]))
+    if config.getoption("--listed"):
+        listed = set(Path(config.getoption("--listed")).read_text().splitlines())
+        kept = {item for item in kept if item.nodeid in listed}
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]

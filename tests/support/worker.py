@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 
 from fsdp_flat.comm import calls
 
-from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
+from .messages import RUNNING, Raised, Ready, Reset, Returned, RunTask, Task, receive, send
 from .transport import Transport, on_rank_device, set_transport
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -122,6 +122,7 @@ def run_task(payload: bytes) -> Returned | Raised:
         with warnings.catch_warnings():
             task: Task = pickle.loads(payload)
             warnings.filters[:] = task.warning_filters  # type: ignore[index]
+            os.environ[RUNNING] = task.test
             with on_rank_device():
                 result = task.function(*task.args, **task.kwargs)
             return Returned(pickle.dumps(result))
