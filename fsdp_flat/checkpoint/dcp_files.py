@@ -58,7 +58,7 @@ from fsdp_flat.state import (
     boxed_state_dict,
     held_by,
     load_optim_state,
-    template_states,
+    states_in_files,
 )
 from fsdp_flat.state.plain_states import create_states
 from fsdp_flat.state.shards import serialized, unpacked
@@ -281,6 +281,10 @@ class SafeReader(dcp.FileSystemReader):
         """Read this rank's part of a checkpoint into the tensors of ``state``, nested dicts."""
         self._load(state, _SafeLoadPlanner())
 
+    def read_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Read this rank's part of states of the optimizer into tensors, by names of parameter and state."""
+        self.read_into({"optim": {"state": states}})
+
     def read_value(self, fqn: str) -> Any:
         """Read a value other than a tensor, under its flattened name."""
         state = {fqn: None}
@@ -387,12 +391,11 @@ def load_files(
         num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
         extra = reader.read_value(f"extra.{together.rank if num_ranks == together.size else 0}")
         plain: dict[str, Any] = reader.read_value("plain")
-        template: dict[str, Any] = {}
         apart = TakenApart(model)
         in_model: Mapping[str, str] = {name: name for name in (*reader.tensors_in("model."), *plain["model"])}
         names = in_model if names_of is None else names_of(in_model)
         into = _ModelTemplate(model, reader, apart, names, strict=strict)
-        template["model"] = {names[name]: value for name, value in into.values.items()}
+        tensors = {names[name]: value for name, value in into.values.items()}
         if optim is None and "optim" in plain and together.rank == 0:
             _log_left_out(reader, plain["optim"]["state"])
         if optim is not None:
@@ -401,18 +404,14 @@ def load_files(
                     f"{reader.path} was saved without an optimizer; load it with optim=None. Nothing was loaded."
                 )
             contents = held_by(optim)
-            states, deferred = _optim_template(model, contents, reader)
-            template["optim"] = {"state": states}
-        reader.read_into(template)
-        if optim is not None:
-            parts: list[dict[str, dict[str, Any]]] = [plain["optim"]["state"], states, deferred]
-            rows: dict[str, dict[str, Any]] = {}
-            for fqn, row in (item for part in parts for item in part.items()):
-                rows.setdefault(fqn, {}).update(row)
-            state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
-            if plain["optim"].get("has_wrappers") and not any(map(contents.state.get, contents.params)):
+            state = plain["optim"]
+            stored = reader.tensors_in("optim.state.")
+            for fqn, row in states_in_files(model, stored, reader.read_states, owners=contents.owners).items():
+                state["state"].setdefault(fqn, {}).update(row)
+            if state.get("has_wrappers") and not any(map(contents.state.get, contents.params)):
                 create_states(optim)
             loaded = load_optim_state(model, contents, state, is_final=True)
+        reader.read_into({"model": tensors})
     if names_of is not None:
         index = ParamIndex(model)
         params = {**index.dtensors_by_name, **index.by_name}
@@ -422,7 +421,7 @@ def load_files(
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():
             optim.load_state_dict(loaded)
-    values = {name: template["model"][names[name]] for name in into.values}
+    values = {name: tensors[names[name]] for name in into.values}
     values |= {name: plain["model"][stored] for name, stored in names.items() if stored in plain["model"]}
     values = {into.own_names.get(name, name): value for name, value in values.items()}
     with together.propagate_errors():
@@ -506,23 +505,6 @@ def _tied_names(model: nn.Module) -> list[set[str]]:
         found.setdefault(id(param), set()).add(clean_fqn(name))
     found_of_units = [set(param.fqns) for param in ParamIndex(model).params]
     return [names for names in (*found.values(), *found_of_units) if len(names) > 1]
-
-
-def _optim_template(
-    model: nn.Module, contents: OptimContents, reader: SafeReader
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Create tensors to read the optimizer's files into; and states that are full tensors, read on demand."""
-    wanted: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-    for key, shape_and_dtype in reader.tensors_in("optim.state.").items():
-        fqn, _, name = key.rpartition(".")
-        wanted.setdefault(fqn, {})[name] = shape_and_dtype
-
-    def read(fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        into = torch.zeros(shape, dtype=dtype)
-        reader.read_into({"optim": {"state": {fqn: {name: into}}}})
-        return into
-
-    return template_states(model, wanted, read, owners=contents.owners)
 
 
 # -- values that are no tensors ----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from fsdp_flat.state.optim_dicts import (
     warn_of_older_form,
     warn_of_optim_input,
 )
-from fsdp_flat.state.optim_load import load_optim_state, template_states
+from fsdp_flat.state.optim_load import load_optim_state, states_in_files
 from fsdp_flat.state.optim_save import encoded_states, merged_states, named_groups, rows_of
 from fsdp_flat.state.optim_states import OptimStates, are_equal, contents_of
 from fsdp_flat.state.shards import (

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import UntilRanksMeet, agree, barrier
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.state.codecs import BOXES, FULL, decoder_of, holds_tensors
+from fsdp_flat.state.codecs import FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
-from fsdp_flat.state.pending_states import DeferredState, FromRankZero, PendingTensor, shared_from_rank_zero
+from fsdp_flat.state.pending_states import FromFiles, PendingTensor, ReadStates, shared_from_rank_zero
 from fsdp_flat.state.plain_states import has_quantized, quantized_like
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -38,7 +37,7 @@ from fsdp_flat.state.shards import (
     refuse_split,
     shape_of,
 )
-from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, local_from, placed_like
+from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, placed_like
 from fsdp_flat.user_warnings import warn_user
 
 # By class of torch's optimizers, the states of a parameter that it keeps with any settings; SGD only with momentum.
@@ -60,7 +59,6 @@ _STATES = {
         "SparseAdam": "step exp_avg exp_avg_sq",
     }.items()
 }
-_LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 
 
 def load_optim_state(
@@ -301,15 +299,16 @@ class _OptimLoad:
         if indexed is not None and shape_of(value) != tuple(param.shape):
             return self._of_other_shape(key, value, indexed)
         if not isinstance(value, PendingTensor):
-            label = f"State {key!r} of {indexed.fqn!r}" if indexed is not None else ""
-            return copied_state(value) if indexed is None else dtensor_from(indexed, value, label)
-        assert isinstance(value, FromRankZero)
-        if indexed is None:
-            return value.plan_full(param.device, self.writes)
-        sharded = empty_dtensor(indexed, value.dtype, indexed.param_group.flat_param.device)
-        device, local = indexed.unit.options.device, sharded.to_local()
-        value.plan_full(device, self.writes, lambda full: local.copy_(local_from(indexed, full)))
-        return sharded
+            if indexed is None:
+                return copied_state(value)
+            return dtensor_from(indexed, value, f"State {key!r} of {indexed.fqn!r}")
+        made: torch.Tensor = (
+            torch.empty(value.shape, dtype=value.dtype, device=param.device)
+            if indexed is None
+            else empty_dtensor(indexed, value.dtype, indexed.param_group.flat_param.device)
+        )
+        value.plan_unmanaged(made, indexed, self.writes)
+        return made
 
     def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
         """Return a state of a parameter of ``fully_shard`` that has another shape, a value for each row perhaps."""
@@ -458,50 +457,42 @@ def _check_groups(
     warn_user(text + " As it is, optim.load_state_dict will raise a ValueError.")
 
 
-def template_states(
+def states_in_files(
     model: nn.Module,
-    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
-    read: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor],
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    read: ReadStates,
     *,
     owners: Mapping[nn.Parameter, int],
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
-    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
+) -> dict[str, dict[str, FromFiles]]:
+    """Describe the tensors of optimizer states that files have, by the names of parameters; raise if one does not fit.
 
-    ``wanted`` has shapes and dtypes by the names of parameter and state, and ``owners`` is that of the optimizer's
-    contents. States that have a handler or an owner, which are full tensors, are returned apart, to be read later.
+    ``stored`` has shapes and dtypes by the names of parameter and state, joined by a dot, and ``owners`` is that of the
+    optimizer's contents.
     """
     index = ParamIndex(model)
     others = {name: tuple(param.shape) for param, name in index.others.items()}
     others |= {alias: others[name] for alias, name in index.aliases.items() if name in others}
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    deferred: dict[str, dict[str, DeferredState]] = {}
-    for fqn, states in wanted.items():
+    found: dict[str, dict[str, FromFiles]] = {}
+    planned: dict[str, dict[str, torch.Tensor]] = {}
+    for key, (shape, dtype) in stored.items():
+        fqn, _, name = key.rpartition(".")
         param = index.by_name.get(fqn)
         if param is None and fqn not in others:
             raise LoadError(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
-        for name, (shape, dtype) in states.items():
-            is_shown = fqn in index.dtensors_by_name and shape != others[fqn]
-            if is_shown or (param and (param.shown in owners or name in param.unit.optim_state_handlers)):
-                # Read as a full tensor, in a shape that only the handler or the optimizer defines.
-                size = torch.Size(shape)
-                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
-                continue
-            expected = others[fqn] if param is None else param.full_shape
-            if shape != expected:
-                raise LoadError(
-                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
-                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
-                    "merge=..., split=...). Nothing was loaded."
-                )
-            value: torch.Tensor
-            if param is not None:
-                local = torch.zeros(param.numel, dtype=dtype)
-                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
-            elif fqn in index.dtensors_by_name and shape:
-                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
-            else:
-                value = torch.zeros(shape, dtype=dtype)
-            tensors.setdefault(fqn, {})[name] = value
-    return tensors, deferred
+        expected = others[fqn] if param is None else param.full_shape
+        # The handler, the owner, or the optimizer of fully_shard's parameters defines the shape.
+        is_free = (
+            fqn in index.dtensors_by_name
+            if param is None
+            else param.shown in owners or name in param.unit.optim_state_handlers
+        )
+        if shape != expected and not is_free:
+            raise LoadError(
+                f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
+                f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
+                "merge=..., split=...). Nothing was loaded."
+            )
+        found.setdefault(fqn, {})[name] = FromFiles(torch.Size(shape), dtype, (fqn, name), read, planned)
+    return found

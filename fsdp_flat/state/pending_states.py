@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import exchange_bytes
-from fsdp_flat.core import PLAIN, Unit
+from fsdp_flat.core import PLAIN, Unit, local_of
 from fsdp_flat.errors import PeerFailureError, UnsupportedError
 from fsdp_flat.layout import Partition, ReplicatedPartition
+from fsdp_flat.state.codecs import BOXES
 from fsdp_flat.state.shards import (
+    IndexedParam,
     PendingWrites,
     StateShard,
     TensorTransfer,
@@ -22,24 +25,57 @@ from fsdp_flat.state.shards import (
     serialized,
     unpacked,
 )
+from fsdp_flat.state.torch_state import local_from
+
+_LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+
+# Reads tensors of an optimizer's states from files, by names of parameter and state.
+ReadStates = Callable[[dict[str, dict[str, torch.Tensor]]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class DeferredState:
-    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
+class FromFiles:
+    """Describes a tensor in the files of a checkpoint: each rank reads its part into the tensors of the optimizer.
+
+    Attributes:
+        place: the names of parameter and state in the files.
+        read: reads tensors in their place.
+        planned: those that a load reads together, once all of it is known to fit; the same for all states of the load.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    place: tuple[str, str]
+    read: ReadStates
+    planned: dict[str, dict[str, torch.Tensor]]
 
     def plan_full(self, device: torch.device, writes: PendingWrites, then: Callable[[torch.Tensor], object]) -> None:
-        """Plan a call of ``then`` with the full tensor."""
-        writes.call(lambda: then(self.read()))
+        """Plan a call of ``then`` with the full tensor, of which one at a time is read."""
+        fqn, name = self.place
+
+        def read() -> None:
+            full = torch.zeros(self.shape, dtype=self.dtype)
+            self.read({fqn: {name: full}})
+            then(full)
+
+        writes.call(read)
 
     def plan_shard(self, target: StateShard, writes: PendingWrites) -> None:
         """Plan how ``target`` gets its elements."""
-        if not target.interval.is_empty:
-            writes.call(lambda: target.local.copy_(self.read().reshape(-1)))
+        if target.owner is None:
+            self._plan_read(BOXES.encode([target], _LIVE)[0], writes)
+        elif not target.interval.is_empty:
+            self._plan_read(target.local.view(target.shape), writes)
+
+    def plan_unmanaged(self, made: torch.Tensor, _indexed: IndexedParam | None, writes: PendingWrites) -> None:
+        """Plan how a tensor, or a DTensor, gets its elements."""
+        self._plan_read(made, writes)
+
+    def _plan_read(self, tensor: torch.Tensor, writes: PendingWrites) -> None:
+        if not self.planned:
+            writes.call(lambda: self.read(self.planned))
+        fqn, name = self.place
+        self.planned.setdefault(fqn, {})[name] = tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +87,11 @@ class FromRankZero:
     tensor: torch.Tensor | None
     unit: Unit
 
-    def plan_full(
-        self, device: torch.device, writes: PendingWrites, then: Callable[[torch.Tensor], object] | None = None
-    ) -> torch.Tensor:
-        """Plan how every rank gets the full tensor, which is returned, and a call of ``then`` once it is there."""
+    def plan_full(self, device: torch.device, writes: PendingWrites, then: Callable[[torch.Tensor], object]) -> None:
+        """Plan how every rank gets the full tensor, and a call of ``then`` with it."""
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
-        wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
-        self._plan_transfer(wanted, full.view(-1), writes)
-        if then is not None:
-            writes.call(partial(then, full), last=True)
-        return full
+        self._plan_transfer(None, full.view(-1), writes)
+        writes.call(partial(then, full), last=True)
 
     def plan_shard(self, target: StateShard, writes: PendingWrites) -> None:
         """Plan how ``target`` gets its elements."""
@@ -71,12 +102,22 @@ class FromRankZero:
             part_of = adapter.local_slice
             self.plan_full(local.device, writes, lambda full: local.copy_(part_of(full).reshape(-1)[interval]))
 
-    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, writes: PendingWrites) -> None:
+    def plan_unmanaged(self, made: torch.Tensor, indexed: IndexedParam | None, writes: PendingWrites) -> None:
+        """Plan how a tensor, or a DTensor sharded as a parameter is, gets its elements."""
+        if indexed is None:
+            self._plan_transfer(None, made.view(-1), writes)
+        else:
+            local = local_of(made)
+            self.plan_full(indexed.unit.options.device, writes, lambda full: local.copy_(local_from(indexed, full)))
+
+    def _plan_transfer(self, wanted: Partition | None, target: torch.Tensor, writes: PendingWrites) -> None:
+        """Plan how every rank gets its elements, all of them by default."""
         groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
         shard, replicate, first, second = groups.shard, groups.replicate, None, None
         if replicate.rank == 0:
             source = None if self.tensor is None else self.tensor.detach().reshape(-1)
             held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
+            wanted = wanted or ReplicatedPartition(numel, None, shard.size)
             first = TensorTransfer(shard, held, wanted, source, target, device, nbytes)
         if replicate.size > 1:
             # Each rank of the first shard group has its part now; send them to the other replicas.
@@ -86,7 +127,7 @@ class FromRankZero:
         writes.transfer(first, second)
 
 
-PendingTensor = DeferredState | FromRankZero
+PendingTensor = FromFiles | FromRankZero
 
 
 def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:

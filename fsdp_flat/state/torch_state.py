@@ -18,7 +18,7 @@ from fsdp_flat.comm import RankGroup, global_ranks
 from fsdp_flat.core import DTensorShown
 from fsdp_flat.errors import LoadError
 from fsdp_flat.layout import chunk_rows, chunk_shape
-from fsdp_flat.state.shards import IndexedParam, dtype_of, shape_of
+from fsdp_flat.state.shards import IndexedParam, dtype_of
 
 # By bytes of an element, a dtype that gloo and NCCL send; they lack many integers, and floating-point ones of a byte.
 _SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -159,15 +159,10 @@ def empty_dtensor(param: IndexedParam, dtype: torch.dtype, device: torch.device)
 def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
     """Return a copy of a value of a state dict as a DTensor with the parameter's mesh and placements.
 
-    The value is a DTensor with these, or a full tensor; ``label`` is its name in error texts.
+    The value has the parameter's shape: a DTensor with these, or a full tensor. ``label`` names it in error texts.
     """
     shown = param.shown
     assert isinstance(shown, DTensor)
-    if shape_of(value) != tuple(shown.shape):
-        raise LoadError(
-            f"{label} has shape {shape_of(value)}; expected {tuple(shown.shape)}, that of the parameter, which "
-            "fully_shard has sharded. Is it the state dict of another model?"
-        )
     if isinstance(value, DTensor):
         if (value.device_mesh, value.placements) != (shown.device_mesh, shown.placements):
             raise LoadError(
