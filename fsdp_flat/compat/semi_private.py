@@ -24,6 +24,7 @@ from fsdp_flat import core
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute, not_assignable
+from fsdp_flat.compat.views import assignable
 from fsdp_flat.core import (
     Layout,
     Phase,
@@ -118,16 +119,6 @@ class _ReadOnly(property):
 def derived(path: str) -> Any:
     """Return a read-only property whose value is read at a dotted path below the object."""
     return _ReadOnly(attrgetter(path), doc=f"Reads ``{path}``.")
-
-
-def assignable(path: str) -> Any:
-    """Return a property whose value is read at a dotted path below the object, and set there."""
-    before, _, last = path.rpartition(".")
-
-    def assign(self: Any, value: Any) -> None:
-        setattr(attrgetter(before)(self), last, value)
-
-    return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
 
 
 def replaced(path: str, convert: Callable[[Any], Any] | None = None) -> Any:

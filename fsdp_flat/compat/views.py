@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from fsdp_flat.compat.inner_names import advice_for
+
+
+def derived(path: str) -> Any:
+    """Return a property whose value is read at a dotted path below the object."""
+    return property(attrgetter(path), doc=f"Reads ``{path}``.")
+
+
+def assignable(path: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a property whose value is read at a dotted path below the object, and set there, converted."""
+    before, _, last = path.rpartition(".")
+
+    def assign(self: Any, value: Any) -> None:
+        setattr(attrgetter(before)(self), last, convert(value))
+
+    return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
 
 
 class View:

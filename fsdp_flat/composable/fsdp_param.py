@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp_flat import core
 from fsdp_flat.compat.torch_fsdp import mesh_info, module_info, sharded_state
-from fsdp_flat.compat.views import View
+from fsdp_flat.compat.views import View, derived
 from fsdp_flat.core import DTensorShown, ManagedParam, ParamGroup, PerParamLayout, PerParamSharding, Unit, UnitOptions
 from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import join_fqn
@@ -61,20 +61,14 @@ class FSDPParam(View):
         unit, param_group, _ = self._viewed
         return post_forward_mesh_info(unit, param_group.comm.options)
 
-    @property
-    def _shard_mesh(self) -> Any:
-        return self._rows.shard_mesh
-
+    _shard_mesh = derived("_rows.shard_mesh")
     shard_mesh = shard_mesh_from_root = _shard_mesh
 
     @property
     def device(self) -> torch.device:
         return self._viewed[1].spec.device
 
-    @property
-    def offload_to_cpu(self) -> bool:
-        return self._rows.offloads
-
+    offload_to_cpu = derived("_rows.offloads")
     # The host memory of offloaded shards is always pinned where that exists.
     pin_memory = offload_to_cpu
 
@@ -83,14 +77,14 @@ class FSDPParam(View):
 
     # -- the sharded parameter ---------------------------------------------------------------------------------------
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The parameter that optimizers hold, a DTensor."""
-        return self._entry.param
-
-    @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return self.sharded_param._local_tensor  # type: ignore[attr-defined]
+    # The parameter that optimizers hold, a DTensor.
+    sharded_param = derived("_entry.param")
+    _sharded_local_tensor = derived("sharded_param._local_tensor")
+    # The shape of this rank's part.
+    sharded_size = derived("_sharded_local_tensor.shape")
+    _spmd_mesh = derived("sharded_param.device_mesh")
+    _spmd_placements = derived("sharded_param.placements")
+    _sharding_spec = derived("sharded_param._spec")
 
     @property
     def _sharded_param_data(self) -> torch.Tensor:
@@ -107,11 +101,6 @@ class FSDPParam(View):
         return Shard(self._layout.dims[self._viewed[2]])
 
     @property
-    def sharded_size(self) -> torch.Size:
-        """Shape of this rank's part."""
-        return self._sharded_local_tensor.shape
-
-    @property
     def contiguous_sharded_stride(self) -> tuple[int, ...]:
         return _strides(self.sharded_size)
 
@@ -119,18 +108,6 @@ class FSDPParam(View):
     def padded_sharded_param_size(self) -> torch.Size:
         """Shape of the largest rank's part, which each rank's memory has room for."""
         return torch.Size(self._layout.chunk_shapes[self._viewed[2]])
-
-    @property
-    def _spmd_mesh(self) -> Any:
-        return self.sharded_param.device_mesh  # type: ignore[attr-defined]
-
-    @property
-    def _spmd_placements(self) -> Any:
-        return self.sharded_param.placements  # type: ignore[attr-defined]
-
-    @property
-    def _sharding_spec(self) -> Any:
-        return self.sharded_param._spec  # type: ignore[attr-defined]
 
     @property
     def sharded_state(self) -> Any:
@@ -153,13 +130,12 @@ class FSDPParam(View):
 
     @property
     def _unsharded_param(self) -> nn.Parameter:
+        """The parameter that modules hold in compute."""
         _, param_group, index = self._viewed
         return param_group.buffer.params[index]
 
-    @property
-    def unsharded_param(self) -> nn.Parameter:
-        """The parameter that modules hold in compute; it has values while the unit is unsharded."""
-        return self._unsharded_param
+    # It has values while the unit is unsharded.
+    unsharded_param = _unsharded_param
 
     @property
     def is_dtensor(self) -> bool:

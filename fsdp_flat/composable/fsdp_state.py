@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_flat import core
 from fsdp_flat.comm import Streams
 from fsdp_flat.compat.torch_fsdp import mesh_info, sharded_state, training_state
-from fsdp_flat.compat.views import View
+from fsdp_flat.compat.views import View, assignable, derived
 from fsdp_flat.composable.fsdp_param import FSDPParam, module_fqn, post_forward_mesh_info
 from fsdp_flat.composable.offload_policies import CPUOffloadPolicy, OffloadPolicy
 from fsdp_flat.core import MemoryState, PerParamSharding, Phase, SmallerGroup, Unit, UnitOptions, step_of, unit_of
@@ -145,6 +145,21 @@ class FSDPStateContext(View):
         (core.outermost_of(unit) or unit).control.is_last_backward = bool(is_last)
 
 
+def _set_idle(view: Any, state: Any) -> None:
+    """Reset a unit that a step which raised has left in a state; the caller assigns IDLE."""
+    unit: Unit = view.unit
+    if getattr(state, "name", None) != "IDLE":
+        raise UsageError(
+            f"The training state of unit {unit.name!r} was set to {state!r}. The library sets it itself; IDLE, which "
+            "resets the unit after a step that raised, is the only state that may be assigned."
+        )
+    unit.check_idle("assigning the training state")
+
+
+# FSDP2's state of a unit.
+_TRAINING_STATE = property(lambda view: training_state(view.unit.phase), _set_idle)
+
+
 class FSDPParamGroup(View):
     """Shows the parameters of a unit on one mesh as FSDP2's parameter group, made of the unit and its options."""
 
@@ -154,9 +169,21 @@ class FSDPParamGroup(View):
     def unit(self) -> Unit:
         return self._viewed[0]
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self.unit.members
+    modules = derived("unit.members")
+    device = derived("unit.options.device")
+    # The dtypes of the unit; the attributes are those of ``MixedPrecisionPolicy``.
+    mp_policy = derived("unit.options.precision")
+    _training_state = _TRAINING_STATE
+    # As by ``set_requires_gradient_sync``, ``set_requires_all_reduce``, and ``set_unshard_in_backward``.
+    reduce_grads = assignable("unit.control.sync_gradients", bool)
+    all_reduce_grads = assignable("unit.policy.all_reduce", bool)
+    unshard_in_backward = assignable("unit.control.unshard_in_backward", bool)
+    # Whether trainable parameters that no rank has used get gradients of zeros.
+    reduce_scatter_unused_params = assignable("unit.policy.zeros_for_unused", bool)
+    # The stream that is current in :attr:`_all_reduce_hook`.
+    _all_reduce_hook_stream = assignable("unit.policy.all_reduce_hook_stream")
+    # Backends always get sums, and all-gathers are always asynchronous; assigning is accepted.
+    force_sum_reduction_for_comms = unshard_async_op = property(lambda self: True, lambda self, value: None)
 
     @property
     def fsdp_params(self) -> list[FSDPParam]:
@@ -246,10 +273,6 @@ class FSDPParamGroup(View):
         return [options is self._viewed[1] for options in self._group_options].index(True)
 
     @property
-    def device(self) -> torch.device:
-        return self.unit.options.device
-
-    @property
     def device_handle(self) -> Any:
         """The module of torch for the device's type."""
         return torch.get_device_module(self.device)
@@ -263,11 +286,6 @@ class FSDPParamGroup(View):
         return CPUOffloadPolicy() if self._rows.offloads else OffloadPolicy()
 
     @property
-    def mp_policy(self) -> Any:
-        """The dtypes of the unit; the attributes are those of ``MixedPrecisionPolicy``."""
-        return self.unit.options.precision
-
-    @property
     def _module_fqn(self) -> str:
         return module_fqn(self.unit)
 
@@ -279,15 +297,6 @@ class FSDPParamGroup(View):
     def _reduce_dtype(self) -> torch.dtype | None:
         policy = self.mp_policy
         return None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
-
-    @property
-    def _training_state(self) -> Any:
-        """FSDP2's state. Assigning IDLE resets a unit that a failed step has left in another one."""
-        return training_state(self.unit.phase)
-
-    @_training_state.setter
-    def _training_state(self, state: Any) -> None:
-        _set_idle(self.unit, state)
 
     @property
     def _reshard_after_forward(self) -> bool:
@@ -321,24 +330,6 @@ class FSDPParamGroup(View):
         return AllGatherResult(self.unit) if self.unit.state is MemoryState.GATHERING else None
 
     @property
-    def reduce_grads(self) -> bool:
-        """True if backwards reduce gradients; may be assigned, as by ``set_requires_gradient_sync``."""
-        return self.unit.control.sync_gradients
-
-    @reduce_grads.setter
-    def reduce_grads(self, reduces: bool) -> None:
-        self.unit.control.sync_gradients = bool(reduces)
-
-    @property
-    def all_reduce_grads(self) -> bool:
-        """True if reductions sum over replicas too; may be assigned, as by ``set_requires_all_reduce``."""
-        return self.unit.policy.all_reduce
-
-    @all_reduce_grads.setter
-    def all_reduce_grads(self, reduces: bool) -> None:
-        self.unit.policy.all_reduce = bool(reduces)
-
-    @property
     def reshard_after_backward(self) -> bool:
         """True if a backward frees the parameters; may be assigned, as by ``set_reshard_after_backward``."""
         return self.unit.control.reshard_after_backward is not False
@@ -346,24 +337,6 @@ class FSDPParamGroup(View):
     @reshard_after_backward.setter
     def reshard_after_backward(self, reshards: bool) -> None:
         self.unit.control.reshard_after_backward = bool(reshards)
-
-    @property
-    def unshard_in_backward(self) -> bool:
-        """True if a backward unshards the parameters; may be assigned, as by ``set_unshard_in_backward``."""
-        return self.unit.control.unshard_in_backward
-
-    @unshard_in_backward.setter
-    def unshard_in_backward(self, unshards: bool) -> None:
-        self.unit.control.unshard_in_backward = bool(unshards)
-
-    @property
-    def reduce_scatter_unused_params(self) -> bool:
-        """True if trainable parameters that no rank has used get gradients of zeros; may be assigned."""
-        return self.unit.policy.zeros_for_unused
-
-    @reduce_scatter_unused_params.setter
-    def reduce_scatter_unused_params(self, reduces: bool) -> None:
-        self.unit.policy.zeros_for_unused = bool(reduces)
 
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
@@ -397,31 +370,6 @@ class FSDPParamGroup(View):
         else:
             module: Any = self.unit.module
             module.set_all_reduce_hook(hook, stream=self._all_reduce_hook_stream)
-
-    @property
-    def _all_reduce_hook_stream(self) -> Any:
-        """The stream that is current in that hook; may be assigned."""
-        return self.unit.policy.all_reduce_hook_stream
-
-    @_all_reduce_hook_stream.setter
-    def _all_reduce_hook_stream(self, stream: Any) -> None:
-        self.unit.policy.all_reduce_hook_stream = stream
-
-    @property
-    def force_sum_reduction_for_comms(self) -> bool:
-        """True: backends always get sums; assigning it is accepted."""
-        return True
-
-    @force_sum_reduction_for_comms.setter
-    def force_sum_reduction_for_comms(self, enable: bool) -> None: ...
-
-    @property
-    def unshard_async_op(self) -> bool:
-        """True: all-gathers are always asynchronous; assigning it is accepted."""
-        return True
-
-    @unshard_async_op.setter
-    def unshard_async_op(self, async_op: bool) -> None: ...
 
     def lazy_init(self) -> None:
         """Make the tree's outermost unit the root; nothing after its first use."""
@@ -493,9 +441,10 @@ class FSDPState(View):
     def unit(self) -> Unit:
         return self._viewed[1]
 
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return self.unit.members
+    _modules = derived("unit.members")
+    _device = derived("unit.options.device")
+    _mp_policy = derived("unit.options.precision")
+    _training_state = _TRAINING_STATE
 
     def _lazy_init(self) -> None:
         """Make the tree's outermost unit the root; nothing after its first use."""
@@ -505,23 +454,6 @@ class FSDPState(View):
     def _is_root(self) -> bool | None:
         root = core.outermost_of(self.unit)
         return None if root is None else root is self.unit
-
-    @property
-    def _training_state(self) -> Any:
-        """FSDP2's state. Assigning IDLE resets a unit that a failed step has left in another one."""
-        return training_state(self.unit.phase)
-
-    @_training_state.setter
-    def _training_state(self, state: Any) -> None:
-        _set_idle(self.unit, state)
-
-    @property
-    def _mp_policy(self) -> Any:
-        return self.unit.options.precision
-
-    @property
-    def _device(self) -> torch.device:
-        return self.unit.options.device
 
     @property
     def _device_handle(self) -> Any:
@@ -656,16 +588,6 @@ class FSDPState(View):
     def _root_post_backward_final_callback(self) -> None:
         """Reduce and set the gradients that backwards have left. Every rank must call this."""
         step_of(self.module, self.unit).complete_accumulation()
-
-
-def _set_idle(unit: Unit, state: Any) -> None:
-    """Reset a unit that a step which raised has left in a state; the caller assigns IDLE."""
-    if getattr(state, "name", None) != "IDLE":
-        raise UsageError(
-            f"The training state of unit {unit.name!r} was set to {state!r}. The library sets it itself; IDLE, which "
-            "resets the unit after a step that raised, is the only state that may be assigned."
-        )
-    unit.check_idle("assigning the training state")
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
