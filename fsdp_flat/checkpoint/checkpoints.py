@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.checkpoint.commit import candidates, check_all_here, commit, discarded_on_error, prepare, prune
@@ -36,7 +35,7 @@ from fsdp_flat.checkpoint.format import (
     writing_path,
 )
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
-from fsdp_flat.comm import HostCopies, UntilRanksMeet, digest_of, fingerprints, outliving_group, while_ranks_live
+from fsdp_flat.comm import UntilRanksMeet, digest_of, fingerprints, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
 from fsdp_flat.errors import LoadError, OptionError, RankMismatchError, UnsupportedError, some_of
 from fsdp_flat.guards import ReplicatedTensors
@@ -46,6 +45,7 @@ from fsdp_flat.state import (
     BOXES,
     BoxedTensor,
     IndexedParam,
+    OptimContents,
     OptimStates,
     ParamIndex,
     TakenApart,
@@ -186,101 +186,179 @@ def save_checkpoint(
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
-    from fsdp_flat.checkpoint.dcp_files import check_optim, packed
-
-    together, until_met = Consensus.of(model, SAVING), UntilRanksMeet()
-    tensors, plain, settings = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-    states: OptimStates | None = None
-    # In the background, an error of the file system is one of wait(): it may come while files are written too.
-    unprepared = None
-    own, same = list[int](), list[str]()
-    with until_met:
-        same += [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
-        same += [f"step={step!r}", f"keep_last={keep_last!r}"]
-        handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
-        same.append(f"a handler of {some_of(list(map(repr, handled)), 6)}" if handled else "no handler")
-        index, replicated = ParamIndex(model), ReplicatedTensors(model)
-        path = path_of_user(directory, "directory")
-        _wait_for_background(model, path)
-        check_step(step)
-        check_number(keep_last, "keep_last", 1)
-        tensors["model"], plain["model"], constants = _model_values(model)
-        tensors["extra"] = {str(together.rank): packed(extra, "extra", "extra")}
-        quantized = False
-        if optim is not None:
-            settings, contents = group_settings(model, optim), contents_of(optim, index)
-            check_optim(contents, index)
-            quantized = has_quantized(contents.state)
-            states = OptimStates.read(index, contents, compares=True, keeps_dtensors=False, in_boxes=True)
-            # Copies of quantized states may not fit in the memory of one rank, so this is before ranks meet.
-            encodings = encoded_states(states.states, BOXES, _LIVE, on_owner=True)
-        number = -1 if step is None else step
-        if together.rank == 0:
-            number = next_step(path) if step is None else step
-            try:
-                prepare(path, number)
-            except OSError as raised:
-                unprepared = raised
-        # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
-        unmanaged = [name for name in tensors["model"] if name not in index.by_name]
-        told = [json.dumps(each, sort_keys=True) for each in (unmanaged, replicated.prints, [settings, constants])]
-        of_states = [0] * (1 + len(index.params)) if states is None else states.digests()
-        own = [number, int(unprepared is None), int(quantized), *(digest_of(each.encode()) for each in told)]
-        own += of_states
-
-    # Ranks meet, and know of each other what they have to before they write.
-    everyone = together.meet("save_checkpoint", own, until_met.error, same)
-    numbers, prepared, each_quantized, names, prints, each_settings, *each_states = zip(*everyone, strict=True)
-    if len({*each_settings}) > 1:
-        _check_settings(settings, constants, together)
-    # With handlers and owned parameters every rank has to know all states.
-    shares = states is not None and bool(handled or contents.owners)
-    if states is not None and (shares or not are_equal(each_states)):
-        texts = together.texts(json.dumps([*states.described(), states.numels()]))
-        states.complete(together.ranks, list(map(json.loads, texts)))
-
-    # What follows may fail on one rank alone.
-    merged, until_written = dict[Any, torch.Tensor](), UntilRanksMeet()
-    with until_written:
-        if states is not None:
-            merged = merged_states(states.states, _LIVE, in_turn=True)
-    if shares:
-        together.fail(until_written.error)
-    copies = units_of(model)[0].step.streams.host_copies()
-    rows, rows_text = dict[str, dict[str, Any]](), ""
-    with until_written:
-        share = _Share(index, together.rank, is_alike=len({*names}) == 1)
-        for name, value in list(tensors["model"].items()):
-            if not share.has(name, value):
-                del tensors["model"][name]
-        if states is not None and until_written.error is None:
-            tensors["optim"], plain["optim"] = {"state": {}}, {"param_groups": named_groups(states)}
-            if any(each_quantized):
-                plain["optim"]["has_wrappers"] = True
-            for fqn, row in rows_of(states, encodings | merged, BOXES, _LIVE, copies=False).items():
-                if share.has(fqn):
-                    tensors["optim"]["state"][fqn], others = _divided(row, handled)
-                    if others and share.has_row(fqn):
-                        rows[fqn] = others
-        # Serialized, so that training can change the live ones while a thread writes.
-        rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
-        if background:
-            _copy(tensors, copies.copied)
-    replicated.compare([together.rank_group], are_equal=len({*prints}) == 1)
-    save = CheckpointSave(numbers[0], path_of(path, numbers[0]))
+    saving = _Saving(model, optim)
+    saving.collect(directory, extra, step, keep_last, background=background)
+    saving.meet()
+    saving.merge(background=background)
+    together, save = saving.together, CheckpointSave(saving.step, path_of(saving.directory, saving.step))
     bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
-    values = _Values(tensors, plain, rows_text, copies, bool(prepared[0]), until_written.error or unprepared)
     if not background:
-        _write(save, values, bar, keep_last, together)
+        saving.write(save.path, bar, keep_last, together)
         save._work.set_result(None)
     else:
         # The script may destroy its process groups while its last checkpoint is written.
         # A gloo group communicates CPU tensors.
         group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
         in_thread = Consensus(group, SAVING)
-        save._run(partial(_write, save, values, bar, keep_last, in_thread), model, together.ranks)
-    replicated.warn()
+        save._run(partial(saving.write, save.path, bar, keep_last, in_thread), model, together.ranks)
+    saving.replicated.warn()
     return save
+
+
+class _Saving:
+    """Makes one checkpoint: ranks collect what they have, meet, merge the states that need all ranks, and write.
+
+    ``until_met`` keeps what raises on this rank until it meets the others; then all raise.
+    """
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer | None) -> None:
+        self.together, self._until_met = Consensus.of(model, SAVING), UntilRanksMeet()
+        self._model, self._optim = model, optim
+        # What ranks compare: lines that are the same on all, and numbers.
+        self._same, self._own = list[str](), list[int]()
+        self._tensors, self._plain, self._rows_text = dict[str, Any](), dict[str, Any](), ""
+        # In the background, an error of the file system is one of wait(): it may come while files are written too.
+        self._unprepared: OSError | None = None
+
+    def collect(self, directory: str | Path, extra: Any, step: int | None, keep_last: int, *, background: bool) -> None:
+        """Collect what this rank has, as views, and what ranks compare; the arguments are the caller's."""
+        model, optim, rank = self._model, self._optim, self.together.rank
+        with self._until_met:
+            from fsdp_flat.checkpoint.dcp_files import check_optim, packed
+
+            self._same += [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
+            self._same += [f"step={step!r}", f"keep_last={keep_last!r}"]
+            self._handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+            handlers = some_of(list(map(repr, self._handled)), 6)
+            self._same.append(f"a handler of {handlers}" if handlers else "no handler")
+            index, self.replicated = ParamIndex(model), ReplicatedTensors(model)
+            self.directory = path_of_user(directory, "directory")
+            _wait_for_background(model, self.directory)
+            check_step(step)
+            check_number(keep_last, "keep_last", 1)
+            self._tensors["model"], self._plain["model"], constants = _model_values(model)
+            self._tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
+            settings, contents = Settings(), OptimContents(())
+            if optim is not None:
+                settings, contents = group_settings(model, optim), contents_of(optim, index)
+                check_optim(contents, index)
+            self._alike = settings, constants
+            self._states = OptimStates.read(index, contents, compares=True, keeps_dtensors=False, in_boxes=True)
+            # Copies of quantized states may not fit in the memory of one rank, so this is before ranks meet.
+            self._encodings = encoded_states(self._states.states, BOXES, _LIVE, on_owner=True)
+            number = step if step is not None else next_step(self.directory) if rank == 0 else -1
+            if rank == 0:
+                try:
+                    prepare(self.directory, number)
+                except OSError as raised:
+                    self._unprepared = raised
+            # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
+            unmanaged = [name for name in self._tensors["model"] if name not in index.by_name]
+            compared = (unmanaged, self.replicated.prints, self._alike)
+            told = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
+            flags = int(self._unprepared is None), int(has_quantized(contents.state))
+            self._own += [number, *flags, *told, *self._states.digests()]
+
+    def meet(self) -> None:
+        """Meet the other ranks, and know of them what this rank has to before it writes."""
+        together, states = self.together, self._states
+        everyone = together.meet("save_checkpoint", self._own, self._until_met.error, self._same)
+        numbers, prepared, quantized, names, prints, each_alike, *each_states = zip(*everyone, strict=True)
+        self.step, self._is_prepared, self._has_wrappers = numbers[0], bool(prepared[0]), any(quantized)
+        self._writes_others = together.rank == 0 or len({*names}) > 1
+        if len({*each_alike}) > 1:
+            _check_settings(*self._alike, together)
+        self.replicated.compare([together.rank_group], are_equal=len({*prints}) == 1)
+        # With handlers and owned parameters every rank has to know all states.
+        self._shares = bool(self._handled or states.contents.owners)
+        if self._shares or not are_equal(each_states):
+            texts = together.texts(json.dumps([*states.described(), states.numels()]))
+            states.complete(together.ranks, list(map(json.loads, texts)))
+
+    def merge(self, *, background: bool) -> None:
+        """Merge states that have handlers, and keep what this rank writes: copies if it does in the ``background``."""
+        states, tensors, values = self._states, self._tensors, self._encodings
+        with self._until_met:
+            values |= merged_states(states.states, _LIVE, in_turn=True)
+        if self._shares:
+            self.together.fail(self._until_met.error)
+        self._copies = units_of(self._model)[0].step.streams.host_copies()
+        with self._until_met:
+            tensors["model"] = {name: value for name, value in tensors["model"].items() if self._writes(name, value)}
+            if self._optim is not None and self._until_met.error is None:
+                tensors["optim"], rows = {"state": {}}, dict[str, dict[str, Any]]()
+                self._plain["optim"] = {"param_groups": named_groups(states)}
+                if self._has_wrappers:
+                    self._plain["optim"]["has_wrappers"] = True
+                for fqn, row in rows_of(states, values, BOXES, _LIVE, copies=False).items():
+                    if self._writes(fqn):
+                        tensors["optim"]["state"][fqn], others = _divided(row, self._handled)
+                        if others and self._sends_row(fqn):
+                            rows[fqn] = others
+                # Serialized, so that training can change the live ones while a thread writes.
+                self._rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
+            if background:
+                _copy(tensors, self._copies.copied)
+        # A thread that writes keeps no memory but that of the copies.
+        del self._model, self._optim, self._states, self._encodings
+
+    def _param(self, name: str) -> IndexedParam | None:
+        index = self._states.index
+        return index.by_name.get(name) or index.dtensors_by_name.get(name)
+
+    def _writes(self, name: str, value: Any = None) -> bool:
+        """Return whether this rank writes a value, or the optimizer's states, of a name.
+
+        Replicas take turns by name, and rank 0 writes what every rank has: values under names that no parameter has,
+        if all ranks have the same of these.
+        """
+        param = self._param(name) or getattr(value, "param", None)
+        if param is None:
+            return self._writes_others or isinstance(value, BoxedTensor)
+        if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
+            return False
+        replicas = param.unit.options.groups.replicate
+        return zlib.crc32(name.encode()) % replicas.size == replicas.rank
+
+    def _sends_row(self, name: str) -> bool:
+        """Return whether this rank sends the states of a parameter that are no tensors.
+
+        Ranks with elements of it have the same ones: the rank with the first element sends them.
+        """
+        param = self._param(name)
+        if param is None:
+            return True
+        if not param.unit.options.front.has_wrapper or math.prod(param.shape) == 0:
+            return param.rank_group.rank == 0
+        own = param.local_shard.in_param
+        return own.start == 0 < own.stop
+
+    def write(self, path: Path, bar: ProgressBar, keep_last: int, together: Consensus) -> None:
+        """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
+        until_met, text = UntilRanksMeet(self._until_met.error or self._unprepared), ""
+        directory, writing = path.parent, writing_path(path.parent, self.step)
+        nbytes = sum(part.nbytes for *_, parts in _parts(self._tensors) for part in parts)
+        with discarded_on_error(directory, self.step, together.rank), bar(nbytes) as update:
+            with until_met:
+                from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
+
+                self._copies.wait()
+                if until_met.error is None and self._is_prepared:
+                    written, records = write_files(self._tensors, writing, together.rank, update)
+                    text = json.dumps([written, records, self._rows_text])
+                self._copies.release()
+            texts = together.texts(text, only_on_rank0=True)
+            with until_met:
+                if texts and all(texts):
+                    each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
+                    check_all_here(writing, each_records)
+                    # One more file, as if of a further rank.
+                    plain = {"plain": _packed_plain(self._plain, each_rows)}
+                    last, own = write_files(plain, writing, together.size, update)
+                    own |= write_metadata([*each_written, last], writing)
+                    commit(directory, self.step, dict(ChainMap(own, *each_records)))
+                    prune(path, keep_last)
+            together.fail(until_met.error)
 
 
 def _wait_for_background(model: nn.Module, directory: Path) -> None:
@@ -332,15 +410,13 @@ def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any, dict[str, Any]
 
     for unit in units_of(model):
         unit.check_idle("save_checkpoint")
-    tensors, plain, quantized = dict[str, Any](), dict[str, Any](), list[str]()
+    tensors, plain = dict[str, Any](), dict[str, Any]()
     apart = TakenApart(model)
     for key, value in boxed_state_dict(model, apart).items():
         # The state dict of a compiled model has torch.compile's prefix in its names.
         name = clean_fqn(key)
         (tensors if isinstance(value, torch.Tensor) else plain)[name] = value
-        if is_wrapper(value):
-            quantized.append(name)
-    if quantized:
+    if quantized := [name for name, value in tensors.items() if is_wrapper(value)]:
         kind = type(local_of(tensors[quantized[0]])).__name__
         raise UnsupportedError(
             "The model's state dict has tensors made of other tensors, quantized ones for instance: "
@@ -352,43 +428,7 @@ def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any, dict[str, Any]
     others = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
     prints = zip(apart.constants.items(), fingerprints(list(apart.constants.values())), strict=True)
     constants = {name: [found, str(apart.names[name]), list(each.shape)] for (name, each), found in prints}
-    return tensors, others, constants
-
-
-class _Share:
-    """Says what this rank writes: replicas take turns by name, and rank 0 writes what every rank has.
-
-    Values under names that no parameter has are those of every rank if all have the same names (``is_alike``).
-    """
-
-    def __init__(self, index: ParamIndex, rank: int, *, is_alike: bool) -> None:
-        self._index, self._writes_others = index, rank == 0 or not is_alike
-
-    def _param(self, name: str) -> IndexedParam | None:
-        return self._index.by_name.get(name) or self._index.dtensors_by_name.get(name)
-
-    def has(self, name: str, value: Any = None) -> bool:
-        """Return whether this rank writes a value, or the optimizer's states, of a name."""
-        param = self._param(name) or getattr(value, "param", None)
-        if param is None:
-            return self._writes_others or isinstance(value, (BoxedTensor, DTensor))
-        if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
-            return False
-        replicas = param.unit.options.groups.replicate
-        return zlib.crc32(name.encode()) % replicas.size == replicas.rank
-
-    def has_row(self, name: str) -> bool:
-        """Return whether this rank sends the states of a parameter that are no tensors.
-
-        Ranks with elements of it have the same ones: the rank with the first element sends them.
-        """
-        param = self._param(name)
-        if param is None:
-            return True
-        if name in self._index.dtensors_by_name or math.prod(param.shape) == 0:
-            return param.rank_group.rank == 0
-        own = param.local_shard.in_param
-        return own.start == 0 < own.stop
+    return {name: boxed(value) for name, value in tensors.items()}, others, constants
 
 
 def _divided(row: Mapping[str, Any], handled: Container[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -399,7 +439,7 @@ def _divided(row: Mapping[str, Any], handled: Container[str]) -> tuple[dict[str,
         is_written = isinstance(value, torch.Tensor) and (
             name in handled or value.dim() > 0 or isinstance(value, BoxedTensor)
         )
-        (tensors if is_written else others)[name] = value
+        (tensors if is_written else others)[name] = boxed(value)
     return tensors, others
 
 
@@ -407,7 +447,6 @@ def _parts(tensors: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Seque
     """Yield the dict and the name of each tensor, and the parts of it that this rank has."""
     for row in (tensors.get("model", {}), *tensors.get("optim", {"state": {}})["state"].values()):
         for name, value in row.items():
-            value = boxed(value) if isinstance(value, DTensor) else value
             yield row, name, value.parts if isinstance(value, BoxedTensor) else (value,)
 
 
@@ -416,58 +455,8 @@ def _copy(tensors: dict[str, Any], copied_of: Callable[[list[torch.Tensor]], Ite
     places = list(_parts(tensors))
     copied = iter(copied_of([part.detach() for *_, parts in places for part in parts]))
     for row, name, _ in places:
-        value = boxed(row[name])
+        value = row[name]
         row[name] = value.with_parts(copied) if isinstance(value, BoxedTensor) else next(copied)
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """Holds what is written.
-
-    Attributes:
-        tensors: nested dicts of this rank's tensors, and of ``extra`` as bytes.
-        plain: values that are no tensors; rank 0's are saved.
-        rows_text: the optimizer states that are no tensors and that this rank sends.
-        copies: has the memory of the tensors, if they are copies.
-        is_prepared: rank 0 has removed the files of an earlier attempt.
-        error: why this rank cannot write.
-    """
-
-    tensors: dict[str, Any]
-    plain: dict[str, Any]
-    rows_text: str
-    copies: HostCopies
-    is_prepared: bool
-    error: Exception | None
-
-
-def _write(save: CheckpointSave, values: _Values, bar: ProgressBar, keep_last: int, together: Consensus) -> None:
-    """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
-    from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
-
-    directory, text, until_met = save.path.parent, "", UntilRanksMeet(values.error)
-    writing, nbytes = writing_path(directory, save.step), 0
-    for *_, parts in _parts(values.tensors):
-        nbytes += sum(part.nbytes for part in parts)
-    with discarded_on_error(directory, save.step, together.rank), bar(nbytes) as update:
-        with until_met:
-            values.copies.wait()
-            if values.error is None and values.is_prepared:
-                written, records = write_files(values.tensors, writing, together.rank, update)
-                text = json.dumps([written, records, values.rows_text])
-            values.copies.release()
-        texts = together.texts(text, only_on_rank0=True)
-        with until_met:
-            if texts and all(texts):
-                each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
-                check_all_here(writing, each_records)
-                # One more file, as if of a further rank.
-                plain = {"plain": _packed_plain(values.plain, each_rows)}
-                last, own = write_files(plain, writing, together.size, update)
-                own |= write_metadata([*each_written, last], writing)
-                commit(directory, save.step, dict(ChainMap(own, *each_records)))
-                _prune(directory, save.step, keep_last)
-        together.fail(until_met.error)
 
 
 def _packed_plain(plain: dict[str, Any], each_rows: Sequence[str]) -> bytes:
@@ -478,15 +467,6 @@ def _packed_plain(plain: dict[str, Any], each_rows: Sequence[str]) -> bytes:
             state = {**unpacked(base64.b64decode(text)), **state}
         plain["optim"]["state"] = state
     return serialized(plain)
-
-
-def _prune(directory: Path, step: int, keep_last: int) -> None:
-    """Remove older checkpoints; log what prevents it, since the new one is complete."""
-    try:
-        prune(directory, keep_last)
-    except OSError as error:
-        path = path_of(directory, step)
-        _logger.warning("%s is complete, but checkpoints before it are not all removed: %r", path, error)
 
 
 @dataclass(frozen=True, slots=True)

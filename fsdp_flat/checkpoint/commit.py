@@ -173,15 +173,21 @@ def _visible(directory: Path) -> list[str]:
     return sorted(name for name in names_in(directory) if not name.startswith("."))
 
 
-def prune(directory: Path, keep_last: int) -> None:
-    """Remove all but the last ``keep_last`` checkpoints; those without a valid record remain and do not count."""
-    valid = [step for step, order in orders_in(directory).items() if order]
-    for step in valid[keep_last:]:
-        # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
-        path = path_of(directory, step)
-        _remove(path.with_suffix(REMOVING))
-        os.replace(path, path.with_suffix(REMOVING))
-    remove_unfinished(directory)
+def prune(path: Path, keep_last: int) -> None:
+    """Remove all but the last ``keep_last`` checkpoints; those without a valid record remain and do not count.
+
+    What prevents it is logged, since the new one, at ``path``, is complete.
+    """
+    try:
+        valid = [step for step, order in orders_in(path.parent).items() if order]
+        for step in valid[keep_last:]:
+            # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
+            old = path_of(path.parent, step)
+            _remove(old.with_suffix(REMOVING))
+            os.replace(old, old.with_suffix(REMOVING))
+        remove_unfinished(path.parent)
+    except OSError as error:
+        _logger.warning("%s is complete, but checkpoints before it are not all removed: %r", path, error)
 
 
 def remove_unfinished(directory: Path) -> None:
