@@ -53,7 +53,7 @@ from fsdp_flat.core.params import (
     unsharded_shape,
 )
 from fsdp_flat.core.per_param_sharding import PerParamSharding
-from fsdp_flat.core.placeholders import SHARDED_HINTS, ShardedPlaceholder
+from fsdp_flat.core.placeholders import METADATA, SHARDED_HINTS, Placeholder, ShardedPlaceholder, creates
 from fsdp_flat.core.reduction import predivide_factor
 from fsdp_flat.core.shown_dtensors import DTensorShown, InnerPart
 from fsdp_flat.core.step import Step, outermost_of, read_exchanges, read_exchanges_on, reset_step, step_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -59,7 +59,39 @@ def call_adviser(describe: Callable[[nn.Module], str]) -> Callable[..., None]:
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
-class ShardedPlaceholder(torch.Tensor):
+class Placeholder(torch.Tensor):
+    """Stands in for a parameter: has its attributes, and no data."""
+
+    _trains: Callable[[], bool]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        kind = type(self).__name__
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def _like(self) -> torch.Tensor:
+        """Return a tensor with these attributes and meaningless values, if it can in the memory of a scalar."""
+        if self.is_contiguous():
+            return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+
+
+# Functions of a tensor that need no values, getters of attributes among them.
+METADATA = frozenset(
+    {"__get__", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
+    | {"stride", "__hash__", "__len__", "is_contiguous", "storage_offset", "get_device", "is_signed", "is_inference"}
+    | {"dim_order"}
+)
+
+
+def creates(name: str) -> bool:
+    """Return whether a function creates a tensor of the shape, dtype and device of its first argument."""
+    return name == "new" or name.startswith("new_") or name.endswith("_like")
+
+
+class ShardedPlaceholder(Placeholder):
     """Replaces an original parameter in its module while it is sharded (``use_orig_params=False``).
 
     It has the unsharded parameter's shape, strides, dtype, device and ``requires_grad``, and no data. Its attributes
@@ -67,7 +99,6 @@ class ShardedPlaceholder(torch.Tensor):
     """
 
     _describe: Callable[[], str]
-    _trains: Callable[[], bool]
 
     @classmethod
     def of(
@@ -84,12 +115,6 @@ class ShardedPlaceholder(torch.Tensor):
         made: ShardedPlaceholder = without_data(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
         made._describe, made._trains = describe, trains
         return made
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
-
-    def __format__(self, format_spec: str) -> str:
-        return format(repr(self), format_spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,18 +134,7 @@ class ShardedPlaceholder(torch.Tensor):
             meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
             return ShardedPlaceholder.of(func(meta), self.device, self._describe, self._trains)
 
-    def _like(self) -> torch.Tensor:
-        """Return a tensor with these attributes and meaningless values, if it can in the memory of a scalar."""
-        if self.is_contiguous():
-            return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
 
-
-_METADATA = frozenset(
-    {"__get__", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
-    | {"stride", "__hash__", "__len__", "is_contiguous", "storage_offset", "get_device", "is_signed", "is_inference"}
-    | {"dim_order"}
-)
 # Views without values too: attributes, and functions of one argument.
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "detach", "t"})
 # Functions of another tensor that need a placeholder's shape, dtype or device alone.
@@ -130,20 +144,19 @@ _OF_ANOTHER = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 def _without_values(func: Any, name: str, attribute: str, args: Any, kwargs: Any) -> Any:
     """Run a function that needs no values of a placeholder; raise a UsageError for any other function."""
     first = args[0] if args else next(iter(kwargs.values()), None)
-    found = first_of(ShardedPlaceholder, args, kwargs)
+    values = (*args, *kwargs.values())
+    found = _first_in(values)
     if isinstance(first, ShardedPlaceholder):
         if attribute == "requires_grad":
             return first._trains()
         if (attribute or name) in _VIEWS:
             return first._view(func if args else lambda tensor: func(**{**kwargs, next(iter(kwargs)): tensor}))
-        if name in _METADATA or (name == "type" and len(args) + len(kwargs) == 1):
+        if name in METADATA or (name == "type" and len(args) + len(kwargs) == 1):
             with unguarded():
                 return func(*args, **kwargs)
     # Constructors use the shape, dtype and device of their first argument, and conversions those of the second one.
-    creates = name == "new" or name.startswith("new_") or name.endswith("_like")
-    values = (*args, *kwargs.values())
-    needed = values[1:] if creates else values[:1] if name in _OF_ANOTHER else values
-    if found is not None and first_of(ShardedPlaceholder, needed, {}) is None:
+    needed = values[1:] if creates(name) else values[:1] if name in _OF_ANOTHER else values
+    if found is not None and _first_in(needed) is None:
         args, kwargs = tree_map_only(ShardedPlaceholder, ShardedPlaceholder._like, (args, kwargs))
         return func(*args, **kwargs)
     if found is None:
@@ -154,10 +167,7 @@ def _without_values(func: Any, name: str, attribute: str, args: Any, kwargs: Any
     )
 
 
-def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """Return the first argument of a class among the arguments of an operation, and in lists; None if there is none."""
-    if args and isinstance(args[0], kind):
-        return args[0]
-    given = [*args, *(kwargs or {}).values()]
-    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return next((item for item in flat if isinstance(item, kind)), None)
+def _first_in(values: Sequence[Any]) -> ShardedPlaceholder | None:
+    """Return the first placeholder among the arguments of an operation, and in lists; None if there is none."""
+    flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
+    return next((item for item in flat if isinstance(item, ShardedPlaceholder)), None)

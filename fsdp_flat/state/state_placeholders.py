@@ -10,11 +10,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_map_only
 
-from fsdp_flat.core import unguarded, without_data
+from fsdp_flat.core import METADATA, Placeholder, creates, unguarded, without_data
 from fsdp_flat.errors import UsageError
 
 
-class StatePlaceholder(torch.Tensor):
+class StatePlaceholder(Placeholder):
     """Stands in for a parameter, or for a sharded value of a state dict, that no rank has whole.
 
     It has the shape, dtype and device of the full tensor and no data. Modules and hooks may rename, detach, copy and
@@ -25,7 +25,6 @@ class StatePlaceholder(torch.Tensor):
         value: in a load what was copied into it, in a save what takes its place in the state dict; else None.
         refusal: returns the error of an operation that needs its values. None on ranks that keep none: there operations
             work with zeros, and their results are placeholders too.
-        trains: returns whether the parameter requires gradients.
     """
 
     # Modules and hooks that look for parameters find it.
@@ -33,7 +32,6 @@ class StatePlaceholder(torch.Tensor):
 
     value: Any
     refusal: Callable[[], Exception] | None
-    trains: Callable[[], bool]
     _is_own: bool
 
     @staticmethod
@@ -46,9 +44,9 @@ class StatePlaceholder(torch.Tensor):
         refusal: Callable[[], Exception] | None = None,
         trains: Callable[[], bool] = lambda: False,
     ) -> StatePlaceholder:
-        """Create one; see the attributes of the class."""
+        """Create one; see the attributes of the class. ``trains`` returns whether the parameter requires gradients."""
         made: StatePlaceholder = without_data(StatePlaceholder, shape, dtype=dtype, device=device)
-        made.value, made.refusal, made.trains, made._is_own = value, refusal, trains, False
+        made.value, made.refusal, made._trains, made._is_own = value, refusal, trains, False
         return made
 
     def accept(self, source: Any) -> None:
@@ -60,16 +58,10 @@ class StatePlaceholder(torch.Tensor):
 
     def module_load(self, other: Any, assign: bool = False) -> Any:
         """Return the tensor that torch swaps with this one (``set_swap_module_params_on_conversion``)."""
-        made = StatePlaceholder.of(self.shape, self.dtype, self.device, refusal=self.refusal, trains=self.trains)
+        made = StatePlaceholder.of(self.shape, self.dtype, self.device, refusal=self.refusal, trains=self._trains)
         if other is not self:
             made.accept(other.detach())
         return made
-
-    def __format__(self, format_spec: str) -> str:
-        return format(repr(self), format_spec)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"StatePlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -98,10 +90,6 @@ class StatePlaceholder(torch.Tensor):
             self.value, self._is_own = full.copy_(self.value), True
         return full
 
-    def _like(self) -> torch.Tensor:
-        """Return a tensor without meaningful values for an operation that needs the shape, dtype and device only."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own, name = args[0] if args else None, getattr(func, "__name__", "")
@@ -109,13 +97,13 @@ class StatePlaceholder(torch.Tensor):
             # Getters and setters of attributes are bound to the attribute, which has the name.
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name == "__get__" and attribute == "requires_grad":
-                return own.trains()
+                return own._trains()
             if name == "copy_" or (name == "__set__" and attribute == "data"):
                 own.accept(args[1])
             # A save or a load does not change which parameters train.
             if name in _SAME or name == "__set__" or attribute == "data" or own._is_same(name, args, kwargs or {}):
                 return own
-            if name == "__get__" or name in _OF_SHAPES:
+            if name in METADATA:
                 with unguarded():
                     found = func(*args, **(kwargs or {}))
                 if not isinstance(found, torch.Tensor):
@@ -146,10 +134,6 @@ class StatePlaceholder(torch.Tensor):
 
 
 _SAME = frozenset({"detach", "requires_grad_", "copy_"})
-_OF_SHAPES = frozenset(
-    {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex", "stride"}
-    | {"__len__", "__hash__", "is_contiguous"}
-)
 # Operations that copy their tensor, and that return it in another dtype unless it has that, or on another device.
 _COPIES = frozenset({"clone", "contiguous", "cpu", "cuda", "__deepcopy__"})
 _DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -167,9 +151,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     def operand(own: StatePlaceholder) -> torch.Tensor:
         nonlocal keeps_none
         keeps_none = keeps_none or (own.refusal is None and own.value is None)
-        creates = name.endswith("_like") or name.startswith("new_")
         converts_other = name in ("to", "type_as") and own is not first
-        return own._like() if creates or converts_other else own._full()
+        return own._like() if creates(name) or converts_other else own._full()
 
     args, kwargs = tree_map_only(StatePlaceholder, operand, (args, kwargs))
     with torch.no_grad():
