@@ -66,17 +66,6 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     return _classes[kind]
 
 
-class OwnClass:
-    """Gives a module its own class back, of the two that the class of a sharded one is derived from."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def remove(self) -> None:
-        """Undo the change of the class."""
-        self._module.__class__ = type(self._module).__bases__[1]
-
-
 _PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
 
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard
 import fsdp_flat.guards  # noqa: F401 (turns the guards on)
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, is_a
 from fsdp_flat.comm import resolve_groups, strategy_from
-from fsdp_flat.composable.fsdp_module import FSDPModule, OwnClass, hook_state_dicts, sharded_class
+from fsdp_flat.composable.fsdp_module import FSDPModule, hook_state_dicts, sharded_class
 from fsdp_flat.composable.fsdp_state import FSDPState, state_of
 from fsdp_flat.composable.offload_policies import CPUOffloadPolicy, OffloadPolicy
-from fsdp_flat.composable.torch_composable import FullyShardNote, StateNote
+from fsdp_flat.composable.torch_composable import FullyShardMark
 from fsdp_flat.core import (
     IN_PLACE,
     DataParallelDims,
@@ -219,10 +219,9 @@ def fully_shard(
     replace_at_first_unit()
     for member in members:
         member.__dict__["_unit"] = unit
-        member.__class__ = sharded_class(type(member))
+        mark = FullyShardMark(member, sharded_class(type(member)), FSDPState(member, unit))
         # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
-        unit.undo += [member.register_forward_pre_hook(_unshards), FullyShardNote(member), OwnClass(member)]
-        unit.undo.append(StateNote(member, FSDPState(member, unit)))
+        unit.undo += [member.register_forward_pre_hook(_unshards), mark]
     return module
 
 

@@ -14,36 +14,27 @@ from torch.distributed._composable_state import _module_state_mapping
 _FULLY_SHARD = "fully_shard"
 
 
-class FullyShardNote:
-    """Notes on a module that ``fully_shard`` was called on it, for torch's ``replicate``.
+class FullyShardMark:
+    """Marks a module that ``fully_shard`` was called on: by its class, and for torch and programs that ask torch.
+
+    torch's ``replicate`` looks for a note on the module, and programs for its state in torch's map of modules to
+    states, which refers to the state weakly; this object keeps it.
 
     Args:
         module: the module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._registry = module.__dict__.setdefault(REGISTRY_KEY, {})
-        self._registry[_FULLY_SHARD] = RegistryItem()
-
-    def remove(self) -> None:
-        """Undo it."""
-        self._registry.pop(_FULLY_SHARD, None)
-
-
-class StateNote:
-    """Notes the state of a module in torch's map of modules to states, in which programs look for sharded modules.
-
-    The map refers to the state weakly; this object keeps it.
-
-    Args:
-        module: the module.
+        sharded_class: its class from now on, made of :class:`FSDPModule` and its own.
         state: FSDP2's view of the module's unit.
     """
 
-    def __init__(self, module: nn.Module, state: Any) -> None:
+    def __init__(self, module: nn.Module, sharded_class: type[nn.Module], state: Any) -> None:
         self._module, self._state = module, state
+        self._registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+        self._registry[_FULLY_SHARD] = RegistryItem()
         _module_state_mapping[module] = ref(state)
+        module.__class__ = sharded_class
 
     def remove(self) -> None:
         """Undo it."""
+        self._module.__class__ = type(self._module).__bases__[1]
         _module_state_mapping.pop(self._module, None)
+        self._registry.pop(_FULLY_SHARD, None)
