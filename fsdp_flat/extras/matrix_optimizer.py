@@ -26,6 +26,7 @@ from fsdp_flat.comm import (
     ErrorTexts,
     P2PChannels,
     RankGroup,
+    UntilRanksMeet,
     agree,
     exchange_ints,
     moves_cpu_tensors,
@@ -177,19 +178,16 @@ class MatrixOptimizer(Optimizer):
     @contextmanager
     def _agreed(self, index: ParamIndex) -> Iterator[None]:
         """Raise on every rank if the block fails on one, or if ranks hold different parameters after it."""
-        error: Exception | None = None
-        try:
+        until_met, lines = UntilRanksMeet(), list[str]()
+        with until_met:
             yield
-        except Exception as found:
-            error = found
-        lines = []
-        if error is None:
+        if until_met.error is None:
             lines.append(f"max_nbytes={self._max_nbytes}")
             for number, group in enumerate(self.param_groups):
                 fqns = [fqn for param in group["params"] for fqn in index.fqns_of(param)]
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
         rank_groups = index.rank_groups
-        agree(lines, error, rank_groups, _ERROR_TEXTS)
+        agree(lines, until_met.error, rank_groups, _ERROR_TEXTS)
         self._compared = [each for each in rank_groups if each.group is not None and moves_cpu_tensors(each.group)]
         # A step reports errors over groups of which some rank is in further ones.
         is_linked = len(self._compared) > 1
@@ -270,8 +268,7 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
-        error: Exception | None = None
-        channels = P2PChannels()
+        until_sent, channels = UntilRanksMeet(), P2PChannels()
         # The inner optimizer holds parameters that no unit manages itself; they are updated in the first round alone.
         every = [param for group in self.param_groups for param in group["params"]]
         unmanaged = [param for param in every if param not in self.state_owners]
@@ -280,14 +277,12 @@ class MatrixOptimizer(Optimizer):
             for entry in entries:
                 entry.gather(channels, has_grad=entry in with_grad)
             channels.wait()
-            if error is None:
+            if until_sent.error is None:
                 # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
-                try:
+                # Other ranks wait for the weights, so send them before raising.
+                with until_sent:
                     self._inner.step()
-                except Exception as found:
-                    # Other ranks wait for the weights, so send them before raising.
-                    error = found
             for entry in entries:
                 entry.scatter(channels, has_grad=entry in with_grad)
             channels.wait()
@@ -297,8 +292,8 @@ class MatrixOptimizer(Optimizer):
                 param.grad = None
         for param, grad in zip(unmanaged, grads, strict=True):
             param.grad = grad
-        if error is not None:
-            raise error
+        if until_sent.error is not None:
+            raise until_sent.error
         self._copy_options(self._inner)
         self._show_states(after_step=True)
         return loss
@@ -311,29 +306,23 @@ class MatrixOptimizer(Optimizer):
         by_rank_group: dict[RankGroup, list[OwnedParam]] = {}
         for entry in self._owned:
             by_rank_group.setdefault(entry.rank_group, []).append(entry)
-        error: Exception | None = None
-        failed: list[RankGroup] = []
-        with_grad: set[OwnedParam] = set()
-        try:
+        until_met, failed, with_grad = UntilRanksMeet(), list[RankGroup](), set[OwnedParam]()
+        with until_met:
             self._check_groups()
-        except UsageError as found:
-            error = found
         for rank_group, entries in by_rank_group.items():
             own = [entry.status() for entry in entries]
             with_grad.update(entry for entry, status in zip(entries, own, strict=True) if status == GradStatus.HAS_GRAD)
-            rows = [[int(error is None), *own]]
+            rows = [[int(until_met.error is None), *own]]
             if rank_group in self._compared:
                 rows = exchange_ints(rows[0], rank_group)
             if not all(is_well for is_well, *_ in rows):
                 failed += [rank_group] if rank_group in self._compared else []
                 continue
-            try:
+            with until_met:
                 for entry, statuses in zip(entries, list(zip(*rows, strict=True))[1:], strict=True):
                     check_status(entry, statuses)
-            except UsageError as found:
-                error = found
         # Ranks that are in other groups only would step, or wait for these.
-        agree([], error, self._linked or failed, _STEPPING)
+        agree([], until_met.error, self._linked or failed, _STEPPING)
         return with_grad
 
     def _check_groups(self) -> None:

@@ -25,7 +25,7 @@ from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, counted
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
-from fsdp_flat.state.model_save import flat_shard, placeholder_of, settings_of
+from fsdp_flat.state.model_save import flat_shard, placeholder_of, record_versions, settings_of
 from fsdp_flat.state.shards import (
     IndexedParam,
     ParamIndex,
@@ -333,10 +333,9 @@ def with_wrapper_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mappi
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return state
-    names = {name: clean_fqn(name) for name, _ in wrapper.named_modules()}
-    copied = OrderedDict(state)
-    added = {name: versions[clean] for name, clean in names.items() if clean in versions}
-    copied._metadata = {**versions, **added}  # type: ignore[attr-defined]
+    copied: OrderedDict[str, Any] = OrderedDict(state)
+    copied._metadata = dict(versions)  # type: ignore[attr-defined]
+    record_versions(wrapper, copied, "")
     return copied
 
 

@@ -262,7 +262,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     finally:
         _saves.reset(token)
     if outermost:
-        _record_versions(wrapper, state, prefix)
+        record_versions(wrapper, state, prefix)
         # Those that hooks have renamed; values of rank0_only that other ranks do not keep are among them.
         _replace_placeholders(state, list(state), keeps_all=settings is TEMPLATE)
         if len(units) < len(every_unit):
@@ -286,7 +286,7 @@ def _encode_dtensors(
                 del state[prefix + name]
 
 
-def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Record the modules' versions under the names of wrapped modules too, which a load by a plain parent reads."""
     versions = getattr(state, "_metadata", None)
     if versions is not None:

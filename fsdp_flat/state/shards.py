@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.core import PLAIN, LocalShard, ParamGroup, TensorAdapter, Unit, check_module, unit_of
+from fsdp_flat.core import PLAIN, ParamGroup, Unit, check_module, unit_of
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import EvenPartition, Interval, Partition, ReplicatedPartition, clean_fqn, plan_transfer
 from fsdp_flat.runtime import param_groups_of
@@ -47,7 +47,6 @@ def dtype_of(value: Any) -> torch.dtype:
     return dtype
 
 
-@dataclass(slots=True, eq=False)
 class IndexedParam:
     """Locates one parameter that a unit manages: the parameter ``index`` of a group.
 
@@ -64,28 +63,14 @@ class IndexedParam:
         is_original: optimizers hold it itself, and not a flat parameter.
     """
 
-    unit: Unit
-    param_group: ParamGroup
-    index: int
-    fqns: tuple[str, ...]
-    fqn: str = field(init=False)
-    rank_group: RankGroup = field(init=False)
-    adapter: TensorAdapter = field(init=False)
-    shape: tuple[int, ...] = field(init=False)
-    full_shape: tuple[int, ...] = field(init=False)
-    local_shard: LocalShard = field(init=False)
-    numel: int = field(init=False)
-    shown: nn.Parameter = field(init=False)
-    is_original: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        group, index = self.param_group, self.index
-        entry, self.shape = group.params[index], group.layout.param_infos[index].shape
-        self.fqn, self.adapter, self.shown = self.fqns[0], entry.adapter, entry.param
+    def __init__(self, unit: Unit, param_group: ParamGroup, index: int, fqns: tuple[str, ...]) -> None:
+        self.unit, self.param_group, self.index = unit, param_group, index
+        entry, self.shape = param_group.params[index], param_group.layout.param_infos[index].shape
+        self.fqns, self.fqn, self.adapter, self.shown = fqns, fqns[0], entry.adapter, entry.param
         self.full_shape = self.shape if self.adapter is PLAIN else self.adapter.full_shape(self.shape)
-        self.rank_group, self.local_shard = group.comm.options.groups.shard, group.local_shards[index]
+        self.rank_group, self.local_shard = param_group.comm.options.groups.shard, param_group.local_shards[index]
         self.numel = self.local_shard.numel
-        self.is_original = group.spec.use_orig_params
+        self.is_original = param_group.spec.use_orig_params
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
@@ -159,7 +144,8 @@ class ParamIndex:
         check_module(model)
         self.params: list[IndexedParam] = []
         self.managed: dict[nn.Parameter, tuple[IndexedParam, ...]] = {}
-        in_rows: dict[nn.Parameter, IndexedParam] = {}
+        # By DTensor that modules hold, where it is.
+        places: dict[nn.Parameter, tuple[Unit, ParamGroup, int]] = {}
         # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
         prefixes: dict[Unit, list[str]] = {}
@@ -169,9 +155,10 @@ class ParamIndex:
                 prefixes.setdefault(unit, []).append(clean_fqn(path + ".").lstrip("."))
         for unit, found_prefixes in prefixes.items():
             if not unit.options.front.has_wrapper:
-                for each in params_of(unit, ""):
-                    in_rows[each.shown] = each
-                    unsharded[each.param_group.buffer.params[each.index]] = each.shown
+                for param_group in unit.param_groups:
+                    for index, entry in enumerate(param_group.params):
+                        places[entry.param] = unit, param_group, index
+                        unsharded[param_group.buffer.params[index]] = entry.param
                 continue
             # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
             is_flat = not unit.options.use_orig_params
@@ -201,9 +188,9 @@ class ParamIndex:
                 self.others[param] = first
             for name in each_name[1:]:
                 self._further_names[clean_fqn(name)] = first
-            if param in in_rows:
+            if param in places:
                 # A unit of several modules does not know their names.
-                self.dtensors[param] = replace(in_rows[param], fqns=tuple(map(clean_fqn, each_name)))
+                self.dtensors[param] = IndexedParam(*places[param], tuple(map(clean_fqn, each_name)))
 
     @cached_property
     def by_name(self) -> dict[str, IndexedParam]:
