@@ -261,7 +261,7 @@ class _Saving:
 
     def meet(self) -> None:
         """Meet the other ranks, and know of them what this rank has to before it writes."""
-        together, states = self.together, self._states
+        together = self.together
         everyone = together.meet("save_checkpoint", self._own, self._until_met.error, self._same)
         numbers, prepared, quantized, names, prints, each_alike, *each_states = zip(*everyone, strict=True)
         self.step, self._is_prepared, self._has_wrappers = numbers[0], bool(prepared[0]), any(quantized)
@@ -270,6 +270,7 @@ class _Saving:
             _check_settings(*self._alike, together)
         self.replicated.compare([together.rank_group], are_equal=len({*prints}) == 1)
         # With handlers and owned parameters every rank has to know all states.
+        states = self._states
         self._shares = bool(self._handled or states.contents.owners)
         if self._shares or not are_equal(each_states):
             texts = together.texts(json.dumps([*states.described(), states.numels()]))
