@@ -26,7 +26,6 @@ from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
 from fsdp_flat.state.optim_save import save_optim_state
-from fsdp_flat.state.optim_states import contents_of
 from fsdp_flat.state.shards import (
     OptimContents,
     ParamIndex,
@@ -68,19 +67,7 @@ def optim_state_dict(
         UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
     """
     codec, config = _codec_for(model)
-    return _saved(model, optim, optim_state_dict, codec=codec, config=config)
-
-
-def _saved(
-    model: nn.Module, optim: Any, state_dict: Any, *, codec: StateDictCodec, config: OptimStateDictConfig
-) -> dict[str, Any]:
-    index, contents, until_met = ParamIndex(model), OptimContents(()), UntilRanksMeet()
-    with until_met:
-        for unit in units_of(model):
-            unit.step.recover()
-        contents = held_by(optim)
-        contents = contents_of(optim, index, state_dict)
-    return save_optim_state(index, contents, codec=codec, config=config, error=until_met.error)
+    return save_optim_state(model, optim, optim_state_dict, codec=codec, config=config)
 
 
 def optim_state_dict_to_load(
@@ -242,7 +229,7 @@ def save_full_or_sharded(
     kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
     if full_state_dict:
         kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
-    return _saved(model, optim, optim_state_dict, codec=codec_of(kind, config), config=config)
+    return save_optim_state(model, optim, optim_state_dict, codec=codec_of(kind, config), config=config)
 
 
 def load_full_or_sharded(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig, StatePart
 from fsdp_flat.comm import (
@@ -26,10 +27,11 @@ from fsdp_flat.comm import (
     exchange_bytes,
     reported_failure,
 )
+from fsdp_flat.core import units_of
 from fsdp_flat.errors import some_of
 from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state.codecs import FULL, FullCodec
-from fsdp_flat.state.optim_states import OptimStates, ParamState, complete_over_groups
+from fsdp_flat.state.optim_states import OptimStates, ParamState, complete_over_groups, contents_of
 from fsdp_flat.state.shards import (
     Config,
     IndexedParam,
@@ -39,6 +41,7 @@ from fsdp_flat.state.shards import (
     StateShard,
     TensorTransfer,
     copied_state,
+    held_by,
     is_scalar,
     rank_groups_of,
     redistribute,
@@ -53,23 +56,29 @@ Rows = dict[str, dict[str, Any]]
 
 
 def save_optim_state(
-    index: ParamIndex,
-    contents: OptimContents,
+    model: nn.Module,
+    optim: Any,
+    state_dict: dict[str, Any] | None,
     *,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
-    error: Exception | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer, keyed by names. Every rank must call this, also with an ``error``.
+    """Return the state dict of an optimizer, or the given one, keyed by names. Every rank must call this.
 
     If the codec does not communicate, nothing is communicated except with registered handlers or owned parameters.
     With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
     """
+    index, contents, until_met, sent = ParamIndex(model), OptimContents(()), UntilRanksMeet(), config
+    states: OptimStates | None = None
+    with until_met:
+        for unit in units_of(model):
+            unit.step.recover()
+        contents = held_by(optim)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     compares = codec.communicates or bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
-    states: OptimStates | None = None
-    until_met, is_full, sent = UntilRanksMeet(error), isinstance(codec, FullCodec), config
     with until_met:
+        contents = contents_of(optim, index, state_dict)
+        is_full = isinstance(codec, FullCodec)
         states = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not is_full)
     if compares:
         if config.rank0_only > complete_over_groups(index, states, until_met.error, rank0_only=config.rank0_only):
@@ -192,8 +201,7 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
             by_rank_group.setdefault(state.param.rank_group, []).append((state.param, name))
     if not own:
         return {}
-    found: dict[Place, torch.Tensor] = {}
-    error: Exception | None = None
+    found, until_met = dict[Place, torch.Tensor](), UntilRanksMeet()
     units = list(dict.fromkeys(param.unit for param, _ in own))
     for rank_group, places in by_rank_group.items():
         kinds = [None if (part := own[place]) is None else (str(part.dtype), list(part.shape)) for place in places]
@@ -203,14 +211,12 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
             parts = _parts_on(param, own.pop((param, name)), each_kind, dst=dst)
             handler = param.unit.optim_state_handlers.get(name)
             # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
-            if handler is not None and error is None and dst in (None, rank_group.rank):
-                try:
+            if handler is not None and until_met.error is None and dst in (None, rank_group.rank):
+                with until_met:
                     merged = handler.merge(parts, torch.Size(param.shape)).detach()
                     to = "cpu" if config.offload_to_cpu else merged.device
                     found[param, name] = merged.to(to, copy=True).contiguous()
-                except Exception as raised:
-                    error = raised
-    agree([], error, rank_groups_of(units), _MERGING)
+    agree([], until_met.error, rank_groups_of(units), _MERGING)
     return found
 
 

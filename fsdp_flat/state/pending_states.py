@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import exchange_bytes
+from fsdp_flat.comm import UntilRanksMeet, exchange_bytes
 from fsdp_flat.core import PLAIN, Unit, local_of
 from fsdp_flat.errors import PeerFailureError, UnsupportedError
 from fsdp_flat.layout import Partition, ReplicatedPartition
@@ -139,13 +139,11 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
     if groups.num_ranks == 1:
         return dict(given or {})
     is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
-    error: Exception | None = None
-    payload = b""
-    try:
+    until_met, payload = UntilRanksMeet(), b""
+    with until_met:
         payload = serialized(_without_data(given)) if is_first else b""
-    except Exception as raised:
-        error = raised
-        payload = serialized({"error": f"{type(raised).__name__}: {raised}"})
+    if (error := until_met.error) is not None:
+        payload = serialized({"error": f"{type(error).__name__}: {error}"})
     for rank_group in groups.rank_groups:
         payload = exchange_bytes(payload, rank_group)[0]
     if error is not None:

@@ -84,11 +84,11 @@ SAVES: dict[str, tuple[str, Callable[[Any, Any, Path], object]]] = {
     "a fingerprint, get_model_state_dict": (PRINT, lambda model, *_: get_model_state_dict(model)),
     "a hook, full get_model_state_dict": ("hook", lambda model, *_: get_model_state_dict(model, options=FULL)),
     "contents, optim_state_dict": (
-        "fsdp_flat.state.optim_dicts.contents_of",
+        "fsdp_flat.state.optim_save.contents_of",
         lambda model, optimizer, _: FSDP.optim_state_dict(model, optimizer),
     ),
     "contents, get_optimizer_state_dict": (
-        "fsdp_flat.state.optim_dicts.contents_of",
+        "fsdp_flat.state.optim_save.contents_of",
         lambda model, optimizer, _: get_optimizer_state_dict(model, optimizer, options=FULL),
     ),
     "entries, iter_full_state_dict": (
