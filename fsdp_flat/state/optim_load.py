@@ -245,16 +245,17 @@ class _OptimLoad:
 
     def _is_plain(self, param: IndexedParam, key: str, value: Any, *, is_owned: bool = False) -> bool:
         """Return whether a state is one value of the whole parameter, and not one for each element."""
-        return is_scalar(value) and (is_owned or param.shape != () or not self._is_zero_dim_state(key, value))
-
-    def _is_zero_dim_state(self, key: str, value: Any) -> bool:
-        """Return whether a state of a parameter of shape () has one value per element: the number of dims says nothing.
-
-        The states of the other parameters decide, or else the name "step", torch's name of the step count.
-        """
-        if not isinstance(value, (torch.Tensor, PendingTensor, *decoder_of(value).kinds)):
+        if not is_scalar(value):
             return False
-        return key in self._elementwise if self._elementwise else key != "step"
+        if (
+            is_owned
+            or param.shape != ()
+            or not isinstance(value, (torch.Tensor, PendingTensor, *decoder_of(value).kinds))
+        ):
+            return True
+        # The number of dims says nothing of a parameter of shape (): the states of the other parameters decide, or else
+        # the name "step", torch's name of the step count.
+        return key not in self._elementwise if self._elementwise else key == "step"
 
     def _fill(self, target: StateShard, value: Any) -> None:
         """Plan the copy or transfer that fills this rank's part of a state."""

@@ -244,7 +244,7 @@ def rank_groups_of(units: Sequence[Unit], *, of_replicas: bool = True) -> list[R
             found.update(dict.fromkeys(options.groups.rank_groups if of_replicas else [options.groups.shard]))
         for param_group in unit.param_groups:
             for entry in param_group.params:
-                found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
+                found.update(dict.fromkeys(map(RankGroup.of, entry.adapter.groups)))
     return [rank_group for rank_group in found if rank_group.size > 1]
 
 
