@@ -75,7 +75,5 @@ class TakenApart:
 def _boxed(param: IndexedParam, part: InnerPart, tensor: torch.Tensor) -> BoxedTensor:
     assert part.offsets is not None
     box = Box(part.offsets, tuple(tensor.shape), Interval(0, tensor.numel()))
-    held = [(box, tensor)] if tensor.numel() else []
-    made = BoxedTensor(part.shape, [box for box, _ in held], [each for _, each in held], tensor.dtype, tensor.device)
-    made.param = param
-    return made
+    boxes, parts = ([box], [tensor]) if tensor.numel() else ([], [])
+    return BoxedTensor(part.shape, boxes, parts, tensor, param)

@@ -130,7 +130,7 @@ class BoxedTensor(torch.Tensor):
 
     boxes: tuple[Box, ...]
     parts: tuple[torch.Tensor, ...]
-    param: IndexedParam | None = None
+    param: IndexedParam | None
 
     @staticmethod
     def __new__(
@@ -138,11 +138,12 @@ class BoxedTensor(torch.Tensor):
         shape: Sequence[int],
         found: Sequence[Box],
         parts: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
+        param: IndexedParam | None = None,
     ) -> BoxedTensor:
-        made: BoxedTensor = without_data(cls, shape, dtype=dtype, device=device)
-        made.boxes, made.parts = tuple(found), tuple(parts)
+        """Create one with the dtype and device of ``like``, which those of the parts are."""
+        made: BoxedTensor = without_data(cls, shape, dtype=like.dtype, device=like.device)
+        made.boxes, made.parts, made.param = tuple(found), tuple(parts), param
         return made
 
     @classmethod
@@ -175,10 +176,7 @@ class BoxedTensor(torch.Tensor):
 
     def _with(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BoxedTensor:
         parts = [fn(part) for part in self.parts]
-        kind = parts[0] if parts else self
-        made = BoxedTensor(self.shape, self.boxes, parts, kind.dtype, kind.device)
-        made.param = self.param
-        return made
+        return BoxedTensor(self.shape, self.boxes, parts, parts[0] if parts else self, self.param)
 
     def __repr__(self) -> str:  # type: ignore[override]
         places = ", ".join(f"{box.sizes} at {box.offsets}" for box in self.boxes)
@@ -186,7 +184,12 @@ class BoxedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A saver in another process gets its own copies.
-        return BoxedTensor, (tuple(self.shape), self.boxes, self.parts, self.dtype, self.device)
+        return BoxedTensor, (
+            tuple(self.shape),
+            self.boxes,
+            self.parts,
+            torch.empty(0, dtype=self.dtype, device=self.device),
+        )
 
     # torch.distributed.checkpoint is slow to import; callers of these three methods have imported it already.
 
@@ -258,9 +261,7 @@ def _boxed(shard: StateShard, local: torch.Tensor) -> BoxedTensor:
         at += math.prod(box.sizes)
     if param.adapter is not PLAIN and any(start := param.adapter.offsets(param.shape)):
         found = tuple(box.within(start) for box in found)
-    made = BoxedTensor(param.full_shape, found, parts, local.dtype, local.device)
-    made.param = param if shard.state is None else None
-    return made
+    return BoxedTensor(param.full_shape, found, parts, local, param if shard.state is None else None)
 
 
 FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()

@@ -211,7 +211,7 @@ def _boxed(value: DTensor, local: torch.Tensor) -> BoxedTensor:
     # A DTensor says so itself what torch.distributed.checkpoint writes of it.
     chunks = value.__create_chunk_list__()
     places = [Box(tuple(chunk.offsets), tuple(chunk.sizes), Interval(0, local.numel())) for chunk in chunks]
-    return BoxedTensor(value.shape, places, [local], local.dtype, local.device)
+    return BoxedTensor(value.shape, places, [local], local)
 
 
 def like_present(value: torch.Tensor, present: Any) -> torch.Tensor:
