@@ -315,26 +315,24 @@ def _saved_order(
 
 
 def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimContents, order: Sequence[str]) -> None:
-    """Raise if a state and the parameter at its position differ in shape, so that it belongs to another parameter."""
-    params = [(param, index.managed.get(param, ())) for param in contents.params]
-    shapes = [managed[0].shape if managed else tuple(param.shape) for param, managed in params]
-    # States of an owned parameter may have any shape.
-    owned = {at for at, (param, _) in enumerate(params) if param in contents.owners}
-    rows = {
-        key: {name: shape for name, value in row.items() if (shape := shape_of(value))}
-        for key, row in given.items()
-        if key not in owned
-    }
-    # States of other shapes (Adafactor's factors) do not reveal the order.
-    unlike = {name for row in rows.values() for name, shape in row.items() if shape not in shapes}
-    for key, row in rows.items():
-        if isinstance(key, int) and key < len(params) and len(params[key][1]) <= 1:
-            for name, shape in row.items():
-                if shape != shapes[key] and name not in unlike:
+    """Raise if the states of a name have the shapes of the parameters in another order than the parameters have.
+
+    Other shapes do not reveal an order: those of Adafactor's factors may be some other parameter's by accident.
+    """
+    expected: dict[int, tuple[int, ...]] = {}
+    for at, param in enumerate(contents.params):
+        managed = index.managed.get(param, ())
+        # States of an owned parameter may have any shape, and those of a flat one are of several.
+        if at in given and param not in contents.owners and len(managed) <= 1:
+            expected[at] = managed[0].shape if managed else tuple(param.shape)
+    for name in dict.fromkeys(name for at in expected for name in given[at]):
+        found = {at: shape_of(given[at][name]) for at in expected if name in given[at]}
+        if sorted(found.values()) == sorted(expected[at] for at in found):
+            for at, shape in found.items():
+                if shape != expected[at]:
                     raise OptionError(
-                        f"State {name!r} at position {key} has shape {shape}, but the parameter there, "
-                        f"{order[key]!r}, has {shapes[key]}. The optimizer state was saved with another order of "
-                        "parameters."
+                        f"State {name!r} at position {at} has shape {shape}, but the parameter there, {order[at]!r}, "
+                        f"has {expected[at]}. The optimizer state was saved with another order of parameters."
                     )
 
 

@@ -112,3 +112,13 @@ def test_an_order_that_is_assumed_is_told(how: str) -> None:
     # With the optimizer nothing is assumed.
     found = FSDP.rekey_optim_state_dict(optimizer.state_dict(), NAME, model, optim=optimizer)
     assert_equal(found["state"], by_name(model, optimizer))
+
+
+def test_a_factor_of_a_state_may_have_the_shape_of_another_parameter() -> None:
+    """A row of a weight, as Adafactor keeps one, has the shape of the bias."""
+    model = nn.Linear(4, 3)
+    rows = {0: {"row": torch.ones(3), "column": torch.ones(4)}, 1: {"square": torch.ones(3)}}
+    saved = {"state": rows, "param_groups": [{"params": [0, 1]}]}
+    ours = FSDP.rekey_optim_state_dict(saved, NAME, model)
+    assert_equal(ours, PeerFSDP.rekey_optim_state_dict(saved, PeerKeyType.PARAM_NAME, model))
+    assert ours["state"]["weight"] is rows[0]
