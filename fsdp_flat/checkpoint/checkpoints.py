@@ -256,7 +256,7 @@ class _Saving:
             unmanaged = [name for name in self._tensors["model"] if name not in index.by_name]
             compared = (unmanaged, self.replicated.prints, self._alike)
             told = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
-            flags = int(self._unprepared is None), int(has_quantized(contents.state))
+            flags = int(self._unprepared is None), int(any(map(has_quantized, contents.state.values())))
             self._own += [number, *flags, *told, *self._states.digests()]
 
     def meet(self) -> None:

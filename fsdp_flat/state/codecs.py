@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from fsdp_flat import api
@@ -34,7 +35,7 @@ from fsdp_flat.state.shards import (
     StateShard,
     shape_of,
 )
-from fsdp_flat.state.torch_state import without_dtensors
+from fsdp_flat.state.torch_state import full_tensor
 
 _aten = torch.ops.aten
 
@@ -82,7 +83,10 @@ class FullCodec(StateDictCodec):
 
     def of_dtensor(self, value: Any, config: Config) -> Any:
         """Return the full tensor of a DTensor, any other value itself. Every rank of its mesh must call this."""
-        return without_dtensors(value, to_cpu=config.offload_to_cpu)
+        if not isinstance(value, DTensor):
+            return value
+        full = full_tensor(value).detach()
+        return full.cpu() if config.offload_to_cpu else full
 
     def fits(self, value: Any, target: StateShard) -> bool:
         shape, expected = shape_of(value), target.full_shape

@@ -169,7 +169,7 @@ class _OptimLoad:
     def _keep_class(self, row: dict[str, Any], param: nn.Parameter) -> None:
         """Plan to quantize states that the optimizer has quantized."""
         present = self._contents.state.get(param, {})
-        if has_quantized({param: present}):
+        if has_quantized(present):
             self.writes.call(partial(quantized_like, row, present), last=True)
 
     def _managed_row(

@@ -33,15 +33,9 @@ def is_wrapper(value: Any) -> bool:
     return not isinstance(local, (DTensor, BoxedTensor)) and hasattr(local, "__tensor_flatten__")
 
 
-def has_quantized(state: States) -> bool:
-    """Return whether any state is a tensor made of other tensors, or codes."""
-    for row in state.values():
-        if _code_names(row):
-            return True
-        for value in row.values():
-            if type(value) is not torch.Tensor and is_wrapper(value):
-                return True
-    return False
+def has_quantized(row: Mapping[str, Any]) -> bool:
+    """Return whether any state of a parameter is a tensor made of other tensors, or codes."""
+    return bool(_code_names(row)) or any(map(is_wrapper, row.values()))
 
 
 # The name under which bitsandbytes' ``state_dict`` hides tensors that are not shaped like the parameter from FSDP1.
@@ -95,7 +89,7 @@ def values_of(value: Any) -> Any:
     if not is_wrapper(value):
         return value
     local = local_of(value)
-    inner = [getattr(local, name) for name in local.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+    inner = list(inner_tensors(local).values())
     same = [each for each in inner if (each.shape, each.dtype) == (local.shape, local.dtype) and not is_wrapper(each)]
     if len(same) != 1:
         return value

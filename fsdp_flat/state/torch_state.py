@@ -136,14 +136,6 @@ def root_mesh(mesh: DeviceMesh) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def without_dtensors(value: Any, *, to_cpu: bool) -> Any:
-    """Return the full tensor of a DTensor, and any other value itself. Every rank of its mesh must call this."""
-    if not isinstance(value, DTensor):
-        return value
-    full = full_tensor(value).detach()
-    return full.cpu() if to_cpu else full
-
-
 def local_from(param: IndexedParam, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a full tensor, as the parameter is sharded; nothing is communicated."""
     return views_of(param).distribute(param.index, full).to_local()
