@@ -673,5 +673,6 @@ def load_checkpoint(
     assert found is not None
     parts = ("model.", "plain", "extra.") if optim is None else ()
     names_of = partial(renamed, prefix=prefix, rename=rename) if prefix or rename is not None else None
-    loaded = load_files(SafeReader(path, parts), model, optim, together=together, strict=strict, names_of=names_of)
-    return LoadedCheckpoint(found.step, path, loaded.extra, tuple(skipped), loaded.missing, loaded.unexpected)
+    reader = SafeReader(path, parts)
+    extra, missing, unexpected = load_files(reader, model, optim, together=together, strict=strict, names_of=names_of)
+    return LoadedCheckpoint(found.step, path, extra, tuple(skipped), missing, unexpected)

@@ -24,7 +24,6 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -357,21 +356,6 @@ def _overlap(chunks: Mapping[torch.Size, ChunkStorageMetadata]) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFiles:
-    """Holds what a load returns.
-
-    Attributes:
-        extra: what this rank saved as ``extra``; rank 0's if another number of ranks has saved the checkpoint.
-        missing: names of the model that the checkpoint does not have.
-        unexpected: names in the files that the model does not have.
-    """
-
-    extra: Any
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
 # Returns by names of a model those in the files, of which names are given.
 NamesOf = Callable[[Mapping[str, str]], Mapping[str, str]]
 
@@ -384,8 +368,12 @@ def load_files(
     together: Consensus,
     strict: bool,
     names_of: NamesOf | None,
-) -> LoadedFiles:
-    """Load a checkpoint whose files have been verified. Every rank must call this."""
+) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """Load a checkpoint whose files have been verified. Every rank must call this.
+
+    Returns what this rank saved as ``extra``, or rank 0's if another number of ranks has saved the checkpoint; names of
+    the model that the checkpoint does not have; and names in the files that the model does not have.
+    """
     # Everything is read and checked, on all ranks, before anything is changed.
     with together.propagate_errors():
         num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
@@ -426,7 +414,7 @@ def load_files(
     values = {into.own_names.get(name, name): value for name, value in values.items()}
     with together.propagate_errors():
         model.load_state_dict(apart.join({**into.kept, **values}), strict=strict and not into.is_partial)
-    return LoadedFiles(extra, into.missing, into.unexpected)
+    return extra, into.missing, into.unexpected
 
 
 def _log_left_out(reader: SafeReader, rows: Mapping[str, Mapping[str, Any]]) -> None:
