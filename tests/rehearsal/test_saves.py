@@ -104,7 +104,7 @@ def test_a_save_in_the_background_is_ordered_and_does_not_stop_the_host(use_orig
         end = [at for at, entry in enumerate(log) if entry == "saved"][number]
         assert "aten::copy_ to the host" in log[begin:end]
         assert "wait" not in log[begin:end]
-    assert [str(each).count(" _write ") for each in run.findings] == [1]
+    assert [str(each).count(" write ") for each in run.findings] == [1]
 
 
 def test_a_save_whose_copies_the_next_step_does_not_wait_for_is_found(tmp_path: Path) -> None:
