@@ -188,7 +188,7 @@ def save_checkpoint(
     """
     saving = _Saving(model, optim)
     saving.collect(directory, extra, step, keep_last, background=background)
-    saving.meet()
+    replicated = saving.meet()
     saving.merge(background=background)
     together, save = saving.together, CheckpointSave(saving.step, path_of(saving.directory, saving.step))
     bar = progress_bar("Saving", asked=progress, here=together.rank == 0 and (progress or not background))
@@ -201,14 +201,14 @@ def save_checkpoint(
         group = while_ranks_live(partial(outliving_group, together.group), together.rank_group)
         in_thread = Consensus(group, SAVING)
         save._run(partial(saving.write, save.path, bar, keep_last, in_thread), model, together.ranks)
-    saving.replicated.warn()
+    replicated.warn()
     return save
 
 
 class _Saving:
     """Makes one checkpoint: ranks collect what they have, meet, merge the states that need all ranks, and write.
 
-    ``until_met`` keeps what raises on this rank until it meets the others; then all raise.
+    What raises on one rank is kept until it meets the others; then all raise.
     """
 
     def __init__(self, model: nn.Module, optim: torch.optim.Optimizer | None) -> None:
@@ -231,7 +231,7 @@ class _Saving:
             self._handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
             handlers = some_of(list(map(repr, self._handled)), 6)
             self._same.append(f"a handler of {handlers}" if handlers else "no handler")
-            index, self.replicated = ParamIndex(model), ReplicatedTensors(model)
+            index, self._replicated = ParamIndex(model), ReplicatedTensors(model)
             self.directory = path_of_user(directory, "directory")
             _wait_for_background(model, self.directory)
             check_step(step)
@@ -254,13 +254,16 @@ class _Saving:
                     self._unprepared = raised
             # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
             unmanaged = [name for name in self._tensors["model"] if name not in index.by_name]
-            compared = (unmanaged, self.replicated.prints, self._alike)
+            compared = (unmanaged, self._replicated.prints, self._alike)
             told = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
             flags = int(self._unprepared is None), int(any(map(has_quantized, contents.state.values())))
             self._own += [number, *flags, *told, *self._states.digests()]
 
-    def meet(self) -> None:
-        """Meet the other ranks, and know of them what this rank has to before it writes."""
+    def meet(self) -> ReplicatedTensors:
+        """Meet the other ranks, and know of them what this rank has to before it writes.
+
+        Returns what each rank has a copy of, of which a warning may follow.
+        """
         together = self.together
         everyone = together.meet("save_checkpoint", self._own, self._until_met.error, self._same)
         numbers, prepared, quantized, names, prints, each_alike, *each_states = zip(*everyone, strict=True)
@@ -268,13 +271,14 @@ class _Saving:
         self._writes_others = together.rank == 0 or len({*names}) > 1
         if len({*each_alike}) > 1:
             _check_settings(*self._alike, together)
-        self.replicated.compare([together.rank_group], are_equal=len({*prints}) == 1)
+        self._replicated.compare([together.rank_group], are_equal=len({*prints}) == 1)
         # With handlers and owned parameters every rank has to know all states.
         states = self._states
         self._shares = bool(self._handled or states.contents.owners)
         if self._shares or not are_equal(each_states):
             texts = together.texts(json.dumps([*states.described(), states.numels()]))
             states.complete(together.ranks, list(map(json.loads, texts)))
+        return self._replicated
 
     def merge(self, *, background: bool) -> None:
         """Merge states that have handlers, and keep what this rank writes: copies if it does in the ``background``."""
@@ -301,7 +305,7 @@ class _Saving:
             if background:
                 _copy(tensors, self._copies.copied)
         # A thread that writes keeps no memory but that of the copies.
-        del self._model, self._optim, self._states, self._encodings
+        del self._model, self._optim, self._states, self._encodings, self._replicated
 
     def _param(self, name: str) -> IndexedParam | None:
         index = self._states.index
