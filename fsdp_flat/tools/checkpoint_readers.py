@@ -88,12 +88,12 @@ def is_checkpoint(path: Path) -> bool:
 def _inside(path: Path) -> list[Path]:
     """Return the checkpoints that are folders in a folder."""
     folders = sorted(each for each in path.iterdir() if each.is_dir())
-    return [each for each in folders if looks_like_checkpoint(each) or has_steps(each)]
+    return list(filter(looks_like_checkpoint, folders))
 
 
 def looks_like_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint, or a checkpoint of torch.distributed.checkpoint without its metadata."""
-    return is_checkpoint(path) or (path.is_dir() and any(path.glob("*.distcp")))
+    """Return whether a path is a checkpoint, a folder of this library's, or one of torch's DCP without its metadata."""
+    return is_checkpoint(path) or has_steps(path) or (path.is_dir() and any(path.glob("*.distcp")))
 
 
 # -- this library's, and torch.distributed.checkpoint's ----------------------------------------------------------------

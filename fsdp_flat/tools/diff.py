@@ -114,8 +114,7 @@ def _of_tensors(name: str, a: TensorInFiles, b: TensorInFiles) -> Iterator[Entry
         return
     squares_a = squares_b = largest = 0.0
     for _, left, right in _blocks(a, b):
-        exact = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
-        wide_a, wide_b = left.to(exact), right.to(exact)
+        wide_a, wide_b = _exact(left, right)
         squares_a += float(wide_a.abs().square().sum())
         squares_b += float(wide_b.abs().square().sum())
         largest = max(largest, float((wide_a - wide_b).abs().max()))
@@ -134,10 +133,14 @@ def _blocks(a: TensorInFiles, b: TensorInFiles) -> Iterator[tuple[int, torch.Ten
         yield start * row, a.rows(start, stop).reshape(-1), b.rows(start, stop).reshape(-1)
 
 
+def _exact(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    return left.to(exact), right.to(exact)
+
+
 def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return which elements differ; in their bits if the dtypes agree, so NaN equals itself and 0.0 is not -0.0."""
     if left.dtype != right.dtype:
-        exact = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
-        return left.to(exact).ne(right.to(exact))
+        return torch.ne(*_exact(left, right))
     bits_a, bits_b = (each.view(torch.uint8).view(len(each), -1) for each in (left, right))
     return bits_a.ne(bits_b).any(-1)

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_flat.checkpoint.format import check_local
 from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.sizes import size_text
-from fsdp_flat.tools.checkpoint_readers import has_steps, is_checkpoint, looks_like_checkpoint, open_checkpoint
+from fsdp_flat.tools.checkpoint_readers import is_checkpoint, looks_like_checkpoint, open_checkpoint
 from fsdp_flat.tools.command_output import TextTable, show
 
 
@@ -20,13 +20,11 @@ def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
     found: list[dict[str, Any]] = []
     inside = sorted(folder.iterdir())
     # A folder with a model's files may have folders of checkpoints beside them, as the Trainer's has.
-    is_one = is_checkpoint(folder) and not any(
-        path.is_dir() and (looks_like_checkpoint(path) or has_steps(path)) for path in inside
-    )
+    is_one = is_checkpoint(folder) and not any(path.is_dir() and looks_like_checkpoint(path) for path in inside)
     for path in [folder] if is_one else inside:
         if path.suffix in (".writing", ".removing", ".replaced"):
             found.append({"name": path.name, "problem": "unfinished"})
-        elif looks_like_checkpoint(path) or has_steps(path):
+        elif looks_like_checkpoint(path):
             name = path.name or path.resolve().name
             try:
                 found.append({"name": name, **open_checkpoint(path, allow_pickle=allow_pickle).summary()})
