@@ -81,7 +81,7 @@ def save_optim_state(
         is_full = isinstance(codec, FullCodec)
         states = OptimStates.read(index, contents, compares=compares, keeps_dtensors=not is_full)
     if compares:
-        if config.rank0_only > complete_over_groups(index, states, until_met.error, rank0_only=config.rank0_only):
+        if config.rank0_only > complete_over_groups(index, states, until_met, rank0_only=config.rank0_only):
             # An option of each rank: those that keep nothing send to all.
             sent = copy.copy(config)
             sent.rank0_only = False

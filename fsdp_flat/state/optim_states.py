@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.comm import (
     ErrorTexts,
     RankGroup,
+    UntilRanksMeet,
     agree,
     barrier,
     digest_of,
@@ -24,7 +25,7 @@ from fsdp_flat.comm import (
     fingerprint,
     global_ranks,
 )
-from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
+from fsdp_flat.errors import OptionError, PhaseError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.codecs import contained_tensors, holds_tensors
 from fsdp_flat.state.plain_states import plain_states, without_hidden
@@ -363,12 +364,12 @@ def are_equal(digests: Sequence[Sequence[int]]) -> bool:
 
 
 def complete_over_groups(
-    index: ParamIndex, own: OptimStates | None, error: Exception | None, *, rank0_only: bool
+    index: ParamIndex, own: OptimStates | None, until_met: UntilRanksMeet, *, rank0_only: bool
 ) -> bool:
     """Complete the states and names of this rank from those of the others, group by group.
 
-    Every rank must call this, even one that could not read its states and has an error: then all raise. If all ranks
-    have the same states they meet once, and exchange nothing. Returns whether all ranks have said ``rank0_only``.
+    Every rank must call this, even one that could not read its states, which ``until_met`` says: then all raise. If all
+    ranks have the same states they meet once, and exchange nothing. Returns whether all have said ``rank0_only``.
     """
     rank_groups, lines = index.rank_groups, list[str]()
     for visible, param in index.dtensors.items():
@@ -379,10 +380,10 @@ def complete_over_groups(
     is_grid = all(rank_groups_of([unit]) == rank_groups for unit in index.units)
     must_agree = not is_grid
     for rank_group in rank_groups:
-        here = None if own is None or error is not None else own if is_grid else own.over(rank_group)
+        here = None if own is None or until_met.error is not None else own if is_grid else own.over(rank_group)
         described = None if here is None else here.described()
         told = json.dumps([must_agree, lines, described, rank0_only])
-        if barrier("optim_state_dict", rank_group, told, error=error):
+        if barrier("optim_state_dict", rank_group, told, error=until_met.error):
             continue
         payload = None if here is None or described is None else [*described, here.numels(), rank0_only, lines]
         everyone = list(map(json.loads, exchange_bytes(json.dumps(payload).encode(), rank_group)))
@@ -390,14 +391,12 @@ def complete_over_groups(
         if here is not None and None not in everyone:
             must_agree = must_agree or any(of_rank != lines for *_, of_rank in everyone)
             rank0_only = all(said for *_, said, _ in everyone)
-            try:
+            with until_met:
                 here.complete(global_ranks(rank_group.process_group), everyone)
-            except FsdpFlatError as found:
-                error = found
     if must_agree:
-        agree(lines, error, rank_groups, _SAVING)
-    if error is not None:
-        raise error
+        agree(lines, until_met.error, rank_groups, _SAVING)
+    if until_met.error is not None:
+        raise until_met.error
     return rank0_only
 
 
