@@ -134,15 +134,12 @@ class FSDPStateContext(View):
         return self._viewed[0].step.backward is not None
 
     @property
-    def is_last_backward(self) -> bool:
-        """True if a backward sets gradients at its end; may be assigned, as by ``set_is_last_backward``."""
+    def _root(self) -> Unit:
         unit = self._viewed[0]
-        return (core.outermost_of(unit) or unit).control.is_last_backward
+        return core.outermost_of(unit) or unit
 
-    @is_last_backward.setter
-    def is_last_backward(self, is_last: bool) -> None:
-        unit = self._viewed[0]
-        (core.outermost_of(unit) or unit).control.is_last_backward = bool(is_last)
+    # Whether a backward sets gradients at its end, as by ``set_is_last_backward``.
+    is_last_backward = assignable("_root.control.is_last_backward", bool)
 
 
 def _set_idle(view: Any, state: Any) -> None:
@@ -427,6 +424,21 @@ class _OwnHook(View):
             unit.forward_hooks = ForwardHooks(unit)
 
 
+def _prefetched(direction: str) -> Any:
+    """Return a property for the states of the units to prefetch; assigning calls the module's method."""
+
+    def assign(self: FSDPState, states: list[FSDPState]) -> None:
+        set_modules = getattr(self.module, f"set_modules_to_{direction}_prefetch")
+        set_modules([state.module for state in states])
+
+    return property(lambda self: tuple(map(state_of, getattr(self.unit.control, f"{direction}_prefetch"))), assign)
+
+
+def _hook_handle(name: str) -> Any:
+    """Return a property for the handle of a hook of torch's; a program may assign that of its own."""
+    return property(lambda self: self._handle(name), lambda self, handle: self._set_handle(name, handle))
+
+
 class FSDPState(View):
     """Shows the unit of a module that ``fully_shard`` was called on as FSDP2's state; it is made of the two."""
 
@@ -493,25 +505,8 @@ class FSDPState(View):
 
     # -- prefetch ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _states_to_forward_prefetch(self) -> tuple[FSDPState | None, ...]:
-        """May be assigned, as by ``set_modules_to_forward_prefetch``."""
-        return tuple(map(state_of, self.unit.control.forward_prefetch))
-
-    @_states_to_forward_prefetch.setter
-    def _states_to_forward_prefetch(self, states: list[FSDPState]) -> None:
-        module: Any = self.module
-        module.set_modules_to_forward_prefetch([state.module for state in states])
-
-    @property
-    def _states_to_backward_prefetch(self) -> tuple[FSDPState | None, ...]:
-        """May be assigned, as by ``set_modules_to_backward_prefetch``."""
-        return tuple(map(state_of, self.unit.control.backward_prefetch))
-
-    @_states_to_backward_prefetch.setter
-    def _states_to_backward_prefetch(self, states: list[FSDPState]) -> None:
-        module: Any = self.module
-        module.set_modules_to_backward_prefetch([state.module for state in states])
+    _states_to_forward_prefetch = _prefetched("forward")
+    _states_to_backward_prefetch = _prefetched("backward")
 
     # -- a forward by hooks ------------------------------------------------------------------------------------------
 
@@ -549,23 +544,9 @@ class FSDPState(View):
             )
         return hooks
 
-    @property
-    def _pre_forward_hook_handle(self) -> Any:
-        """Has ``remove()``, for programs that register hooks around :meth:`_pre_forward` and assign their handles."""
-        return self._handle("_pre_forward")
-
-    @_pre_forward_hook_handle.setter
-    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        self._set_handle("_pre_forward", handle)
-
-    @property
-    def _post_forward_hook_handle(self) -> Any:
-        """As :attr:`_pre_forward_hook_handle`, of :meth:`_post_forward`."""
-        return self._handle("_post_forward")
-
-    @_post_forward_hook_handle.setter
-    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        self._set_handle("_post_forward", handle)
+    # They have ``remove()``, for programs that register hooks around these two and assign their handles.
+    _pre_forward_hook_handle = _hook_handle("_pre_forward")
+    _post_forward_hook_handle = _hook_handle("_post_forward")
 
     def _handle(self, name: str) -> Any:
         return self.unit.notes.get(("handle", self.module, name)) or _OwnHook(self.unit, name)
