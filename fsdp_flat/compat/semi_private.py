@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from fsdp_flat import core
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy, StateDictType, member_of
 from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, no_attribute, not_assignable
-from fsdp_flat.compat.views import assignable
+from fsdp_flat.compat.views import assignable, derived
 from fsdp_flat.core import (
     Layout,
     Phase,
@@ -116,9 +117,8 @@ class _ReadOnly(property):
         raise not_assignable(instance, self._name)
 
 
-def derived(path: str) -> Any:
-    """Return a read-only property whose value is read at a dotted path below the object."""
-    return _ReadOnly(attrgetter(path), doc=f"Reads ``{path}``.")
+# A read-only property.
+_derived = partial(derived, kind=_ReadOnly)
 
 
 def replaced(path: str, convert: Callable[[Any], Any] | None = None) -> Any:
@@ -148,10 +148,10 @@ class GroupMember:
     _device_handle = _ReadOnly(lambda self: torch.get_device_module(self._unit.options.device))
     _debug_level = _ReadOnly(lambda self: dist.get_debug_level())
 
-    process_group = derived("_unit.options.groups.process_group")
-    _use_orig_params = derived("_unit.options.use_orig_params")
-    rank = derived("_unit.options.groups.primary.rank")
-    world_size = derived("_unit.options.groups.primary.size")
+    process_group = _derived("_unit.options.groups.process_group")
+    _use_orig_params = _derived("_unit.options.use_orig_params")
+    rank = _derived("_unit.options.groups.primary.rank")
+    world_size = _derived("_unit.options.groups.primary.size")
 
 
 class _ParamInfo(NamedTuple):
@@ -270,14 +270,14 @@ class FlatParamHandle(GroupMember):
         self._unit = unit
         self._real = handle
 
-    _fully_sharded_module = derived("_unit.module")
-    _sharding_strategy = derived("_unit.options.strategy.member")
-    _offload_params = derived("_unit.options.offload_params")
-    _fwd_bwd_param_dtype = derived("_real.compute_dtype")
-    _reduce_dtype = derived("_real.grads.reduce_dtype")
-    _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
-    device = derived("_real.spec.device")
-    _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
+    _fully_sharded_module = _derived("_unit.module")
+    _sharding_strategy = _derived("_unit.options.strategy.member")
+    _offload_params = _derived("_unit.options.offload_params")
+    _fwd_bwd_param_dtype = _derived("_real.compute_dtype")
+    _reduce_dtype = _derived("_real.grads.reduce_dtype")
+    _keep_low_precision_grads = _derived("_unit.options.precision.keep_low_precision_grads")
+    device = _derived("_real.spec.device")
+    _use_full_prec_in_eval = _derived("_unit.options.precision.full_in_eval")
     _aligned_numel = _ReadOnly(
         lambda self: alignment_numel(self._fwd_bwd_param_dtype.itemsize, use_orig_params=True) * self._use_orig_params
     )
@@ -426,16 +426,16 @@ class UndocumentedMembers(GroupMember):
 
     _unit: Unit
 
-    sharding_strategy = derived("_unit.options.strategy.member")
-    compute_device = derived("_unit.options.device")
-    mixed_precision = derived("_unit.options.mixed_precision")
-    cpu_offload = derived("_unit.options.cpu_offload")
+    sharding_strategy = _derived("_unit.options.strategy.member")
+    compute_device = _derived("_unit.options.device")
+    mixed_precision = _derived("_unit.options.mixed_precision")
+    cpu_offload = _derived("_unit.options.cpu_offload")
     limit_all_gathers = replaced("_unit.options.limit_all_gathers", bool)
     backward_prefetch = replaced("_unit.options.backward_prefetch", _as_backward_prefetch)
     forward_prefetch = replaced("_unit.options.forward_prefetch", bool)
     training_state = _ReadOnly(lambda self: TRAINING_STATES[self._unit.phase][0])
-    _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
-    _device_mesh = derived("_unit.options.groups.mesh")
+    _use_full_prec_in_eval = _derived("_unit.options.precision.full_in_eval")
+    _device_mesh = _derived("_unit.options.groups.mesh")
     _sync_gradients = assignable("_unit.control.sync_gradients")
     _comm_hook_state = assignable("_unit.policy.hook_state")
     _state_dict_config = replaced("_unit.state_dict_settings.state_dict_config")

@@ -9,9 +9,9 @@ from typing import Any
 from fsdp_flat.compat.inner_names import advice_for
 
 
-def derived(path: str) -> Any:
-    """Return a property whose value is read at a dotted path below the object."""
-    return property(attrgetter(path), doc=f"Reads ``{path}``.")
+def derived(path: str, kind: type[property] = property) -> Any:
+    """Return a property, of a kind, whose value is read at a dotted path below the object."""
+    return kind(attrgetter(path), doc=f"Reads ``{path}``.")
 
 
 def assignable(path: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
