@@ -150,7 +150,7 @@ class _OptimLoad:
             owner = self._contents.owners.get(visible)
             row = self._managed_row(visible, entries, rows, owner)
             self._keep_class(row, visible)
-            is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
+            is_here = first.has_states(owner) or (named and owner is None)
             if is_here and first.fqn in positions:
                 state[keys[positions[first.fqn]]] = row
         for param, name in index.others.items():

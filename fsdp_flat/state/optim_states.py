@@ -214,11 +214,7 @@ class OptimStates:
                 found[param] = state = ParamState(param, owner, visible in held, param.numel if owner is None else 0)
                 states.append(state)
             # States of empty local shards are never updated (a step count, for one): use those of other ranks.
-            if owner is None:
-                is_here = visible in held and not params[0].is_on_other_ranks
-            else:
-                is_here = owner == params[0].rank_group.rank
-            if is_here and visible in contents.state:
+            if visible in held and visible in contents.state and params[0].has_states(owner):
                 _read(states, visible, contents.state[visible])
         whole: dict[IndexedParam, PlainRow] = {}
         for visible, param in index.dtensors.items() if compares else ():

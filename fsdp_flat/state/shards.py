@@ -90,10 +90,14 @@ class IndexedParam:
         """Partition of the flattened parameter over the shard group."""
         return self.param_group.layout.partition(self.index)
 
-    @property
-    def is_on_other_ranks(self) -> bool:
-        """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
-        return self.is_original and not self.numel and math.prod(self.shape) > 0
+    def has_states(self, owner: int | None) -> bool:
+        """Return whether an optimizer has states of it on this rank; those of an owned one are on rank ``owner``.
+
+        An original parameter without elements here has no gradient, so no states.
+        """
+        if owner is not None:
+            return owner == self.rank_group.rank
+        return not self.is_original or self.numel > 0 or math.prod(self.shape) == 0
 
     @property
     def is_split(self) -> bool:
