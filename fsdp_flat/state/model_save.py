@@ -226,15 +226,14 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         # A nested wrapper with different settings all-gathers by itself.
         alike = [each for each in sent if settings_of(each) == settings]
         is_hooked, shards, said = False, list[StateShard](), ""
-        with until_met if rank_groups else nullcontext():
-            if rank_groups and until_met.error is None:
+        if rank_groups:
+            with until_met:
                 # Hooks of inner modules, perhaps of one rank alone, may change parameters, so they must run before the
                 # all-gather.
                 is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
                 unmanaged = ReplicatedTensors(wrapper)
                 said = json.dumps([is_hooked, config.rank0_only, unmanaged.prints])
                 shards = [] if is_hooked else list(_shards_of(alike, codec, ""))
-        if rank_groups:
             lines = [str(settings_of(each).state_dict_type) for each in sent]
             met = meet("state_dict", groups, until_met.error, SAVING_STATE, lines=lines, said=said)
             assert unmanaged is not None
