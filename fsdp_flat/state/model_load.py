@@ -71,15 +71,19 @@ class ModelLoad:
         self._strict = strict
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
+        self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         for unit in units_of(wrapper):
-            if unit.options.front.has_wrapper:
+            has_wrapper = unit.options.front.has_wrapper
+            if has_wrapper:
                 unit.hide_names()  # an exception may have ended a load below a plain module
-                for param_group in unit.param_groups:
-                    managed.update(param_group.shown.visible_params)
             else:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
-        self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+            for param_group in unit.param_groups:
+                managed.update(param_group.shown.visible_params if has_wrapper else ())
+                for entry in param_group.params:
+                    for constant in constants_of(entry.param).values():
+                        self._held.append(({}, "", constant, constant.clone()))
         self._wrappers: list[nn.Module] = []
         for module in modules_of(wrapper):
             own = unit_of(module)
@@ -93,11 +97,6 @@ class ModelLoad:
                         # A DTensor of fully_shard that takes the place of another one takes its memory too.
                         copied = None if assign and not isinstance(tensor, DTensor) else copy_of(tensor)
                         self._held.append((tensors, name, tensor, copied))
-        groups = [param_group for unit in units_of(wrapper) for param_group in unit.param_groups]
-        for constant in [
-            each for group in groups for entry in group.params for each in constants_of(entry.param).values()
-        ]:
-            self._held.append(({}, "", constant, constant.clone()))
         for module in self._wrappers:
             module._load = self  # type: ignore[assignment]
 
