@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy as copy_of
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -256,8 +256,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                     own_save.gathered[each] = list(islice(values, num))
             del shards
             inner, gathered = partial(wrapped.state_dict, **kwargs), own_save.gathered.pop(unit, None)
-            save: Any = partial(_save_full, sent=own_save.sent(config)) if is_full else _save_parts
-            state = save(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
+            save = _UnitSave(unit, codec, config, own_save.sent(config), prefix, inner, gathered)
+            state = save.full_tensors() if is_full else save.parts()
     finally:
         _saves.reset(token)
     if outermost:
@@ -334,82 +334,115 @@ def flat_shard(unit: Unit, param_group: ParamGroup, prefix: str) -> StateShard:
     return StateShard(IndexedParam(unit, param_group, 0, (name,)), local, (layout.unpadded_numel,))
 
 
-def _save_parts(
-    unit: Unit,
-    codec: StateDictCodec,
-    *,
-    config: StateDictConfig,
-    prefix: str,
-    inner: Callable[[], dict[str, Any]],
-    gathered: Sequence[Any] | None,
-) -> dict[str, Any]:
-    """Save this rank's parts, in whose place wrapped modules and their hooks see placeholders.
+@dataclass(frozen=True, slots=True)
+class _UnitSave:
+    """Saves one unit. Every rank of the shard group must do so, in the same way.
 
-    ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
-    unit's values if :func:`save_model` has them. Every rank of the shard group must call this.
+    Attributes:
+        sent: the options by which full tensors are sent.
+        inner: runs the wrapped module's own ``state_dict``, in which nested units save themselves.
+        gathered: the unit's values, if :func:`save_model` has them.
     """
-    settings = settings_of(unit)
-    if codec.is_flat or unit.full is None:
-        unit.check_idle("state_dict")
-    if codec.is_flat and unit.options.groups.mesh is not None:
-        raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
-    if unit.param_groups and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
-        warn_user(
-            f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
-            "tensors."
-        )
+
+    unit: Unit
+    codec: StateDictCodec
+    config: StateDictConfig
+    sent: StateDictConfig
+    prefix: str
+    inner: Callable[[], dict[str, Any]]
+    gathered: Sequence[Any] | None
+
+    def parts(self) -> dict[str, Any]:
+        """Save this rank's parts, in whose place wrapped modules and their hooks see placeholders."""
+        unit, codec, config, settings = self.unit, self.codec, self.config, settings_of(self.unit)
+        if codec.is_flat or unit.full is None:
+            unit.check_idle("state_dict")
+        if codec.is_flat and unit.options.groups.mesh is not None:
+            raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
+        if unit.param_groups and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
+            warn_user(
+                f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
+                "tensors."
+            )
+            if codec.is_flat:
+                return replace(self, codec=FULL, gathered=None).full_tensors()
+        if unit.full is not None:
+            return self._summoned()
+        shards = list(_shards_of([unit], codec, self.prefix))
+        # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
+        params = params_of(unit, self.prefix)
+        refuses = settings is not TEMPLATE
+        placeholders = [placeholder_of(each, partial(_refusal, each, settings) if refuses else None) for each in params]
+        with _names_shown(unit, placeholders) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
+            destination = self.inner()
+        values = self._values(shards)
         if codec.is_flat:
-            return _save_full(unit, FULL, config=config, sent=config, prefix=prefix, inner=inner, gathered=None)
-    if unit.full is not None:
-        return _save_summoned(unit, codec, config=config, prefix=prefix, inner=inner, gathered=gathered)
-    shards = list(_shards_of([unit], codec, prefix))
-    # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
-    params = params_of(unit, prefix)
-    refuses = settings is not TEMPLATE
-    placeholders = [placeholder_of(each, partial(_refusal, each, settings) if refuses else None) for each in params]
-    with _names_shown(unit, placeholders) if not codec.is_flat or unit.options.use_orig_params else nullcontext():
-        destination = inner()
-    values = codec.gather(shards, config) if gathered is None else gathered
-    if codec.is_flat:
-        destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
-        # Under the original names the live slices, as in FSDP1.
-        values = [param.local.to("cpu", copy=True) if config.offload_to_cpu else param.local for param in params]
-    for each, value in zip(placeholders, values, strict=True):
-        if each.value is not None and each.refusal is not None:
-            raise each.refusal()  # a hook has copied something into it
-        each.value = value
-    names = [name for param in params for name in param.fqns]
-    _replace_placeholders(destination, names, keeps_all=settings is TEMPLATE)
-    unit.buffers.restore(destination, prefix)
-    return destination
+            destination.update({shard.label: value for shard, value in zip(shards, values, strict=True)})
+            # Under the original names the live slices, as in FSDP1.
+            values = [param.local.to("cpu", copy=True) if config.offload_to_cpu else param.local for param in params]
+        for each, value in zip(placeholders, values, strict=True):
+            if each.value is not None and each.refusal is not None:
+                raise each.refusal()  # a hook has copied something into it
+            each.value = value
+        names = [name for param in params for name in param.fqns]
+        _replace_placeholders(destination, names, keeps_all=settings is TEMPLATE)
+        unit.buffers.restore(destination, self.prefix)
+        return destination
 
+    def _values(self, shards: Iterable[StateShard]) -> Sequence[Any]:
+        return self.codec.gather(shards, self.sent) if self.gathered is None else self.gathered
 
-def _save_summoned(
-    unit: Unit,
-    codec: StateDictCodec,
-    *,
-    config: StateDictConfig,
-    prefix: str,
-    inner: Callable[[], dict[str, Any]],
-    gathered: Sequence[Any] | None,
-) -> dict[str, Any]:
-    """Save the values of a unit inside ``summon_full_params``, where its modules and their hooks see full parameters.
+    def _summoned(self) -> dict[str, Any]:
+        """Save the values of a unit inside ``summon_full_params``, where its modules and hooks see full parameters.
 
-    Other tensors that hooks compute are saved as full tensors.
-    """
-    params = params_of(unit, prefix)
-    with full_params(unit):
-        destination = inner()
-        values = codec.gather(_shards_of([unit], codec, prefix), config) if gathered is None else gathered
-        for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
-            shown = param.param_group.shown.full_local(param.index)
-            for name in present:
-                found = destination[name]
-                local = found.to_local() if isinstance(found, DTensor) else found
-                if isinstance(local, torch.Tensor) and _shares_memory(local, shown):
-                    destination[name] = value
-    unit.buffers.restore(destination, prefix)
-    return destination
+        Other tensors that hooks compute are saved as full tensors.
+        """
+        params = params_of(self.unit, self.prefix)
+        with full_params(self.unit):
+            destination = self.inner()
+            values = self._values(_shards_of([self.unit], self.codec, self.prefix))
+            for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
+                shown = param.param_group.shown.full_local(param.index)
+                for name in present:
+                    found = destination[name]
+                    local = found.to_local() if isinstance(found, DTensor) else found
+                    if isinstance(local, torch.Tensor) and _shares_memory(local, shown):
+                        destination[name] = value
+        self.unit.buffers.restore(destination, self.prefix)
+        return destination
+
+    def full_tensors(self) -> dict[str, Any]:
+        """Save full tensors, which modules and their hooks see as their parameters."""
+        unit, codec, config = self.unit, self.codec, self.config
+        assert isinstance(codec, FullCodec)
+        keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
+        gathered = () if is_summoned else self._values(_shards_of([unit], codec, ""))
+        params = params_of(unit, self.prefix)
+        with ExitStack() as shown:
+            if is_summoned:
+                shown.enter_context(full_params(unit))
+            elif keep:
+                shown.enter_context(_registered(unit, gathered))
+            else:
+                # Hooks here find every name too.
+                shown.enter_context(_names_shown(unit, [placeholder_of(param, None) for param in params]))
+            destination = self.inner()
+            for param, present in zip(params, _names_in(destination, params), strict=True):
+                if not keep:
+                    for name in present:
+                        del destination[name]
+                elif present:
+                    stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
+                    # A value may be a view of the summoned parameter, unless a hook replaced it.
+                    if is_summoned and _shares_memory(stored, param.param_group.shown.full_local(param.index)):
+                        stored = stored.clone()
+                    destination.update(dict.fromkeys(present, stored))
+            if keep:
+                unit.buffers.restore(destination, self.prefix)
+            else:
+                for path, _ in unit.module.named_buffers(remove_duplicate=False):
+                    destination.pop(self.prefix + clean_fqn(path), None)
+        return destination
 
 
 def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, keeps_all: bool = False) -> None:
@@ -448,48 +481,6 @@ def _names_shown(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         unit.hide_names()
-
-
-def _save_full(
-    unit: Unit,
-    codec: FullCodec,
-    *,
-    config: StateDictConfig,
-    sent: StateDictConfig,
-    prefix: str,
-    inner: Callable[[], dict[str, Any]],
-    gathered: Sequence[Any] | None,
-) -> dict[str, Any]:
-    """Save full tensors, sent as the options ``sent`` say, which modules and their hooks see as their parameters."""
-    keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
-    if gathered is None and not is_summoned:
-        gathered = codec.gather(_shards_of([unit], codec, ""), sent)
-    params = params_of(unit, prefix)
-    with ExitStack() as shown:
-        if is_summoned:
-            shown.enter_context(full_params(unit))
-        elif keep:
-            shown.enter_context(_registered(unit, gathered or ()))
-        else:
-            # Hooks here find every name too.
-            shown.enter_context(_names_shown(unit, [placeholder_of(param, None) for param in params]))
-        destination = inner()
-        for param, present in zip(params, _names_in(destination, params), strict=True):
-            if not keep:
-                for name in present:
-                    del destination[name]
-            elif present:
-                stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
-                # A value may be a view of the summoned parameter, unless a hook replaced it.
-                if is_summoned and _shares_memory(stored, param.param_group.shown.full_local(param.index)):
-                    stored = stored.clone()
-                destination.update(dict.fromkeys(present, stored))
-        if keep:
-            unit.buffers.restore(destination, prefix)
-        else:
-            for path, _ in unit.module.named_buffers(remove_duplicate=False):
-                destination.pop(prefix + clean_fqn(path), None)
-    return destination
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
