@@ -232,42 +232,35 @@ def _transformers_arguments(module: ModuleType) -> None:
 # -- Lightning and Fabric ---------------------------------------------------------------------------------------------
 
 
-def _lightning_connector(class_name: str) -> Callable[[ModuleType], None]:
-    """Return a function that lets the connector accept FSDP with the CPU accelerator."""
+def _lightning_connector(class_name: str, module: ModuleType) -> None:
+    """Let the connector accept FSDP with the CPU accelerator."""
+    strategy = module.FSDPStrategy
 
-    def treat(module: ModuleType) -> None:
-        strategy = module.FSDPStrategy
-
-        @_replace(getattr(module, class_name), "_check_strategy_and_fallback")
-        def check(theirs: Any, self: Any) -> None:
-            asked, accelerator = self._strategy_flag, self._accelerator_flag
-            is_fsdp = isinstance(asked, strategy) or (isinstance(asked, str) and asked.startswith("fsdp"))
-            is_cpu = accelerator == "cpu" or type(accelerator).__name__ == "CPUAccelerator"
-            if is_fsdp and is_cpu:
-                self._accelerator_flag = "cuda"  # during the check only
-            try:
-                theirs(self)
-            finally:
-                self._accelerator_flag = accelerator
-
-    return treat
-
-
-def _lightning_strategy(options: str) -> Callable[[ModuleType], None]:
-    """Return a function that makes a ``device_mesh`` given as a tuple on CPUs; Lightning makes it on CUDA."""
-
-    def treat(module: ModuleType) -> None:
-        @_replace(module.FSDPStrategy, "setup_environment")
-        def set_up(theirs: Any, self: Any) -> None:
-            given = getattr(self, options)
-            shape = given.get("device_mesh")
-            if isinstance(shape, tuple):
-                given["device_mesh"] = None  # until there is a process group
+    @_replace(getattr(module, class_name), "_check_strategy_and_fallback")
+    def check(theirs: Any, self: Any) -> None:
+        asked, accelerator = self._strategy_flag, self._accelerator_flag
+        is_fsdp = isinstance(asked, strategy) or (isinstance(asked, str) and asked.startswith("fsdp"))
+        is_cpu = accelerator == "cpu" or type(accelerator).__name__ == "CPUAccelerator"
+        if is_fsdp and is_cpu:
+            self._accelerator_flag = "cuda"  # during the check only
+        try:
             theirs(self)
-            if isinstance(shape, tuple):
-                given["device_mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", shape)
+        finally:
+            self._accelerator_flag = accelerator
 
-    return treat
+
+def _lightning_strategy(options: str, module: ModuleType) -> None:
+    """Make a ``device_mesh`` given as a tuple on CPUs; Lightning makes it on CUDA."""
+
+    @_replace(module.FSDPStrategy, "setup_environment")
+    def set_up(theirs: Any, self: Any) -> None:
+        given = getattr(self, options)
+        shape = given.get("device_mesh")
+        if isinstance(shape, tuple):
+            given["device_mesh"] = None  # until there is a process group
+        theirs(self)
+        if isinstance(shape, tuple):
+            given["device_mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", shape)
 
 
 def _lightning_launcher(module: ModuleType) -> None:
@@ -292,13 +285,13 @@ for _client, _fabric, _trainer in (
     ("pytorch-lightning", "lightning_fabric", "pytorch_lightning"),
 ):
     _GATES |= {
-        f"{_fabric}.connector": (_client, _lightning_connector("_Connector")),
-        f"{_fabric}.strategies.fsdp": (_client, _lightning_strategy("_fsdp_kwargs")),
+        f"{_fabric}.connector": (_client, functools.partial(_lightning_connector, "_Connector")),
+        f"{_fabric}.strategies.fsdp": (_client, functools.partial(_lightning_strategy, "_fsdp_kwargs")),
         f"{_fabric}.strategies.launchers.subprocess_script": (_client, _lightning_launcher),
         f"{_trainer}.trainer.connectors.accelerator_connector": (
             _client,
-            _lightning_connector("_AcceleratorConnector"),
+            functools.partial(_lightning_connector, "_AcceleratorConnector"),
         ),
-        f"{_trainer}.strategies.fsdp": (_client, _lightning_strategy("kwargs")),
+        f"{_trainer}.strategies.fsdp": (_client, functools.partial(_lightning_strategy, "kwargs")),
         f"{_trainer}.strategies.launchers.subprocess_script": (_client, _lightning_launcher),
     }
