@@ -21,7 +21,7 @@ from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.state.codecs import FULL, decoder_of, holds_tensors
 from fsdp_flat.state.model_load import LOADING_STATE
 from fsdp_flat.state.pending_states import FromFiles, PendingTensor, ReadStates, shared_from_rank_zero
-from fsdp_flat.state.plain_states import has_quantized, quantized_like
+from fsdp_flat.state.plain_states import quantized_like
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -168,9 +168,7 @@ class _OptimLoad:
 
     def _keep_class(self, row: dict[str, Any], param: nn.Parameter) -> None:
         """Plan to quantize states that the optimizer has quantized."""
-        present = self._contents.state.get(param, {})
-        if has_quantized(present):
-            self.writes.call(partial(quantized_like, row, present), last=True)
+        self.writes.call(partial(quantized_like, row, self._contents.state.get(param, {})), last=True)
 
     def _managed_row(
         self,
