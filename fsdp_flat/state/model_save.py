@@ -179,13 +179,6 @@ class _Save:
     gathered: dict[Unit, Any] = field(default_factory=dict)
     sends_to_all: bool = False
 
-    def sent(self, config: StateDictConfig) -> StateDictConfig:
-        """Return the options by which full tensors are sent."""
-        if config.rank0_only and self.sends_to_all:
-            config = copy_of(config)
-            config.rank0_only = False
-        return config
-
 
 # For each unit of the saves in progress, the save that it belongs to.
 _saves: ContextVar[Mapping[Unit, _Save]] = ContextVar("fsdp_flat_saves", default=MappingProxyType({}))
@@ -245,18 +238,22 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 is_hooked, own_save.sends_to_all = true_on_any_rank(flags, rank_groups)
         elif until_met.error is not None:
             raise until_met.error
+        sent_config = config
+        if config.rank0_only and own_save.sends_to_all:
+            sent_config = copy_of(config)
+            sent_config.rank0_only = False
         # A hook may raise on one rank alone, or its memory not suffice, while others wait in an all-gather.
         with reported_failure(rank_groups):
             # Device memory might not hold the values of several units at once.
             is_large = config.offload_to_cpu and any(each.step.streams.is_accelerator for each in alike)
             if rank_groups and not is_hooked and not is_large:
-                values = iter(codec.gather(shards, own_save.sent(config)))
+                values = iter(codec.gather(shards, sent_config))
                 for each in alike:
                     num = sum(len(param_group.params) for param_group in each.param_groups)
                     own_save.gathered[each] = list(islice(values, num))
             del shards
             inner, gathered = partial(wrapped.state_dict, **kwargs), own_save.gathered.pop(unit, None)
-            save = _UnitSave(unit, codec, config, own_save.sent(config), prefix, inner, gathered)
+            save = _UnitSave(unit, codec, config, sent_config, prefix, inner, gathered)
             state = save.full_tensors() if is_full else save.parts()
     finally:
         _saves.reset(token)
