@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -170,13 +171,9 @@ def shared_memory(use: bool) -> Iterator[None]:
     if use:
         yield
         return
-    for module in (shared_collectives, shared_channel):
-        module.transport_of = lambda rank_group: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module in (shared_collectives, shared_channel):
-            module.transport_of = transport_of  # type: ignore[attr-defined]
+    with mock.patch.object(shared_collectives, "connect", return_value=None):
+        with mock.patch.object(shared_channel, "transport_of", return_value=None):
+            yield
 
 
 def acquaint(model: nn.Module) -> None:
