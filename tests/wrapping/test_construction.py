@@ -96,14 +96,6 @@ def test_no_shard_over_several_ranks_warns_as_fsdp1_does() -> None:
 # ------------------------------------------------------------------------------------------- enums and devices
 
 
-@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
-@on_ranks(2)
-def test_every_form_of_the_cpu_is_a_device_id(device: Any) -> None:
-    model = FSDP(nn.Linear(3, 3), device_id=device)
-    assert model.compute_device == torch.device("cpu")
-    assert model._flat_param.device == torch.device("cpu")
-
-
 @on_ranks(2)
 def test_arguments_are_taken_by_position() -> None:
     with no_shard_allowed():

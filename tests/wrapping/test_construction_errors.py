@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PeerFailureError, RankMismatchError
+from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PeerFailureError
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
@@ -222,12 +222,6 @@ def test_an_index_without_an_accelerator_is_an_error_that_says_how_to_use_the_cp
     assert 'torch.device("cpu")' in text
 
 
-@pytest.mark.parametrize("module", [None, nn.Linear, [nn.Linear(2, 2)]])
-@on_ranks(2)
-def test_what_is_no_module_is_an_error(module: Any) -> None:
-    assert type(module).__name__ in message(OptionTypeError, TypeError, lambda: FSDP(module))
-
-
 @on_ranks(2)
 def test_a_policy_for_a_wrapper_is_an_error_that_names_both() -> None:
     model = FSDP(nn.Sequential(nn.Linear(2, 2)))
@@ -244,20 +238,6 @@ def test_a_rank_outside_the_group_gets_an_error(rank: int) -> None:
     else:
         text = message(OptionTypeError, TypeError, lambda: FSDP(nn.Linear(2, 2), process_group=group))
         assert "process_group" in text
-
-
-@on_ranks(4)
-def test_an_error_of_one_rank_reaches_the_others_with_its_number_and_text(rank: int) -> None:
-    model = seeded()
-    if rank == 2:
-        text = message(OptionError, ValueError, lambda: FSDP(model, ignored_states=[model.first, model.last.weight]))
-        assert "ignored_states" in text
-    else:
-        text = message(PeerFailureError, RuntimeError, lambda: FSDP(model))
-        assert "Rank 2" in text
-        assert "ignored_states must hold parameters only" in text
-    # Nothing was wrapped anywhere.
-    assert square_loss(shard(model), batch(0)).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -301,16 +281,6 @@ def test_an_initialisation_that_fails_on_one_rank_stops_the_others_too(rank: int
         told = message(PeerFailureError, RuntimeError, lambda: FSDP(model, param_init_fn=init))
         assert "Rank 1" in told
         assert "no weights for this module" in told
-
-
-@on_ranks(2)
-def test_ranks_with_different_models_all_get_an_error_that_names_the_first_difference(rank: int) -> None:
-    model = seeded()
-    if rank == 1:
-        model.last = nn.Linear(5, 3)
-    text = message(RankMismatchError, ValueError, lambda: shard(model))
-    assert "'last.weight' of shape (2, 5)" in text
-    assert "'last.weight' of shape (3, 5)" in text
 
 
 @on_ranks(2)

@@ -16,7 +16,6 @@ from fsdp_flat.wrap import (
     ModuleWrapPolicy,
     _module_wrap_policy,
     _or_policy,
-    always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
     plan_units,
@@ -44,28 +43,6 @@ def message(kind: type[Exception], builtin: type[Exception], call: Callable[[], 
         call()
     assert isinstance(caught.value, builtin)
     return str(caught.value)
-
-
-def test_a_submodule_that_is_wrapped_already_is_an_error_that_names_its_path() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Wrapper(nn.Linear(2, 2))))
-    for policy in (always_wrap_policy, ModuleWrapPolicy({nn.Linear})):
-        text = message(OptionError, ValueError, functools.partial(plan, model, policy))
-        assert "'1.0' (Wrapper)" in text
-    assert "root module" in message(OptionError, ValueError, lambda: plan(model[1][0], always_wrap_policy))
-
-
-@pytest.mark.parametrize("by_function", [False, True])
-def test_a_mixed_unit_without_original_parameters_is_an_error_that_names_both_sets(by_function: bool) -> None:
-    model = Transformer()
-    model.blocks[1].norm.requires_grad_(False)
-    policy: Any = ModuleWrapPolicy({Block})
-    if by_function:
-        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    text = message(OptionError, ValueError, lambda: plan(model, policy, use_orig_params=False))
-    assert "'blocks.1' (Block)" in text
-    assert "requires_grad=True: blocks.1.attention.in_proj_weight" in text
-    assert "requires_grad=False: blocks.1.norm.weight, blocks.1.norm.bias" in text
-    assert "use_orig_params=True" in text
 
 
 def test_the_first_mixed_unit_is_the_one_the_peer_names() -> None:
@@ -185,10 +162,6 @@ def test_entries_that_can_match_nothing_are_errors_on_construction(entries: Any,
 
 class TransformerBlok(nn.Module):
     """A class that no model is made of, with a name close to another's."""
-
-
-class Conv(nn.Module):
-    """A class whose name is like nothing in the model."""
 
 
 CLASS_POLICIES: dict[str, Callable[[set[type]], Any]] = {

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import CPUOffload
-from fsdp_flat.composable import DataParallelMeshDims, FSDPModule, fully_shard
+from fsdp_flat.composable import DataParallelMeshDims, fully_shard
 from fsdp_flat.errors import TiedParameterError
 from tests.support import OWN_PARAMETERS, on_ranks
 from tests.support.beside import BOTH, Beside
@@ -215,23 +214,6 @@ def test_sharded_modules_are_neither_copied_nor_pickled(function: Any) -> None:
         assert value.to_local().data_ptr() != own[name].to_local().data_ptr()
         torch.testing.assert_close(value.to_local(), own[name].to_local())
     model.load_state_dict(copied)
-
-
-@on_ranks(2)
-def test_a_list_of_modules_is_one_unit(rank: int) -> None:
-    plain, model = seeded(), seeded()
-    fully_shard([model.blocks[0], model.blocks[1]])
-    fully_shard(model)
-    assert isinstance(model.blocks[0], FSDPModule)
-    own = {name: value.to_local().data_ptr() for name, value in model.state_dict().items()}
-    torch.manual_seed(rank)
-    x = torch.randn(2, 8)
-    square_loss(model, x).backward()
-    square_loss(plain, x).backward()
-    for (name, param), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        dist.all_reduce(other.grad)
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad / 2, msg=name)
-    assert own == {name: value.to_local().data_ptr() for name, value in model.state_dict().items()}
 
 
 @on_ranks(2)

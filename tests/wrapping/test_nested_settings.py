@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import PhaseError
 from tests.support import on_ranks
-from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, by_hand, by_policy, placed
 from tests.support.kit import mesh
 from tests.support.models import Block, Stack
 
@@ -144,23 +141,4 @@ def test_a_mesh_of_two_dimensions_without_a_strategy_is_hybrid_sharding(
         assert padding == 0 if front == "originals" else 0 <= padding < num_shards * len(units_of(beside.ours))
 
 
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_a_mesh_of_one_dimension_without_a_strategy_is_full_sharding(front: str, num_ranks: int) -> None:
-    beside = Beside(Stack(), front, device_mesh=init_device_mesh("cpu", (num_ranks,)))
-    assert beside.ours.sharding_strategy is ShardingStrategy.FULL_SHARD
-    beside.train(num_steps=2)
-
-
 # -- torch's fully_shard -----------------------------------------------------------------------------------------------
-
-
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_wrappers_beside_modules_of_fully_shard_train(front: str, num_ranks: int) -> None:
-    """Nothing is shared, so nothing is refused."""
-    other = nn.Linear(WIDTH, WIDTH)
-    fully_shard(other, mesh=init_device_mesh("cpu", (num_ranks,)))
-    for step, _ in enumerate(itertools.repeat(None, 2)):
-        other(batch(0, step).float()).sum().backward()
-    Beside(Stack(), front).train(num_steps=2)

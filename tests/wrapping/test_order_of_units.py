@@ -13,8 +13,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, fully_shard
 from fsdp_flat.errors import OptionError, TiedParameterError
 from tests.support import assert_close, on_ranks
-from tests.support.kit import full_grads, seeded, square_loss
-from tests.support.models import Stack
+from tests.support.kit import seeded, square_loss
 from tests.support.peer import PeerFSDP, peer_fsdp
 from tests.support.wrapper_models import batch
 
@@ -102,13 +101,3 @@ def peer_strategy() -> Any:
     from torch.distributed.fsdp import ShardingStrategy as PeerStrategy
 
     return PeerStrategy.SHARD_GRAD_OP
-
-
-@on_ranks(2)
-def test_a_tie_between_two_modules_is_still_a_tie() -> None:
-    model = seeded(Stack)
-    model.head.weight = model.blocks[0].down.weight
-    fully_shard(model.blocks[0])
-    with pytest.raises(TiedParameterError):
-        fully_shard(model.head)
-    assert full_grads(model) is not None

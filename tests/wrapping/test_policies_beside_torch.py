@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp.wrap as peer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as PeerFSDP
 from torch.distributed.fsdp import MixedPrecision as PeerMixedPrecision
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_flat.wrap as ours
 from fsdp_flat.api import MixedPrecision
@@ -178,61 +174,3 @@ def test_random_trees_give_the_peers_units(
         precision = cls(param_dtype=torch.bfloat16) if low_precision else None
         units.append(without_precision(run(build(), policy, *ignored, mixed_precision=precision)))
     assert units[0] == units[1]
-
-
-@settings(max_examples=60, deadline=None)
-@given(trees(), st.integers(0, 80))
-def test_a_function_policy_is_asked_like_the_peers(tree: tuple[Callable[[], nn.Module], list[str]], size: int) -> None:
-    build, ignored = tree
-    results = []
-    for lib, run in ((ours, our_units), (peer, peer_units)):
-        questions: list[tuple[type, bool, int]] = []
-
-        def policy(
-            module: nn.Module,
-            recurse: bool,
-            nonwrapped_numel: int,
-            lib: ModuleType = lib,
-            questions: list[tuple[type, bool, int]] = questions,
-        ) -> bool:
-            questions.append((type(module), recurse, nonwrapped_numel))
-            return lib.size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=size)
-
-        results.append((run(build(), policy, *ignored), questions))
-    assert results[0] == results[1]
-
-
-@pytest.fixture
-def two_fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("policy", ["always", "size 20", "transformer", "module classes", "custom"])
-@pytest.mark.parametrize("tree", ["transformer", "convolutions"])
-@pytest.mark.usefixtures("two_fake_ranks")
-def test_units_equal_those_of_a_real_peer_model(tree: str, policy: str, use_orig_params: bool) -> None:
-    made = POLICIES[policy](peer)
-    if policy == "custom":
-        made = peer.CustomPolicy(lambda module: isinstance(module, (Block, nn.Linear)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = PeerFSDP(
-            TREES[tree](),
-            auto_wrap_policy=made,
-            mixed_precision=PeerMixedPrecision(param_dtype=torch.bfloat16),
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-    expected = {
-        path.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "").rstrip("."): unit.mixed_precision
-        for path, unit in model.named_modules()
-        if isinstance(unit, PeerFSDP) and path
-    }
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
-    got = our_units(TREES[tree](), made, mixed_precision=precision, use_orig_params=use_orig_params)
-    assert {path for path, _ in got} == set(expected)
-    for path, kwargs in got:
-        assert (kwargs["mixed_precision"] is None) == (expected[path].param_dtype is None)

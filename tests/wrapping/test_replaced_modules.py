@@ -21,7 +21,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, clean_tensor_name, register_forward_method
 from tests.compile.test_compile import fresh_compiler
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import APPLY, TWO_RANKS, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
+from tests.support.beside import WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 
@@ -63,15 +63,6 @@ def test_checkpoints_applied_after_wrapping_run_each_block_twice_a_step(
         assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
 
 
-@IMPLS
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_checkpoints_applied_to_units_made_by_hand_run_each_block_twice_a_step(front: str, impl: str) -> None:
-    beside = Beside(Stack(), front, shard=by_hand)
-    checkpointed(beside.ours, impl)
-    assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
-
-
 @WRAPPER_FRONTS
 @WHEN
 @on_ranks(2)
@@ -82,46 +73,6 @@ def test_a_checkpoint_of_what_the_root_holds_runs_all_of_it_twice_a_step(steps_b
     beside.ours._fsdp_wrapped_module = checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     assert list(calls_of_a_step(beside).values()) == [2, 2, 2]
     assert beside.ours.module is inner
-
-
-def saved_nbytes(run: Callable[[], torch.Tensor]) -> int:
-    """Bytes that autograd keeps of a forward for its backward, outside of checkpoints."""
-    total = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run()
-    loss.backward()
-    return total
-
-
-@IMPLS
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_checkpoints_applied_after_wrapping_keep_as_few_bytes_as_those_that_were_there_before(
-    front: str, impl: str, rank: int
-) -> None:
-    def nbytes(model: FSDP) -> int:
-        return saved_nbytes(lambda: square_loss(model, batch(rank)))
-
-    def stack() -> nn.Module:
-        torch.manual_seed(0)
-        return Stack().double()
-
-    model = by_policy(stack(), APPLY[front])
-    without = nbytes(model)
-    checkpointed(model, impl)
-    before = stack()
-    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl])
-    for index, block in enumerate(before.blocks):
-        before.blocks[index] = APPLY[front](wrap(block))
-    expected = nbytes(APPLY[front](before))
-    assert expected < without / 2
-    assert nbytes(model) == expected
 
 
 @IMPLS
@@ -230,23 +181,6 @@ def test_a_module_that_a_user_put_around_the_wrapped_one_runs_once_a_step(
     beside.clean_name = without_recording
     beside.train(num_steps=3)
     assert recording.recorded == ["forward"] * 3
-
-
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("layout", TWO_RANKS)
-@on_ranks(2)
-def test_a_module_that_changes_the_output_of_the_wrapped_one_counts(layout: str, front: str) -> None:
-    class Scaled(Recording):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 3 * super().forward(x)
-
-    beside = Beside(Stack(), front, **placed(layout))
-    beside.train()
-    unit = beside.ours.blocks[1]
-    unit._fsdp_wrapped_module = Scaled(unit._fsdp_wrapped_module)
-    beside.clean_name = without_recording
-    beside.plain.blocks[1].register_forward_hook(lambda _module, _args, output: 3 * output)
-    beside.train(num_steps=2)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import whole_shape
 from fsdp_flat.errors import OptionError, TiedParameterError
-from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy
+from fsdp_flat.wrap import always_wrap_policy
 from tests.support import assert_close, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import full_grads, square_loss, train_on
@@ -72,14 +72,6 @@ def test_parameters_of_lists_go_to_a_unit_that_runs(use_orig_params: bool, rank:
     square_loss(model, batch(0)).backward()
     square_loss(plain, batch(0)).backward()
     assert_close(full_grads(model), {name: p.grad for name, p in plain.named_parameters()}, rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(2)
-def test_a_policys_class_that_matches_nothing_is_named_beside_one_that_does(rank: int) -> None:
-    with pytest.warns(UserWarning, match=r"no module(.|\n)*LSTM: ") as caught:
-        FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LSTM}))
-    assert len(caught) == 1
-    assert "Linear: " not in str(caught[0].message)
 
 
 @pytest.mark.of_guards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -101,24 +100,3 @@ def test_wrapping_tied_modules_by_hand_raises_with_both_names_and_both_units(fro
     assert re.search(r"'head.weight' .*of unit 'Language'", text)
     assert re.search(r"'weight' \(.*\) of unit 'Embedding'", text)
     assert "auto_wrap_policy" in text
-
-
-@on_ranks(2)
-def test_a_tie_inside_one_unit_is_one_slot_with_two_places() -> None:
-    beside = Beside(Language(), "originals", units=(Block,))
-    root = beside.ours._unit
-    assert [param_info.fqn for param_info in root.param_groups[0].layout.param_infos] == ["embedding.weight"]
-    beside.train(tokens_loss)
-
-
-@on_ranks(2)
-def test_a_deepcopied_plain_model_that_is_tied_trains_the_same_as_the_sharded_one_after_a_load() -> None:
-    trained = Beside(Language(), units=UNITS)
-    trained.train(tokens_loss)
-    state: dict[str, Any] = trained.ours.state_dict()
-    torch.manual_seed(99)
-    fresh = Language()
-    again = Beside(fresh, units=UNITS)
-    again.ours.load_state_dict(state)
-    again.plain.load_state_dict(state)
-    again.train(tokens_loss)

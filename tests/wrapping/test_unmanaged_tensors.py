@@ -23,7 +23,7 @@ from fsdp_flat.guards import unmanaged_tensors as unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS, average_gradients
-from tests.support.kit import square_loss, train_on
+from tests.support.kit import square_loss
 from tests.support.wrapper_models import batch, message, seeded, shard
 
 
@@ -327,21 +327,6 @@ def test_a_wrapper_put_around_a_root_goes_on_averaging_its_ignored_gradients(ran
     gathered = [torch.zeros_like(module.last.weight) for _ in range(2)]
     dist.all_gather(gathered, module.last.weight.grad)
     assert not torch.equal(*gathered)
-
-
-@on_ranks(2)
-def test_drift_after_a_warm_up_from_a_learning_rate_of_zero_is_named_at_a_save(rank: int) -> None:
-    model = ignoring()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: min(index, 2) / 3 * (index > 1))
-    for index in range(5):
-        train_on(model, optimizer, [batch(rank)])
-        step.step()
-        if index == 0:
-            model.state_dict()
-    with warned(rank == 0) as texts:
-        model.state_dict()
-    assert rank or "'last.bias' (ignored), 'last.weight' (ignored)" in texts[0]
 
 
 @pytest.mark.of_guards

@@ -17,7 +17,6 @@ from tests.support.beside import WRAPPER_FRONTS, adamw, average_gradients
 from tests.support.both_sides import LAYOUTS, TOLERANCE, Layout, batch_of, beside_case, build, wrapped
 from tests.support.kit import no_shard_allowed
 from tests.support.models import Layer
-from tests.support.peer import peer_warnings_silenced
 from tests.support.zoo import CASES
 
 RanksOf = Callable[..., Ranks]
@@ -80,14 +79,6 @@ def test_every_way_of_wrapping_trains_as_a_replicated_model(
     ranks: RanksOf, num_ranks: int, layout: Layout, style: str, front: str
 ) -> None:
     ranks(num_ranks).run(train_wrapped_as, style, layout, front)
-
-
-@on_ranks(2)
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("style", ["by_hand", "one_unit", "several_roots"])
-def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(style: str, front: str) -> None:
-    with peer_warnings_silenced():
-        train_wrapped_as(style, LAYOUTS[2][0], front, "fsdp1" if front == "originals" else "fsdp1_flat")
 
 
 @on_ranks(4)

@@ -34,7 +34,6 @@ from tests.wrapping.modules import (
     Transformer,
     Wrapper,
     root_kwargs,
-    shared_block_in_two_parents,
     shared_leaf_in_one_parent,
     shared_leaf_in_two_parents,
 )
@@ -112,15 +111,6 @@ def test_a_module_at_two_places_becomes_the_same_unit_at_both() -> None:
         assert pair.first is pair.second
 
 
-def test_a_shared_block_is_wrapped_once_with_its_children() -> None:
-    model = shared_block_in_two_parents()
-    apply_plan(model, plan(model, always_wrap_policy), wrapper)
-    block = model.first.inner.first
-    assert block is model.second.inner.second
-    assert isinstance(block.inner.first, Wrapper)
-    assert not isinstance(block.inner.first.inner, Wrapper)
-
-
 def test_a_shared_unit_comes_before_every_unit_that_holds_it() -> None:
     leaf = nn.Linear(4, 4)
     model = Pair(Pair(nn.Sequential(leaf), nn.ReLU()), Pair(leaf, nn.ReLU()))
@@ -196,11 +186,6 @@ def test_changed_function_attributes_of_the_size_policy_are_honoured(monkeypatch
     assert [unit.fqn for unit in plan(model, policy).units] == ["1"]
 
 
-def test_wrap_outside_a_context_returns_the_module() -> None:
-    layer = nn.Linear(2, 2)
-    assert wrap(layer, extra=1) is layer
-
-
 def test_wrap_inside_a_context_uses_its_arguments_and_the_calls_own_first() -> None:
     layer = nn.Linear(2, 2)
     layer._wrap_overrides = {"c": 30}
@@ -235,11 +220,3 @@ def test_two_threads_may_wrap_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert {number: made.options["number"] for number, made in results.items()} == {0: 0, 1: 1}
-
-
-def test_a_policy_function_plans_deep_trees() -> None:
-    module: nn.Module = nn.Linear(2, 2)
-    for _ in range(600):
-        module = nn.Sequential(module)
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
-    assert [unit.fqn.count(".") for unit in plan(module, policy).units] == [599]

@@ -12,10 +12,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, StateDictType, register_fsdp_forward_method, unwrap
 from fsdp_flat.wrap import ModuleWrapPolicy, enable_wrap, wrap
-from tests.support import assert_close, assert_equal, on_ranks
+from tests.support import assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Model
-from tests.support.peer import peer_fsdp
 from tests.support.wrapper_models import batch, seeded, whole_state
 
 POLICY = ModuleWrapPolicy({BufferedBlock})
@@ -60,14 +59,6 @@ def test_it_trains_and_saves_as_if_wrapped_once(orig: bool, times: int) -> None:
     assert type(plain) is Model
     assert_equal(plain.state_dict(), expected)
     assert not any("_fsdp" in name or name == "_unit" for module in plain.modules() for name in module.__dict__)
-
-
-@on_ranks(2)
-def test_it_trains_as_in_fsdp1() -> None:
-    mine, theirs = (wrapped(2, kind, use_orig_params=True) for kind in (FSDP, peer_fsdp))
-    for got, expected in zip(train(mine), train(theirs), strict=True):
-        assert got == pytest.approx(expected, rel=1e-4)
-    assert_close(whole_state(mine), theirs.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
