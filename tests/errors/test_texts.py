@@ -432,15 +432,3 @@ def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> No
     """``mixed_precision="bf16"`` and ``cpu_offload=True`` name the class; now its use too."""
     call, wanted = WRONG_OPTIONS[which]
     assert text_of(OptionTypeError, call).startswith(wanted)
-
-
-# ------------------------------------------------------------------------------------------ the first start, numbers
-
-
-@on_ranks(1)
-def test_a_model_of_one_rank_and_one_parameter_says_one_of_each() -> None:
-    """The line of a unit in ``repr``, and the sum of ``describe``."""
-    with peer_warnings_silenced():
-        model = FSDP(nn.Linear(2, 2, bias=False), sharding_strategy=fsdp_flat.ShardingStrategy.NO_SHARD)
-    assert "NO_SHARD over 1 rank, 1 parameter of float32, 16 bytes a rank" in repr(model)
-    assert "1 shard x 1 replica" in str(fsdp_flat.describe(model))

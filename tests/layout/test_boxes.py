@@ -7,8 +7,6 @@ import math
 from functools import cache
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fsdp_flat.layout import Box, Interval, boxes
 
@@ -22,13 +20,6 @@ def flat_indices(shape: tuple[int, ...], box: Box) -> list[int]:
     return [sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*ranges)]
 
 
-@st.composite
-def shapes_and_intervals(draw: st.DrawFn) -> tuple[tuple[int, ...], Interval]:
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=5)))
-    ends = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
-    return shape, Interval(*ends)
-
-
 def check(shape: tuple[int, ...], interval: Interval) -> None:
     found = boxes(shape, interval)
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -39,11 +30,6 @@ def check(shape: tuple[int, ...], interval: Interval) -> None:
         assert flat_indices(shape, box) == list(range(box.interval.start, box.interval.stop))
         position = box.interval.stop
     assert position == interval.stop
-
-
-@given(shapes_and_intervals())
-def test_boxes_follow_on_one_another_and_hold_each_element_once(case: tuple[tuple[int, ...], Interval]) -> None:
-    check(*case)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +61,3 @@ def test_no_split_needs_fewer_boxes(shape: tuple[int, ...]) -> None:
     for start in range(numel):
         for stop in range(start + 1, numel + 1):
             assert len(boxes(shape, Interval(start, stop))) == least(start, stop)
-
-
-@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
-def test_the_bound_on_the_number_of_boxes_is_reached(ndim: int) -> None:
-    shape = (3,) * ndim
-    assert len(boxes(shape, Interval(1, 3**ndim - 1))) == 2 * ndim - 1
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (0, 3), (3, 0)])
-def test_an_empty_interval_has_no_boxes(shape: tuple[int, ...]) -> None:
-    assert boxes(shape, Interval(0, 0)) == ()

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_flat.core import FlatLayout
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -81,20 +80,6 @@ def test_a_cut_names_the_ranks_that_have_to_do_with_a_run_and_no_others(
     run = Interval(min(*marks, numel), min(max(marks), numel))
     having = [rank for rank in range(size) if not cut[rank].intersect(run).is_empty]
     assert [*cut.ranks(run)] == having
-
-
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=4),
-    world_size=st.integers(1, 5),
-)
-def test_pieces_as_a_cut_are_those_of_each_rank(shapes: list[tuple[int, ...]], world_size: int) -> None:
-    named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
-    layout = FlatLayout.build(named, world_size=world_size, align_numel=4)
-    for index in range(len(shapes)):
-        local_shards = layout.partition(index)
-        assert [local_shards[rank] for rank in range(world_size)] == [
-            layout.local_shard(index, rank).in_param for rank in range(world_size)
-        ]
 
 
 def test_a_plan_for_thousands_of_ranks_looks_at_those_it_has_to_do_with() -> None:

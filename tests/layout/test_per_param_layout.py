@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fsdp_flat.core import PerParamLayout, PerParamTarget
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout import Interval
 
 Shapes = list[tuple[int, ...]]
 shape_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
@@ -96,24 +95,6 @@ def test_staged_shards_are_the_parameters_and_their_memory_is_freed(
         for view, param in zip(layout.views(buffer), params, strict=True):
             assert torch.equal(view, param)
         assert full.untyped_storage().nbytes() == 0
-
-
-@given(layouts)
-def test_shards_and_padding_cover_a_tensor_in_rank_order(layout: PerParamLayout) -> None:
-    covered = torch.zeros(layout.world_size * layout.shard_numel, dtype=torch.int64)
-    for rank in range(layout.world_size):
-        start = layout.shard(rank).start
-        assert layout.shard(rank) == Interval(start, start + layout.shard_numel)
-        for local_shard in layout.local_shards(rank):
-            covered[local_shard.in_shard.shift(start).to_slice()] += 1
-        for padding in layout.shard_paddings(rank):
-            covered[padding.shift(start).to_slice()] += 10
-    paddings = torch.zeros_like(covered)
-    for padding in layout.paddings():
-        paddings[padding.to_slice()] += 1
-    assert set(covered.unique().tolist()) <= {1, 10}
-    assert torch.equal(paddings, (covered == 10).long())
-    assert layout.unpadded_numel == layout.numel == covered.numel()
 
 
 @given(layouts)

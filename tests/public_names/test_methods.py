@@ -11,7 +11,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import FRONTS, WRAPPER_FRONTS, Beside, batch_of, grads_of, placed, plain_sgd
 from tests.support.kit import square_loss
@@ -72,14 +71,6 @@ def test_fsdp_modules_are_found_below_any_module() -> None:
     assert FSDP.fsdp_modules(parent) == [model, model.blocks[0], model.blocks[1], parent[2]]
     assert FSDP.fsdp_modules(parent, root_only=True) == [model, parent[2]]
     assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
-
-
-@on_ranks(2)
-def test_only_the_outermost_wrapper_is_the_root() -> None:
-    model = shard(seeded())
-    assert model._is_root is None
-    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(model)] == [True, False, False]
-    assert [wrapper._is_root for wrapper in FSDP.fsdp_modules(model)] == [True, False, False]
 
 
 # ------------------------------------------------------------------------------------------- names, shapes, dtypes
@@ -278,14 +269,3 @@ def test_zero_grad_drops_what_came_before_it_and_nothing_else(
     loss.backward()
     beside.follow()
     beside.check_gradients()
-
-
-@on_ranks(2)
-def test_a_model_below_a_policy_wrapped_parent_module_can_be_used_on_its_own_first(rank: int) -> None:
-    model = seeded()
-    model.blocks[0] = FSDP(model.blocks[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    expected = seeded()
-    assert_equal(model.blocks[0](torch.ones(2, WIDTH)), expected.blocks[0](torch.ones(2, WIDTH)))
-    root = FSDP(model)
-    assert_equal(root(batch(rank)), expected(batch(rank)))
-    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(root)] == [True, False, False, False]

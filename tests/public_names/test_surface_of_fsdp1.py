@@ -26,8 +26,14 @@ import fsdp_flat
 from fsdp_flat import CPUOffload, MixedPrecision, clean_named_modules, clean_named_parameters, clean_tensor_name
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.compat.torch_names import FSDP2_NAMES
-from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
+from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.fully_sharded_data_parallel import (
+    FlatParamHandle,
+    HandleTrainingState,
+    ProcessGroupType,
+    TrainingState,
+)
+from fsdp_flat.runtime import Arguments
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Model, Tied
@@ -161,6 +167,55 @@ def assert_same_member(mine: Any, name: str, facts: dict[str, Any]) -> None:
     else:
         signature = str(inspect.signature(getattr(mine, name)))
         assert_same_parameters(f"{mine.__name__}.{name}", signature, facts["signature"])
+
+
+needs_torch_2_13 = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason=f"the list is of torch 2.13, and this is {torch.__version__}"
+)
+
+
+@needs_torch_2_13
+def test_the_wrapper_has_every_member_of_fsdp1s() -> None:
+    theirs: Any = importlib.import_module(PEER).FullyShardedDataParallel
+    assert [name for name in dir(theirs) if not hasattr(FSDP, name)] == []
+
+
+def test_the_type_of_process_groups_is_that_of_the_argument() -> None:
+    assert ProcessGroupType == importlib.import_module(f"{PEER}._init_utils").ProcessGroupType
+
+
+@on_ranks(2)
+def test_a_caller_may_set_the_state_of_the_step(rank: int) -> None:
+    model = shard(seeded())
+    for state in ((TrainingState.FORWARD_BACKWARD, HandleTrainingState.FORWARD), (TrainingState.IDLE,) * 2):
+        wanted = state[0], HandleTrainingState[state[1].name]
+        with model._use_training_state(*wanted):
+            assert (model.training_state, model._handle._training_state) == wanted
+        assert model.training_state is TrainingState.IDLE
+    with (
+        pytest.raises(OptionError, match="do not occur together"),
+        model._use_training_state(TrainingState.IDLE, HandleTrainingState.FORWARD),
+    ):
+        pass
+
+
+def test_the_warnings_of_older_arguments_can_be_called() -> None:
+    FSDP._warn_optim_input(None)
+    with pytest.warns(FutureWarning, match="optim_input"):
+        FSDP._warn_optim_input([nn.Parameter(torch.ones(1))])
+    with pytest.warns(FutureWarning, match="old is an older form of new"):
+        FSDP._warn_legacy_optim_state_dict("old", "new")
+
+
+def test_the_constructors_record_of_arguments_which_it_fills_by_position_has_their_order() -> None:
+    _, *arguments = inspect.signature(FSDP).parameters.values()
+    found = [(field.name, field.default) for field in dataclasses.fields(Arguments)]
+    assert found == [(each.name, each.default) for each in arguments]
+
+
+def test_a_flat_parameter_cannot_be_constructed() -> None:
+    with pytest.raises(TypeError, match="a type to test against"):
+        fsdp_flat.FlatParameter()
 
 
 # ----------------------------------------------------------------------------------------- semi-private names
