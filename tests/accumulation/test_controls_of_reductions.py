@@ -197,17 +197,6 @@ def test_gradients_that_are_not_set_yet_cannot_be_clipped(switch: str) -> None:
 
 
 @on_ranks(2, 4)
-@FRONTS_AND_TORCH
-def test_gradients_of_some_units_are_accumulated_alone(fronts: Fronts) -> None:
-    beside = Beside(Stack(), fronts)
-    for syncs in (False, True):
-        for model in beside.sharded.values():
-            model.blocks[0].set_requires_gradient_sync(syncs)
-        beside.backward()
-    beside.check_gradients()
-
-
-@on_ranks(2, 4)
 def test_a_wrapper_calls_hooks_with_reduced_shards() -> None:
     beside = Beside(Stack(), "originals")
     beside.ours.set_all_reduce_hook(lambda shard: shard.mul_(2))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.support import assert_close, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
@@ -63,16 +62,3 @@ def test_weights_and_the_gradients_shown_on_the_way_are_fsdp1s(
     (weights, shown), (expected, shown_by_peer) = found
     assert_close(weights, expected, rtol=1e-5, atol=1e-6)
     assert_close(shown, shown_by_peer, rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_zeros_are_for_what_was_reduced_before_no_sync_too(use_orig_params: bool, rank: int) -> None:
-    model: Any = FSDP(nn.Linear(4, 3), use_orig_params=use_orig_params)
-    model(torch.ones(2, 4)).sum().backward()
-    with model.no_sync():
-        model(torch.ones(2, 4)).sum().backward()
-    model.zero_grad(set_to_none=False)
-    model(torch.ones(2, 4)).sum().backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        assert bool((model.module.weight.grad == 2).all())

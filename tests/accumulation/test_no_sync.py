@@ -7,15 +7,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.composable import trace
 from fsdp_flat.core import units_of
 from tests.support import Ranks, on_ranks
-from tests.support.beside import FRONTS, WRAPPER_FRONTS, Beside, batch, of_stack
+from tests.support.beside import WRAPPER_FRONTS, of_stack
 from tests.support.both_sides import EVERY_LAYOUT, Layout, beside_case
-from tests.support.models import Stack
 
 RanksOf = Callable[..., Ranks]
 
@@ -92,26 +90,6 @@ def test_no_sync_is_for_the_root_and_not_nested(rank: int) -> None:
     block.set_requires_gradient_sync(True)
     # None of the errors leaves the units without reduction.
     beside.train()
-
-
-def uneven_batch(rank: int, step: int) -> torch.Tensor:
-    """Microbatches of three sizes, which differ between ranks too."""
-    return batch(rank, step, num_rows=(2, 5, 3)[step % 3] + rank)
-
-
-@FRONTS
-@on_ranks(2)
-def test_microbatches_of_different_sizes_in_no_sync_and_one_outside_equal_a_replica(front: str) -> None:
-    """The loss is a mean over rows, so a row weighs more in a smaller microbatch, as without sharding."""
-    beside = Beside(Stack(), front, batch=uneven_batch)
-    for _ in range(2):
-        with beside.no_sync():
-            beside.backward()
-            beside.backward()
-        beside.backward()
-        beside.check_gradients(f"gradients after the backward at {beside.num_steps - 1}")
-        beside.step()
-        beside.check_parameters()
 
 
 # For each backward pass of a step whether it runs inside ``no_sync``.

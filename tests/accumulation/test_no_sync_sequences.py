@@ -197,14 +197,6 @@ def test_every_pattern_of_three_backwards_equals_the_sum_on_a_two_by_two_mesh() 
     run_all(Grid("originals", calls_all=False, reentrant=False, **placed("HYBRID_SHARD 2x2")), "local", (3,))
 
 
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_a_unit_in_the_first_of_two_backwards_in_no_sync_counts_once(front: str) -> None:
-    grid = Grid(front, calls_all=False, reentrant=False)
-    grid.run((((0, 1), True), ((1,), True), ((0, 1), False)), "local")
-    grid.run((((2,), True), ((1,), True), ((0, 1), False)), "local")
-
-
 @MODES
 @WRAPPER_FRONTS
 @MEMORY

@@ -41,38 +41,6 @@ def test_gradients_inside_no_sync_are_unsharded_and_this_ranks_own(layout: str, 
     beside.check_gradients("gradients that were shown on the way")
 
 
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
-@on_ranks(2)
-def test_gradients_that_are_scaled_in_place_inside_no_sync_stay_scaled(layout: str, front: str, rank: int) -> None:
-    beside = Beside(Stack(), front, **placed(layout))
-    with beside.ours.no_sync():
-        square_loss(beside.ours, batch(rank)).backward()
-        for param in beside.ours.parameters():
-            assert param.grad is not None
-            param.grad.mul_(0.25)
-    beside.follow(lambda *args: 0.25 * square_loss(*args))
-    beside.backward(step=1)
-    beside.check_gradients("gradients of which a part was scaled")
-
-
-@pytest.mark.parametrize("part", ["weight", "bias", "blocks.1"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_some_gradients_of_a_unit_or_all_may_be_cleared_inside_no_sync(set_to_none: bool, part: str, rank: int) -> None:
-    beside = Beside(Stack(), "originals")
-    backward_in_no_sync(beside, rank)
-    for model in (beside.ours, beside.plain):
-        for name, param in model.named_parameters():
-            if part in name:
-                if set_to_none:
-                    param.grad = None
-                else:
-                    param.grad.zero_()  # type: ignore[union-attr]
-    beside.backward(step=1)
-    beside.check_gradients("gradients of which some were cleared")
-
-
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @WRAPPER_FRONTS
 @on_ranks(2)
@@ -101,16 +69,6 @@ def test_a_step_on_local_gradients_is_right_where_nothing_is_sharded(front: str,
 
 @WRAPPER_FRONTS
 @on_ranks(2)
-def test_reduced_gradients_come_back_after_a_backward_in_no_sync(front: str, rank: int) -> None:
-    beside = Beside(Stack(), front)
-    beside.backward()
-    backward_in_no_sync(beside, rank, 1)
-    beside.backward(step=2)
-    beside.check_gradients()
-
-
-@WRAPPER_FRONTS
-@on_ranks(2)
 def test_a_step_after_backwards_in_sharded_no_sync_is_right(front: str, rank: int) -> None:
     """Their gradients are reduced already."""
     beside = Beside(Stack(), front)
@@ -119,41 +77,6 @@ def test_a_step_after_backwards_in_sharded_no_sync_is_right(front: str, rank: in
     beside.check_gradients()
     beside.step()
     beside.check_parameters()
-
-
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("by_optimizer", [True, False], ids=["optimizer", "model"])
-@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
-@on_ranks(2)
-def test_gradients_cleared_inside_no_sync_are_gone(
-    layout: str, by_optimizer: bool, set_to_none: bool, front: str, rank: int
-) -> None:
-    beside = Beside(Stack(), front, **placed(layout))
-    for step in range(2):
-        with beside.ours.no_sync():
-            square_loss(beside.ours, batch(rank, 10 + step)).backward()
-            (beside.optimizer if by_optimizer else beside.ours).zero_grad(set_to_none=set_to_none)
-            square_loss(beside.ours, batch(rank, step)).backward()
-        beside.follow(step=step)
-        beside.backward(step=5 + step)
-        beside.check_gradients("gradients after the others were cleared")
-        beside.step()
-        beside.check_parameters()
-
-
-@WRAPPER_FRONTS
-@on_ranks(2)
-def test_gradients_filled_with_zeros_inside_no_sync_stay_zeros(front: str, rank: int) -> None:
-    beside = Beside(Stack(), front)
-    with beside.ours.no_sync():
-        square_loss(beside.ours, batch(rank, 1)).backward()
-        beside.ours.zero_grad(set_to_none=False)
-    for param in beside.ours.parameters():
-        assert param.grad is not None
-        assert not param.grad.any()
-    beside.backward(step=2)
-    beside.check_gradients()
 
 
 @WRAPPER_FRONTS

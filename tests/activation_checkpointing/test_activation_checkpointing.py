@@ -20,7 +20,7 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
 from tests.support import on_ranks
 from tests.support.models import NormedBlock
-from tests.support.surface_models import assert_near, batches, count_events, mean_grads, mean_loss, sharded, small_model
+from tests.support.surface_models import assert_near, batches, count_events, mean_loss, sharded, small_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning"),
@@ -182,23 +182,3 @@ def test_full_sharding_with_checkpoints_gathers_each_block_but_the_last_twice_a_
             mean_loss(model, batches(num_ranks)[rank]).backward()
         # Forward, and recompute with backward; the outermost unit and the last stay after forward.
         assert count_events(events, "unshard") == {"Sequential": 1, "1": 2, "2": 1}
-
-
-@pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])
-@pytest.mark.parametrize("place", ["after_wrapping", "outside_of_each_unit"])
-@on_ranks(2)
-def test_accumulation_with_checkpoints_equals_the_plain_model(place: str, impl: str, rank: int, num_ranks: int) -> None:
-    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[impl])
-    model = PLACES[place](small_model(), wrap, {"use_orig_params": True})
-    with model.no_sync():
-        mean_loss(model, batches(num_ranks)[rank]).backward()
-    mean_loss(model, batches(num_ranks)[rank]).backward()
-    plain = small_model()
-    expected = mean_grads(plain, 2 * mean_loss(plain, batches(num_ranks)[rank]))
-    with FSDP.summon_full_params(model, with_grads=True):
-        got = {
-            name.replace("_checkpoint_wrapped_module.", ""): param.grad.clone()
-            for name, param in model.named_parameters()
-            if param.grad is not None
-        }
-    assert_near(got, expected, 1e-5, "gradients")

@@ -17,9 +17,9 @@ from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch
-from tests.support.kit import full_params, square_loss, train_on, wrapped
+from tests.support.kit import full_params, train_on, wrapped
 from tests.support.models import Block, Stack
-from tests.support.steps import SHARDED, recorded
+from tests.support.steps import SHARDED
 
 
 @dataclass
@@ -67,33 +67,6 @@ def test_an_output_in_a_dataclass_or_object_trains_as_the_reference(kind: type, 
     beside = Beside(Outer(kind), units=(Inner,), sharding_strategy=strategy)
     for _ in range(2):
         beside.train(lambda model, x: (out := model(x)).logits.pow(2).mean() + out.extra["mean"])
-
-
-class Caching(nn.Module):
-    """Keeps an inner tensor from which the loss is made; its output goes nowhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.cache: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.cache = self.block(x)
-        return self.cache.detach()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_loss_made_of_a_cached_inner_tensor_trains_as_the_reference(strategy: ShardingStrategy) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        model(x)
-        return model[0].cache.pow(2).mean()
-
-    module = nn.Sequential(Caching(), nn.Linear(WIDTH, 2))
-    for param in module[1].parameters():
-        param.requires_grad_(False)
-    beside = Beside(module, "originals", units=(Caching,), sharding_strategy=strategy)
-    beside.train(loss_of, num_steps=2)
 
 
 @on_ranks(2)
@@ -168,20 +141,6 @@ def recomputing_stack(*, reentrant: bool, freeze: bool) -> Stack:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("unit", [Recomputing, Block], ids=["inside_a_unit", "around_a_unit"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_inside_or_around_a_unit_equals_the_reference(
-    reentrant: bool, unit: type, freeze: bool, strategy: ShardingStrategy
-) -> None:
-    beside = Beside(
-        recomputing_stack(reentrant=reentrant, freeze=freeze), "originals", units=(unit,), sharding_strategy=strategy
-    )
-    beside.train(num_steps=3)
-
-
-@on_ranks(2)
 @WRAPPER_FRONTS
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_a_part_of_a_unit_equals_the_reference(reentrant: bool, front: str) -> None:
@@ -224,16 +183,3 @@ def test_recomputation_in_low_precision_equals_no_recomputation(reentrant: bool,
         train_on(model, optimizer, [batch(rank, step) for step in range(2)])
         results.append(list(full_params(model).values()))
     assert_equal(results[1], results[0])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_inside_a_unit_gathers_no_more_often_than_without(reentrant: bool) -> None:
-    counts = []
-    for module, unit in ((Stack(), Block), (recomputing_stack(reentrant=reentrant, freeze=False), Recomputing)):
-        beside = Beside(module, units=(unit,))
-        beside.train()
-        with recorded() as record:
-            square_loss(beside.ours, batch(0)).backward()
-        counts.append(record.counts())
-    assert counts[0] == counts[1]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import on_ranks
-from tests.support.beside import FOUR_RANKS, WIDTH, WRAPPER_FRONTS, Beside, batch, placed
+from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 
@@ -61,13 +61,6 @@ def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica(
 ) -> None:
     units = () if shape == "one unit" and start != "a block" else (Block,)
     Beside(Recomputing(shape, start), front, units=units, **placed(layout)).train(num_steps=3)
-
-
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("layout", FOUR_RANKS)
-@on_ranks(4)
-def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica_on_four_ranks(layout: str, front: str) -> None:
-    Beside(Recomputing("a block beside it"), front, **placed(layout)).train(num_steps=3)
 
 
 class TwoParts(nn.Module):

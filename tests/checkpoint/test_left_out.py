@@ -136,15 +136,3 @@ def test_an_optimizer_from_before_sharding_raises_at_its_first_step(side: str) -
     held = sharded(side, model)
     with pytest.raises(UsageError, match=r"Adam holds .* of unit .*, so its steps change nothing\. Build the"):
         step(held, optimizer)
-
-
-@on_ranks(2)
-def test_an_optimizer_from_before_wrapping_with_original_parameters_trains() -> None:
-    """With original parameters the objects stay the same, so this program is right."""
-    model, twin = plain(), plain()
-    optimizer = adam(model)
-    held = sharded("originals", model)
-    step(held, optimizer)
-    step(twin, adam(twin))
-    with FSDP.summon_full_params(held):
-        assert_equal(dict(held.module.state_dict()), dict(twin.state_dict()))

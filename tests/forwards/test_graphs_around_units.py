@@ -67,24 +67,6 @@ class Head(nn.Module):
         return self.head(self.trunk(x))
 
 
-@on_ranks(2)
-def test_a_trunk_shared_by_two_roots_and_both_heads_get_their_gradients(rank: int) -> None:
-    trunk = Block().double()
-    models = [Head(trunk).double(), Head(trunk).double()]
-    plain = copy.deepcopy(nn.ModuleList(models))
-    models[0].trunk = models[1].trunk = FSDP(trunk, use_orig_params=True)
-    sharded = [FSDP(model, use_orig_params=True) for model in models]
-    for step in range(2):
-        for model in (*sharded, plain):
-            model.zero_grad()
-        sum(square_loss(model, batch(rank, step + i)) for i, model in enumerate(sharded)).backward()
-        sum(square_loss(model, batch(rank, step + i)) for i, model in enumerate(plain)).backward()
-        average_gradients(plain)
-        for model, replica in zip(sharded, plain, strict=True):
-            expected = {name: param.grad for name, param in replica.named_parameters()}
-            assert_close(full_grads(model), expected, **CLOSE, what=f"gradients of step {step}")
-
-
 # Steps of models that share a trunk: 0 and 1 run forward and backward, "look at 1" is a forward without gradients.
 PROGRAMS: dict[str, list[Any]] = {
     "in turns": [0, 1, 0, 0, 1],

@@ -13,25 +13,7 @@ from tests.support import assert_close, on_ranks
 from tests.support.beside import CLOSE, WIDTH, WRAPPER_FRONTS, Beside, assert_idle, average_gradients, batch
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
-from tests.support.steps import SHARDED, STRATEGIES, mesh_for
-
-
-class Contrastive(nn.Module):
-    """A shared encoder called on two inputs, and a head on both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Stack(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x) - self.encoder(x.flip(0))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_shared_encoder_called_twice_equals_the_reference(strategy: ShardingStrategy) -> None:
-    beside = Beside(Contrastive(), sharding_strategy=strategy, units=(Stack, Block))
-    beside.train(num_steps=3)
+from tests.support.steps import SHARDED
 
 
 @on_ranks(2)
@@ -72,54 +54,6 @@ def test_a_backward_that_keeps_its_graph_reduces_what_no_sync_has_left_under_eve
 
 
 # -- pain 25 -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
-def test_a_first_call_that_does_not_train_changes_nothing_about_training(
-    mode: str, strategy: ShardingStrategy, front: str, rank: int
-) -> None:
-    beside = Beside(Stack(), front, sharding_strategy=strategy, **mesh_for(strategy))
-    for _ in range(2):
-        if mode == "eval":
-            beside.ours.eval()
-            out = beside.ours(batch(rank))
-            beside.ours.train()
-        else:
-            with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-                out = beside.ours(batch(rank))
-        with torch.no_grad():
-            assert_close(out.detach().clone(), beside.plain(batch(rank)), **CLOSE)
-        if mode != "eval":
-            assert_idle(beside.ours)
-        beside.train()
-
-
-@on_ranks(2)
-def test_units_alone_and_the_root_in_any_order_equal_the_reference(rank: int) -> None:
-    beside = Beside(Stack())
-
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        alone = model.blocks[2](x).pow(2).mean()
-        whole_model = model(x).pow(2).mean()
-        again = model.blocks[0](model.blocks[1](x)).pow(2).mean()
-        return alone + whole_model + again
-
-    beside.train(loss_of, num_steps=3)
-    assert beside.ours._is_root
-
-
-@on_ranks(2)
-def test_a_unit_whose_graph_was_made_before_the_root_took_it_over_still_trains(rank: int) -> None:
-    beside = Beside(Stack())
-
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model.blocks[1](x).pow(2).mean() + model(x).pow(2).mean()
-
-    beside.train(loss_of)
-    beside.train()
 
 
 @on_ranks(2)

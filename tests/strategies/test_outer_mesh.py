@@ -152,24 +152,6 @@ def test_optimizer_states_of_rank_zero_reach_every_rank(kind: type[nn.Module], r
 
 @needs_mesh_infos
 @on_ranks(4)
-@MODELS
-@in_a_hurry()
-def test_ranks_that_wait_in_the_outer_mesh_learn_why_others_have_failed(kind: type[nn.Module], rank: int) -> None:
-    model = shard(seeded(kind), meshes_of_new_groups())
-    square_loss(model, inputs(0)).backward()
-
-    def fail(*_: Any) -> None:
-        # Both ranks that exchange tokens.
-        if rank < 2:
-            raise ZeroDivisionError("on purpose")
-
-    model.experts.register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError if rank < 2 else PeerFailureError, match="on purpose"):
-        square_loss(model, inputs(1)).backward()
-
-
-@needs_mesh_infos
-@on_ranks(4)
 @pytest.mark.parametrize("place", ["second mesh", "smaller group", "separate group"])
 @in_a_hurry()
 def test_ranks_that_wait_in_any_group_learn_why_others_have_failed(place: str, rank: int) -> None:

@@ -94,14 +94,6 @@ def test_a_replica_may_run_checkpointed_forwards_that_no_backward_reaches(reentr
 
 
 @FRONTS
-@on_ranks(4)
-def test_a_replica_may_run_a_forward_with_gradients_before_the_first_step(front: str) -> None:
-    pair = Beside(Stack(), front, **placed("HYBRID_SHARD 2x2", front))
-    run_alone(pair.ours, trains=True)
-    pair.train(num_steps=2)
-
-
-@FRONTS
 @pytest.mark.parametrize("accumulates", [False, True])
 @on_ranks(4)
 def test_a_replica_may_run_a_forward_with_gradients_between_a_forward_and_its_backward(

@@ -196,21 +196,6 @@ def test_the_numbers_and_the_order_of_collectives_are_those_of_torch(reshards: A
 
 
 @on_ranks(4)
-def test_the_last_module_keeps_its_parameters_on_all_meshes_for_backward() -> None:
-    model = Meshes.of(4, 2).shard(seeded(Moe), fully_shard)
-    train(model, range(1))
-    with trace(model) as events:
-        loss = square_loss(model, inputs(1))
-        num_forward = len(events)
-        loss.backward()
-    in_turn = ["blocks.0", "blocks.0 (efsdp)"]
-    found = [[name for event, name in part if event == "all_gather"] for part in (events[:num_forward], events)]
-    assert found[0] == ["Moe", *in_turn, "blocks.1", "blocks.1 (efsdp)"]
-    assert found[1] == [*found[0], *in_turn]
-    assert_idle(model)
-
-
-@on_ranks(4)
 def test_the_trace_names_the_mesh_of_experts() -> None:
     meshes = Meshes.of(4, 2)
     model = meshes.shard(seeded(Moe), fully_shard)

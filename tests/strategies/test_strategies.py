@@ -36,32 +36,6 @@ def test_hybrid_on_meshes_of_two_ranks_equals_the_reference_on_every_rank(
 
 
 @on_ranks(4)
-@WRAPPER_FRONTS
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
-def test_hybrid_on_meshes_of_four_ranks_equals_the_reference_on_every_rank(shape: tuple[int, int], front: str) -> None:
-    train_on_mesh(shape, ShardingStrategy.HYBRID_SHARD, front)
-
-
-@on_ranks(4)
-def test_hybrid_with_two_groups_given_as_a_tuple_equals_the_reference() -> None:
-    rank = dist.get_rank()
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    own = (groups[rank // 2], groups[2 + rank % 2])
-    Beside(Stack(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=own).train(num_steps=2)
-
-
-@on_ranks(4)
-def test_hybrid_given_only_a_policy_makes_groups_of_a_node() -> None:
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    beside = Beside(Stack(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    groups = beside.ours._unit.options.groups
-    assert (groups.shard.size, groups.replicate.size) == (2, 2)
-    beside.train()
-
-
-@on_ranks(4)
 def test_units_of_different_strategies_in_one_tree_train_as_the_reference() -> None:
     def by_hand(module: Stack, apply: Callable[..., nn.Module]) -> nn.Module:
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,22 +16,18 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import (
     MixedPrecision,
     clean_named_parameters,
-    load_full,
-    register_optim_state_handler,
-    save_full,
     unwrap,
 )
 from fsdp_flat.errors import UsageError
 from tests.support import Ranks, assert_close, assert_equal, on_ranks
 from tests.support.beside import OUR_WRAPPERS, WIDTH, WRAPPER_FRONTS, Beside
-from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, train_on, wrapped
+from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, wrapped
 from tests.support.models import Stack
 from tests.support.selection import some
 from tests.support.steps import STRATEGIES as ALL_STRATEGIES
 from tests.support.steps import mesh_for
 
 RanksOf = Callable[..., Ranks]
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 LOOSE = {"rtol": 1e-5, "atol": 1e-4}
 
 
@@ -61,64 +54,6 @@ def test_groups_by_name_decay_weights_and_leave_biases() -> None:
         names = [group["param_names"] for group in beside.optimizer.param_groups]
         assert [len(group) for group in names] == [8, 5], "both groups hold what they should"
         assert all(name.endswith("bias") for name in names[1])
-
-
-class Blocks8Bit(torch.optim.Optimizer):
-    """Keeps the signs of gradients in int8, in blocks of four that begin where the rank's slice does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is None or param.numel() == 0:
-                continue
-            signs = to_blocks(param.grad.sign().to(torch.int8))
-            state = self.state[param]
-            state["blocks"] = state["blocks"] + signs if "blocks" in state else signs
-            param.sub_(state["blocks"].flatten()[: param.numel()].view_as(param), alpha=0.01)
-
-
-def to_blocks(flat: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(flat.flatten(), (0, -flat.numel() % 4)).view(-1, 4)
-
-
-def merge_blocks(parts: Any, shape: torch.Size) -> torch.Tensor:
-    return torch.cat([part.tensor.flatten()[: part.stop - part.start] for part in parts]).view(shape)
-
-
-def split_blocks(saved: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor:
-    return to_blocks(saved.flatten()[start:stop])
-
-
-def run_8_bit(path: str, *, resumes: bool) -> dict[str, Any]:
-    """Two steps on one batch for all ranks; a run that resumes takes the second one only."""
-    model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
-    register_optim_state_handler(model, "blocks", merge=merge_blocks, split=split_blocks)
-    optimizer = Blocks8Bit(model.parameters())
-    if resumes:
-        saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
-        loaded = FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"])
-        params = optimizer.param_groups[0]["params"]
-        # Optimizer.load_state_dict would make int8 the parameter's dtype.
-        optimizer.state.update({params[index]: row for index, row in loaded["state"].items()})
-    for step in (1,) if resumes else (0, 1):
-        train_on(model, optimizer, [batch(0, step)])
-        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-        if step == 0 and dist.get_rank() == 0:
-            torch.save(state, path)
-    return {"model": dict(state["model"]), "blocks": {k: v["blocks"] for k, v in state["optim"]["state"].items()}}
-
-
-def test_states_in_blocks_of_8_bits_resume_at_another_number_of_ranks(ranks: RanksOf, tmp_path: Path) -> None:
-    path = str(tmp_path / "saved.pt")
-    expected = ranks(2).run(partial(run_8_bit, resumes=False), path)[0]
-    assert {value.dtype for value in expected["blocks"].values()} == {torch.int8}
-    found = ranks(1).run(partial(run_8_bit, resumes=True), path)[0]
-    assert_equal(found["blocks"], expected["blocks"])
-    assert_close(found["model"], expected["model"], **CLOSE)
 
 
 class Rotary(nn.Module):
@@ -177,46 +112,6 @@ def test_an_optimizer_that_takes_no_empty_tensors_trains_and_its_state_has_every
         assert_close(saved["state"][name]["exp_avg"], expected, rtol=1e-9, atol=1e-11)
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
     beside.train()
-
-
-class WithAdapters(nn.Module):
-    """Frozen layers with small trainable ones beside them, of sizes that shards cut through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = Stack(2).requires_grad_(False)
-        self.adapter_down = nn.Linear(WIDTH, 3, bias=False)
-        self.adapter_up = nn.Linear(3, 5, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.adapter_up(self.adapter_down(x))
-
-
-def with_adapters(seed: int) -> tuple[nn.Module, FSDP]:
-    torch.manual_seed(seed)
-    plain = WithAdapters()
-    return plain, wrapped(copy.deepcopy(plain), auto_wrap_policy=BLOCKS, use_orig_params=True)
-
-
-def save_adapters(path: str) -> dict[str, torch.Tensor]:
-    _, model = with_adapters(0)
-    save_full(model, path, trainable_only=True)
-    return dict(model.state_dict())
-
-
-def load_adapters(path: str) -> tuple[list[str], list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    plain, model = with_adapters(1)
-    missing, unexpected = load_full(model, path, strict=False)
-    return missing, unexpected, dict(model.state_dict()), dict(plain.state_dict())
-
-
-def test_adapters_saved_alone_at_two_ranks_load_at_one(ranks: RanksOf, tmp_path: Path) -> None:
-    saved = ranks(2).run(save_adapters, str(tmp_path))[0]
-    missing, unexpected, found, before = ranks(1).run(load_adapters, str(tmp_path))[0]
-    assert unexpected == []
-    assert missing == [name for name in before if name.startswith("base.")]
-    for name, value in found.items():
-        assert_equal(value, (saved if name.startswith("adapter") else before)[name], what=name)
 
 
 @WRAPPER_FRONTS

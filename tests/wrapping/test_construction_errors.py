@@ -17,7 +17,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PeerFailureError
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support import on_ranks
-from tests.support.kit import no_shard_allowed, square_loss
+from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock, Model
 from tests.support.peer import peer_fsdp
 from tests.support.wrapper_models import batch, message, seeded, shard
@@ -290,13 +290,3 @@ def test_units_of_one_tree_that_differ_in_use_orig_params_are_an_error_that_name
     text = message(OptionError, ValueError, lambda: root(batch(0)))
     assert "use_orig_params=True in unit 'blocks.1'" in text
     assert "use_orig_params=False in unit 'Model'" in text
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@on_ranks(2)
-def test_units_that_differ_in_limit_all_gathers_are_an_error(strategy: str) -> None:
-    model = seeded()
-    with no_shard_allowed():
-        model.blocks[0] = FSDP(model.blocks[0], sharding_strategy=ShardingStrategy[strategy], limit_all_gathers=False)
-        root = FSDP(model, sharding_strategy=ShardingStrategy[strategy])
-    assert "limit_all_gathers=False in unit 'blocks.0'" in message(OptionError, ValueError, lambda: root(batch(0)))
