@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,24 @@ def test_the_count_of_functions_is_on_in_forward_and_in_backward(front: str, ran
     named = {code.co_name for code in entered.calls}
     assert {"forward", "backward"} <= named or {"enter", "leave", "backward"} <= named
     assert functions.summary(entered).split()[1] == "functions"
+
+
+OURS = 6
+
+
+@on_ranks(2)
+def test_the_functions_of_each_save_and_load_are_counted_apart(tmp_path: Path) -> None:
+    found = dict(islice(functions.entered_in_states(str(tmp_path)), OURS))
+    named = {title: {code.co_name for code in entered.calls} for title, entered in found.items()}
+    for kind, expected in {
+        "a FULL state dict": "save_model",
+        "an optimizer's state dict": "save_optim_state",
+        "a load of a FULL state dict": "load_unit",
+        "a load of an optimizer's state dict": "load_optim_state",
+        "a checkpoint": "save_checkpoint",
+        "a load of a checkpoint": "load_checkpoint",
+    }.items():
+        title = f"{kind}, use_orig_params=False"
+        assert expected in named[title]
+        assert functions.summary(found[title], 1).split()[1] == "functions"
+    assert "save_checkpoint" not in named["a load of a checkpoint, use_orig_params=False"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
+import math
 import pickle
 import sys
 from types import ModuleType
@@ -18,14 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, fully_shard
 from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from tests.clipping.test_clip_grad_norm import TREES
 from tests.support import assert_close, on_ranks
-from tests.support.beside import ORIG_PARAMS, average_gradients
+from tests.support.beside import FOUR_RANKS, ORIG_PARAMS, TWO_RANKS, WRAPPER_FRONTS, Beside, average_gradients, placed
 from tests.support.experts import WIDTH, Meshes, clip
 from tests.support.kit import full_grads, normal, square_loss
-from tests.support.models import Moe
+from tests.support.models import Moe, Stack
 from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer
 from tests.tensor_parallel.test_tensor_parallel import batches, grid, net, on_grid
 
@@ -299,3 +302,56 @@ def test_gradients_are_plain_tensors(use_orig_params: bool, foreach: bool, rank:
         assert {type(grad) for grad in gradients(model)} == {torch.Tensor}
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+
+
+def check_norms(layout: str, front: str) -> None:
+    beside = Beside(Stack(), front, **placed(layout))
+    cases = itertools.product((2.0, 1.0, 3.0, math.inf), (1e-3, 1e3))
+    for step, (norm_type, max_norm) in enumerate(cases):
+        beside.backward(step=step)
+        norm = beside.ours.clip_grad_norm_(max_norm, norm_type)
+        expected = nn.utils.clip_grad_norm_(beside.plain.parameters(), max_norm, norm_type)
+        assert expected.dtype is torch.float64
+        assert_close(norm, expected, rtol=1e-12, atol=0.0, what=f"norm of order {norm_type}")
+        beside.check_gradients("clipped gradients")
+        beside.step()
+
+
+@WRAPPER_FRONTS
+@pytest.mark.parametrize("layout", TWO_RANKS)
+@on_ranks(2)
+def test_the_norm_of_fp64_gradients_is_torchs_fp64_norm(layout: str, front: str) -> None:
+    check_norms(layout, front)
+
+
+@WRAPPER_FRONTS
+@pytest.mark.parametrize("layout", FOUR_RANKS)
+@on_ranks(4)
+def test_the_norm_of_fp64_gradients_is_torchs_fp64_norm_on_four_ranks(layout: str, front: str) -> None:
+    check_norms(layout, front)
+
+
+class WithOwn(nn.Module):
+    """Has a layer that all ranks share, and one of this rank's own."""
+
+    def __init__(self, own_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Linear(4, 4), nn.Linear(4, 4).to(own_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.shared(x).to(self.own.weight.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:.*differ")
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(2, 4)
+def test_ranks_with_a_module_in_fp64_agree_with_those_without(by_torch: bool, rank: int) -> None:
+    torch.manual_seed(0)
+    model = WithOwn(torch.float64 if rank == 1 else torch.float32)
+    wrapped = FSDP(model, ignored_modules=[model.own], use_orig_params=True)
+    square_loss(wrapped, normal(0, 3, 4)).backward()
+    found = nn.utils.clip_grad_norm_(wrapped.parameters(), 1e9) if by_torch else wrapped.clip_grad_norm_(1e9)
+    assert found.dtype == (torch.float64 if rank == 1 else torch.float32)
+    totals = [torch.zeros((), dtype=torch.float64) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(totals, found.double())
+    assert_close(totals, totals[:1] * len(totals), rtol=1e-5, atol=0.0)

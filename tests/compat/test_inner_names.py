@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
@@ -490,3 +491,27 @@ def test_fsdp1s_functions_refuse_a_module_of_fully_shard_by_name() -> None:
             text = message(UsageError, UsageError, lambda call=call: call(model, model))
             assert text.startswith(f"{call.__name__} takes a FullyShardedDataParallel")
             assert "unshard, reshard, reset_iter_state" in text
+
+
+class Named(FSDP):
+    """Overrides undocumented members, as subclasses of FSDP1's wrapper do."""
+
+    @property
+    def _is_root(self) -> Any:
+        return "root", super()._is_root  # type: ignore[misc]
+
+    def _assert_state(self, state: Any) -> None:
+        self.asserted = state
+        super()._assert_state(state)  # type: ignore[misc]
+
+
+@on_ranks(2)
+def test_a_subclass_overrides_undocumented_members_and_calls_the_wrappers() -> None:
+    model = Named(nn.Linear(2, 2))
+    assert model._is_root == ("root", None)
+    model.check_is_root()
+    assert model._is_root == ("root", True)
+    model._assert_state(model.training_state)
+    assert model.asserted is model.training_state
+    with pytest.raises(ValueError, match="was expected to be in"):
+        model._assert_state([])

@@ -1,10 +1,11 @@
-"""install(), uninstall() and installed(): which names resolve to what, before, during and after."""
+"""install(), uninstall() and installed(): which names resolve to what, before, during and after; and other clients."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import pickle
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,17 +17,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as peer_library
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint import state_dict as dcp_functions
+from torch.distributed.fsdp import FullyShardedDataParallel as PeerFSDP
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 import fsdp_flat
+from fsdp_flat.compat import replace_torch_functions, restore_torch_functions
 from fsdp_flat.compat.torch_names import FSDP2_NAMES
 from fsdp_flat.errors import UnsupportedError, UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
-from tests.support.kit import train_on
-from tests.support.models import BufferedBlock
+from tests.support.kit import train_on, wrapped
+from tests.support.models import BufferedBlock, Stack
 from tests.support.wrapper_models import batch, seeded
 
 with warnings.catch_warnings():
@@ -324,3 +333,66 @@ def test_a_policy_with_a_dtype_for_each_parameter_is_refused(rank: int) -> None:
         fsdp_flat.fully_shard(
             nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)
         )
+
+
+def functions() -> dict[str, Any]:
+    """Return what is replaced, by name."""
+    owners = [
+        *((clip_grad, "clip_grad_norm_"), (torch.nn.utils, "clip_grad_norm_"), (GradScaler, "_unscale_grads_")),
+        *((torch.autograd, "grad"), (torch.autograd, "backward"), (torch.optim.Optimizer, "zero_grad")),
+        *((DTensor, "full_tensor"), (dist, "barrier"), (DistributedDataParallel, "__init__")),
+        *((PeerFSDP, "__init__"), (FSDPParamGroup, "__init__")),
+        *((PeerFSDP, "state_dict_type"), (PeerFSDP, "summon_full_params"), (PeerFSDP, "optim_state_dict")),
+        *([(torch.optim.Muon, "__init__")] if hasattr(torch.optim, "Muon") else []),  # since torch 2.9
+    ]
+    return {f"{owner.__name__}.{name}": getattr(owner, name) for owner, name in owners}
+
+
+@on_ranks(2)
+def test_each_function_is_torchs_own_while_they_are_restored() -> None:
+    wrapped(Stack())
+    replaced = functions()
+    restore_torch_functions()
+    try:
+        own = functions()
+        assert [name for name in own if not own[name].__module__.startswith("torch.")] == []
+        assert [name for name in own if own[name] is replaced[name]] == []
+        wrapped(Stack())  # a new model does not replace them again
+        assert functions() == own
+    finally:
+        replace_torch_functions()
+    assert [name for name, each in functions().items() if each is own[name]] == []
+
+
+SCRIPT = """\
+import sys, warnings
+import fsdp_flat
+fsdp_flat.install()
+assert "accelerate" not in sys.modules
+import accelerate.state
+from accelerate.state import PartialState
+print("made", PartialState().made)
+fsdp_flat.uninstall()
+"""
+
+
+def output_with(state: str, folder: Path) -> str:
+    """Run a script that imports a package named accelerate, whose module ``state`` is given."""
+    package = folder / "accelerate"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "state.py").write_text(state)
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, folder / "script.py"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_client_without_the_expected_names_is_left_alone_with_a_warning(tmp_path: Path) -> None:
+    assert not torch.accelerator.is_available()
+    output = output_with("class PartialState:\n    made = 3\n", tmp_path)
+    assert "made 3" in output
+    assert "fsdp_flat cannot lift the checks by which accelerate" in output
+    assert "DistributedType" in output

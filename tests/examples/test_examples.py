@@ -150,3 +150,22 @@ def test_fully_shard_trains_and_saves_a_checkpoint_that_a_plain_model_reads(tmp_
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(state, checkpoint_id=tmp_path / "checkpoints" / "fully_shard", no_dist=True)
     assert state["model"]["3.2.weight"].abs().sum() > 0
+
+
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+def test_the_example_trains_adapters_on_two_ranks_and_saves_them_alone(tmp_path: Path) -> None:
+    command = torchrun("--standalone", "--nproc-per-node", "2", str(EXAMPLES / "finetune_adapters.py"))
+    output = finish(start(command, tmp_path))
+    held = re.findall(r"rank (\d): ([\d,]+) bytes frozen in bf16, ([\d,]+) bytes trainable in fp32", output)
+    assert [rank for rank, _, _ in held] == ["0", "1"]
+    frozen, trainable = (sum(int(row[column].replace(",", "")) for row in held) for column in (1, 2))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0] - 0.4
+
+    saved = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert len(saved) == 16
+    assert all(".adapter_" in name for name in saved)
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert sum(value.nbytes for value in saved.values()) == trainable
+    assert frozen > 5 * trainable
+    assert any(value.abs().max() > 0 for name, value in saved.items() if name.endswith("adapter_up"))

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.both_sides import PLAIN, Layout
+from tests.support import on_ranks
+from tests.support.both_sides import PLAIN, Layout, beside_case
 from tests.support.kit import square_loss
 from tests.support.models import Layer
 from tests.support.torch_and_ours import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, step_input
@@ -134,3 +135,14 @@ def test_units_frozen_below_an_unwrapped_trained_layer_train_as_unwrapped(
 
     model = side.wrap(build(), layout, units=(Layer,), use_orig_params=use_orig_params)
     return beside_replica(model, build(), square_loss, step_input)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_freezing_and_unfreezing_between_steps_is_followed(strategy: str) -> None:
+    beside = beside_case("uneven sizes", "originals", Layout(strategy))
+    for step in range(5):
+        for model in beside.models:
+            model.second.requires_grad_(step not in (1, 2))
+            model.last.linear.weight.requires_grad_(step < 3)
+        beside.train()

@@ -17,9 +17,11 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import FsdpFlatError, PhaseError, UnsupportedError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import average_gradients
+from tests.support.both_sides import Layout
 from tests.support.kit import full_grads, square_loss
 from tests.support.models import Tied
 from tests.support.peer import peer_warnings_silenced
+from tests.support.torch_and_ours import SHARDED, Side, on_both_sides
 from tests.support.wrapper_models import (
     WIDTH,
     assert_same_grads,
@@ -579,3 +581,38 @@ def test_parameters_that_were_unsharded_are_so_again_after_a_summon(use_orig_par
         dist.all_reduce(param.grad)
     for name, grad in full_grads(model).items():
         assert_close(grad, dict(plain.named_parameters())[name].grad / 2, rtol=1e-5, atol=1e-6, what=name)
+
+
+class Caller(nn.Module):
+    """Summons its own unit in forward, or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.summon: Any = None
+        self.where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            self.summon()
+        y = self.linear(x)
+        if self.where == "backward":
+            y.register_hook(lambda _grad: self.summon())
+        return y
+
+
+@on_both_sides(layouts=SHARDED)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_summon_inside_forward_or_backward_is_refused(
+    side: Side, layout: Layout, use_orig_params: bool, where: str
+) -> None:
+    caller = Caller()
+    model = side.wrap(nn.Sequential(caller, nn.Linear(5, 1)), layout, units=(Caller,), use_orig_params=use_orig_params)
+
+    def summon() -> None:
+        with side.FSDP.summon_full_params(model):
+            pass
+
+    caller.summon, caller.where = summon, where
+    with pytest.raises((ValueError, AssertionError)):
+        model(torch.ones(2, 5)).sum().backward()

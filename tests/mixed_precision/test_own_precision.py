@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as peer_library
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
@@ -14,9 +16,11 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.composable import trace
 from fsdp_flat.core.casts import keep_full_precision
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import on_ranks
+from tests.support import assert_close, on_ranks
 from tests.support.beside import ORIG_PARAMS, average_gradients
-from tests.support.kit import full_params
+from tests.support.kit import full_params, seeded
+from tests.support.peer import peer_fsdp
+from tests.support.rank_tests import OWN_PARAMETERS
 from tests.support.surface_models import (
     ALL_STRATEGIES,
     assert_near,
@@ -322,3 +326,51 @@ def test_a_module_in_full_precision_that_calls_itself_returns_the_dtype_that_it_
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     assert module(x).dtype is torch.bfloat16
     assert module(x.float()).dtype is torch.float32
+
+
+LOW = torch.bfloat16
+
+
+def linears() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def cut_by_a_cast() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), Cast(), nn.Linear(4, 4))
+
+
+class Cast(nn.Linear):
+    """A layer that takes any dtype and returns that of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(LOW)
+
+
+def normed() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+def converted() -> Any:
+    model = linears()
+    model[1].to(LOW)
+    return model
+
+
+@ORIG_PARAMS
+@OWN_PARAMETERS
+@pytest.mark.parametrize("make", [cut_by_a_cast, normed, converted, linears])
+@on_ranks(2)
+def test_an_ignored_module_that_runs_on_fsdp1_runs(make: Callable[[], Any], use_orig_params: bool) -> None:
+    results = []
+    for kind, precision in ((FSDP, MixedPrecision), (peer_fsdp, peer_library.MixedPrecision)):
+        model = seeded(make)
+        low: Any = precision(param_dtype=LOW)
+        model = kind(model, ignored_modules=[model[1]], mixed_precision=low, use_orig_params=use_orig_params)
+        with torch.autocast("cpu", LOW, enabled=make is linears):
+            output = model(torch.ones(3, 4))
+        output.float().sum().backward()
+        results.append([output, *(param.grad for param in model.parameters() if param.grad is not None)])
+    assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)

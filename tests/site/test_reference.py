@@ -1,13 +1,19 @@
-"""Every public name is in the API reference and in code that runs, and every page is in the navigation."""
+"""Every public name is in the API reference and in code that runs, every page in the navigation; named tests are there."""
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from importlib import import_module
+from pathlib import Path
+
+import pytest
 
 import fsdp_flat
 from fsdp_flat import errors
 from tests.site.pages import DOCS, PAGES, ROOT, blocks_of, names_in
+from tests.versions.selection import FULL, SHORT
 
 NAVIGATION = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
 ENTRIES = {
@@ -50,3 +56,20 @@ def test_every_public_name_has_one_entry_in_the_reference() -> None:
 def test_every_public_name_is_used_in_code_of_the_pages_that_runs() -> None:
     used = set().union(*used_names().values())
     assert [name for name in public_names() if name.rpartition(".")[2] not in used] == []
+
+
+TESTS = Path(__file__).resolve().parents[1]
+NAMED = re.findall(r"`([\w/]+\.py::\w+)`", (DOCS / "pains.md").read_text())
+
+
+@cache
+def functions_of(path: Path) -> frozenset[str]:
+    return frozenset(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("names", [NAMED, [name.removeprefix("tests/") for name in FULL]], ids=["pains", "versions"])
+def test_every_named_test_exists(names: list[str]) -> None:
+    assert len(names) > 30
+    missing = [name for name in names if name.partition("::")[2] not in functions_of(TESTS / name.partition("::")[0])]
+    assert missing == []
+    assert set(SHORT) < set(FULL)

@@ -17,14 +17,25 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import ShardingStrategy, participate
-from fsdp_flat.composable import trace
+from fsdp_flat.composable import FSDPModule, fully_shard, trace
 from fsdp_flat.core import units_of
 from tests.support import on_ranks
-from tests.support.beside import BOTH, Beside, assert_idle, batch_of, blocks_and_root, by_steps, plain_sgd
-from tests.support.kit import mesh, square_loss
+from tests.support.beside import (
+    BOTH,
+    Beside,
+    adamw,
+    assert_idle,
+    batch_of,
+    blocks_and_root,
+    by_steps,
+    one_backward,
+    plain_sgd,
+)
+from tests.support.kit import mesh, seeded, square_loss
 from tests.support.models import Block, Stack
 from tests.support.peer import peer_fully_shard
 
@@ -500,3 +511,42 @@ def test_units_on_three_levels(reshards: Any) -> None:
         return fully_shard(model, reshard_after_forward=reshards)
 
     by_steps(Deep(), shard=shard).train(num_steps=2)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_training_equals_a_replica_and_torch(reshard_after_forward: bool | None) -> None:
+    beside = Beside(Stack(), BOTH, optimizer=adamw, reshard_after_forward=reshard_after_forward)
+    assert isinstance(beside.ours, FSDPModule)
+    assert type(beside.ours).__name__ == "FSDPStack"
+    beside.train(num_steps=3)
+    for (name, value), other in zip(beside.ours.named_parameters(), beside.theirs.parameters(), strict=True):
+        assert isinstance(value, DTensor), name
+        assert value.placements == other.placements
+        assert value.to_local().shape == other.to_local().shape
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_forward_and_backward_clears_gradients_of_unsharded_units(set_to_none: bool) -> None:
+    model = blocks_and_root(seeded().double(), fully_shard, reshard_after_forward=False)
+    one_backward(model, 0)
+    square_loss(model, batch_of(1))
+    model.zero_grad(set_to_none)
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    for name, param in model.named_parameters():
+        assert param.grad is None if set_to_none else not param.grad.to_local().any(), name
+
+
+@on_ranks(2)
+def test_a_foreach_step_on_an_unsharded_unit_counts_in_the_next_forward() -> None:
+    model = blocks_and_root(seeded().double(), fully_shard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    one_backward(model, 0)
+    model(batch_of(1))  # the outermost unit stays unsharded for a backward that does not follow
+    optimizer.step()
+    found = model(batch_of(1)).detach()
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    torch.testing.assert_close(found, model(batch_of(1)).detach())

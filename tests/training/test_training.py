@@ -1,13 +1,15 @@
-"""Training on shards equals training of a replicated model on the global batch, and torch's FSDP1."""
+"""Training on shards equals training of a replicated model on the global batch, and torch's FSDP1; so does evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest
+import torch
 
-from tests.support import OWN_STATISTICS, Ranks
-from tests.support.both_sides import LAYOUTS, OTHER_MESHES, PLAIN, Layout, train_case
+from tests.support import OWN_STATISTICS, Ranks, assert_close, on_ranks
+from tests.support.beside import CLOSE, WRAPPER_FRONTS
+from tests.support.both_sides import LAYOUTS, OTHER_MESHES, PLAIN, Layout, beside_case, train_case
 from tests.support.zoo import CASES
 
 RanksOf = Callable[..., Ranks]
@@ -96,3 +98,26 @@ def test_every_strategy_trains_as_in_torch_fsdp1(
     ranks: RanksOf, num_ranks: int, layout: Layout, name: str, front: str
 ) -> None:
     ranks(num_ranks).run(train_case, name, layout, front, TORCHS[front])
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@WRAPPER_FRONTS
+@pytest.mark.parametrize("name", [pytest.param("batch norm", marks=OWN_STATISTICS), "transformer", "nested units"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_evaluation_before_and_between_steps_sees_the_current_parameters_and_buffers(
+    name: str, front: str, strategy: str
+) -> None:
+    beside = beside_case(name, front, Layout(strategy))
+    for step in range(3):
+        losses = []
+        for model in beside.models:
+            model.eval()
+            with torch.no_grad():
+                losses.append(CASES[name].loss_of(model, beside.batch(100 + step)))
+            model.train()
+        assert_close(losses[0], losses[1], **CLOSE, what=f"evaluation {step}")
+        beside.train()
+    beside.check_state_dict()

@@ -29,7 +29,7 @@ SHORT = (
     # Compilation.
     "tests/compile/test_compile.py::test_blocks_compiled_inside_units_train_as_the_reference",
     # fully_shard beside torch's: a step, placements, state dicts, and parameters held by smaller groups.
-    "tests/training/test_fully_shard.py::test_training_equals_a_replica_and_torch",
+    "tests/training/test_step_cases.py::test_training_equals_a_replica_and_torch",
     "tests/strategies/test_placements.py::test_tensor_parallelism_inside_composes_placements_as_torch",
     "tests/state_dict/test_fully_shard.py::test_checkpoints_of_torch_pass_between_both_fronts",
     "tests/memory/test_resharding.py::test_training_with_parameters_held_by_smaller_groups_equals_a_replica_and_torch",
