@@ -15,7 +15,6 @@ from torch import nn
 
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import StateDictType
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, UnsupportedError, UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
@@ -344,25 +343,6 @@ def test_load_full_says_what_a_name_on_a_hub_and_other_files_need(tmp_path: Path
         LoadError, lambda: fsdp_flat.load_full(shard(nn.Sequential(nn.Linear(3, 3)), by_blocks=False), tmp_path / "hub")
     )
     assert "load_full(..., strict=False) loads what fits" in text
-
-
-@KINDS
-@on_ranks(2)
-def test_a_sharded_state_dict_in_a_full_load_is_one_sentence(orig: bool) -> None:
-    """It was a sentence for each of 17 parameters; a LOCAL one had a sentence for each unit."""
-    model = shard(seeded(), use_orig_params=orig)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        sharded = model.state_dict()
-    text = text_of(RuntimeError, lambda: model.load_state_dict(sharded))
-    assert text.count("SHARDED_STATE_DICT") == 2
-    assert "but 10 entries of the state dict are sharded tensors, 'first.weight' the first" in text
-    assert len(text.splitlines()) == 2
-    one = {**whole_state(model), "last.bias": sharded["last.bias"]}
-    text = text_of(RuntimeError, lambda: model.load_state_dict(one))
-    assert "but 1 entry of the state dict is a sharded tensor, 'last.bias' the first" in text
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        local = model.state_dict()
-    assert len(text_of(RuntimeError, lambda: model.load_state_dict(local)).splitlines()) == 2
 
 
 # ------------------------------------------------------------------------------------------------ optimizers, options

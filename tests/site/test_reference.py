@@ -1,4 +1,4 @@
-"""Every public name is in the API reference and in code that runs, every page in the navigation; named tests are there."""
+"""Public names are in the API reference and in code that runs, pages in the navigation; named tests are there."""
 
 from __future__ import annotations
 

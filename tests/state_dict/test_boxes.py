@@ -70,19 +70,6 @@ def test_boxes_are_made_without_communication_and_without_copies(use_orig_params
     assert all(isinstance(row["exp_avg"], BoxedTensor) for row in states["state"].values())
 
 
-@ORIG_PARAMS
-@on_ranks(2, 4)
-def test_the_boxes_of_all_ranks_make_up_each_parameter(use_orig_params: bool) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    whole = whole_state(model)
-    for name, value in boxed(model).items():
-        if isinstance(value, BoxedTensor):
-            assert tuple(value.shape) == tuple(whole[name].shape)
-            for box, part in zip(value.boxes, value.parts, strict=True):
-                place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                assert torch.equal(part, whole[name][place]), name
-
-
 def save_boxes(path: str, use_orig_params: bool, strategy: str, rank: int) -> tuple[dict[str, Any], list[float]]:
     options = {} if "HYBRID" not in strategy else {"device_mesh": init_device_mesh("cpu", (2, 2))}
     model = shard(seeded(), strategy, use_orig_params=use_orig_params, **options)

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full, unwrap
+from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
@@ -174,14 +174,3 @@ def test_a_refused_load_names_plain_names_and_changes_nothing(place: str, use_or
     with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.1\.up\.bias"):
         model.load_state_dict(wrong)
     assert_equal(full(model, optimizer), before)
-
-
-@on_ranks(2)
-def test_a_compiled_module_gets_the_hooks_for_its_names_once_and_loses_them() -> None:
-    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
-    model = FSDP(compiled)
-    # One for names, and the one that warns of a state dict of this rank's parts.
-    assert (len(compiled._state_dict_hooks), len(compiled._load_state_dict_pre_hooks)) == (2, 1)
-    unwrap(model)
-    assert not compiled._state_dict_hooks
-    assert not compiled._load_state_dict_pre_hooks

@@ -24,7 +24,7 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import no_shard_allowed, square_loss, train_on
+from tests.support.kit import square_loss, train_on
 from tests.support.models import BufferedBlock, Model, Tied
 from tests.support.peer import peer_warnings_silenced
 from tests.support.wrapper_models import WIDTH, batch, mesh_options, message, seeded, shard, shard_by_peer, whole_state
@@ -48,17 +48,6 @@ def test_a_saved_state_has_the_plain_models_keys_in_order_and_its_values(strateg
         assert_equal(dict(state), dict(plain))
         assert {type(value) for value in state.values()} == {torch.Tensor}
         assert not any(value.requires_grad for value in state.values())
-
-
-@BOTH
-@on_ranks(2)
-def test_a_saved_state_is_a_copy(use_orig_params: bool, rank: int) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    state = model.state_dict()
-    for name, param in seeded().named_parameters():
-        assert state[name].untyped_storage().nbytes() == param.nbytes, "a view would pickle the whole unit"
-        state[name].zero_()
-    assert_equal(model(batch(rank)), seeded()(batch(rank)))
 
 
 @BOTH
@@ -107,18 +96,6 @@ def test_rank0_only_means_rank_zero_of_each_shard_group(rank: int) -> None:
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
         state = model.state_dict()
     assert ("first.weight" in state) == (rank % 2 == 0)
-
-
-@BOTH
-@pytest.mark.parametrize("rank0_only", [False, True])
-@on_ranks(2)
-def test_offload_to_cpu_gives_the_same_values_on_the_cpu(rank0_only: bool, use_orig_params: bool, rank: int) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)):
-        state = model.state_dict()
-    assert all(value.device.type == "cpu" for value in state.values())
-    if rank == 0 or not rank0_only:
-        assert_equal(dict(state), dict(seeded().state_dict()))
 
 
 @BOTH
@@ -229,36 +206,6 @@ def test_parts_of_a_tree_load_on_their_own(use_orig_params: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("strict", [True, False])
-@on_ranks(2)
-def test_missing_and_unexpected_keys_are_told_by_their_clean_names(strict: bool, use_orig_params: bool) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    state = dict(seeded(seed=1).state_dict())
-    gone = ["first.weight", "blocks.1.down.weight", "blocks.0.shift"]
-    for name in gone:
-        del state[name]
-    state["blocks.0.more"] = torch.ones(1)
-    state["head"] = torch.ones(1)
-    if strict:
-        with pytest.raises(RuntimeError) as caught:
-            model.load_state_dict(state)
-        text = str(caught.value)
-        assert "_fsdp_wrapped_module" not in text
-        assert "_flat_param" not in text
-        assert all(f'"{name}"' in text for name in (*gone, "blocks.0.more", "head"))
-        assert "Missing key(s) in state_dict" in text
-        assert "Unexpected key(s) in state_dict" in text
-    else:
-        keys = model.load_state_dict(state, strict=False)
-        assert sorted(keys.missing_keys) == sorted(gone)
-        assert sorted(keys.unexpected_keys) == ["blocks.0.more", "head"]
-        expected = {**seeded(seed=1).state_dict()}
-        for name in gone:
-            expected[name] = seeded().state_dict()[name]
-        assert_equal(whole_state(model), expected)
-
-
-@BOTH
 @pytest.mark.parametrize("name", ["first.weight", "blocks.1.up.bias", "blocks.0.shift"])
 @on_ranks(2)
 def test_a_size_mismatch_has_the_text_of_the_plain_model(name: str, use_orig_params: bool) -> None:
@@ -272,15 +219,6 @@ def test_a_size_mismatch_has_the_text_of_the_plain_model(name: str, use_orig_par
         texts.append(str(caught.value).partition("\n")[2])
     assert f"size mismatch for {name}: copying a param with shape torch.Size([2, 3, 4])" in texts[0]
     assert texts[0] == texts[1]
-
-
-@on_ranks(2)
-def test_an_entry_that_is_no_tensor_is_told_by_name() -> None:
-    model = shard(seeded())
-    state: dict[str, Any] = dict(seeded().state_dict())
-    state["first.weight"] = [1.0]
-    with pytest.raises(RuntimeError, match=r'"first.weight", expected .* but received .*list'):
-        model.load_state_dict(state)
 
 
 @BOTH
@@ -399,16 +337,6 @@ def test_the_context_gives_the_previous_settings_back_after_an_exception() -> No
         assert FSDP.get_state_dict_type(wrapper).state_dict_config == FullStateDictConfig(rank0_only=True)
 
 
-@on_ranks(2)
-def test_torchs_own_type_and_configs_are_taken(rank: int) -> None:
-    model = shard(seeded())
-    config = peer_library.FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-    optim = peer_library.FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, peer_library.StateDictType.FULL_STATE_DICT, config, optim):
-        assert FSDP.get_state_dict_type(model).state_dict_type is FULL
-        assert ("first.weight" in model.state_dict()) == (rank == 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -432,18 +360,6 @@ def test_wrappers_of_one_tree_that_disagree_are_an_error() -> None:
     FSDP.set_state_dict_type(model.blocks[0], FULL, FullStateDictConfig(rank0_only=True))
     text = message(PhaseError, AssertionError, lambda: FSDP.get_state_dict_type(model))
     assert "different state-dict settings" in text
-
-
-@on_ranks(2)
-def test_a_model_of_several_strategies_saves_and_loads_as_one(rank: int) -> None:
-    module = seeded()
-    with no_shard_allowed():
-        module.blocks[0] = FSDP(module.blocks[0], sharding_strategy=ShardingStrategy.NO_SHARD)
-    model = FSDP(module)
-    other = seeded(seed=1)
-    model.load_state_dict(other.state_dict())
-    assert_equal(whole_state(model), dict(other.state_dict()))
-    assert_equal(model(batch(rank)), other(batch(rank)))
 
 
 @on_ranks(2)

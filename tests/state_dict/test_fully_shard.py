@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,31 +121,6 @@ def test_a_state_dict_aliases_the_shards(dim: int, is_hybrid: bool, num_ranks: i
         state, {name: value.full_tensor() for name, value in model.named_parameters()} | dict(model.named_buffers())
     )
     assert not torch.equal(state["0.inner.weight"].full_tensor(), mlps(dim, seed=2)[0].inner.weight)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("dim", [2, 3, 4, 5])
-@pytest.mark.parametrize("way", ["resharded", "kept", "converted"])
-def test_a_dict_taken_once_follows_an_optimizer_as_that_of_torch(dim: int, way: str) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(dim, dim, bias=False) for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    states, optimizers = [], []
-    for layer, shard in zip(layers, (fully_shard, peer_fully_shard), strict=True):
-        shard(layer, reshard_after_forward=way != "kept")
-        if way == "converted":
-            layer.double().float()
-        states.append(layer.state_dict())
-        optimizers.append(torch.optim.AdamW(layer.parameters(), lr=0.1))
-    before = pointers(states[0])
-    torch.manual_seed(dist.get_rank())
-    x = torch.rand(dim, dim)
-    for _ in range(4):
-        for layer, optimizer in zip(layers, optimizers, strict=True):
-            train_on(layer, optimizer, [x])
-        torch.testing.assert_close(states[0]["weight"].to_local(), states[1]["weight"].to_local())
-        assert pointers(layers[0].state_dict()) == before
-    assert_full(states[0], {"weight": layers[0].weight.full_tensor().detach()})
 
 
 @on_ranks(2)
@@ -363,22 +337,3 @@ def test_a_state_dict_of_an_inner_module_notices_changes_of_its_parameters(way: 
     assert pointers(inner.state_dict()) == own
     assert not torch.equal(state["weight"].full_tensor(), torch.ones(9, 4))
     assert_full(state, {name: value.full_tensor() for name, value in inner.named_parameters()})
-
-
-@on_ranks(2)
-def test_a_state_dict_looks_once_at_each_module() -> None:
-    model = sharded(mlps(4))
-    step(model, 4)
-    called = []
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and "/fsdp_flat/" in frame.f_code.co_filename:
-            called.append(frame.f_code.co_qualname)
-
-    sys.setprofile(count)
-    try:
-        model.state_dict()
-    finally:
-        sys.setprofile(None)
-    # The hook, for each of six modules with two parameters each.
-    assert len(called) == 6, called

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy, fully_shard, save_full, unwrap
+from fsdp_flat import ShardingStrategy, save_full, unwrap
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import WRAPPER_FRONTS
 from tests.support.kit import BLOCKS, Stack, batch, seeded, wrapped
@@ -72,12 +70,3 @@ def test_state_dicts_that_are_whole_warn_of_nothing(front: str, rank: int, tmp_p
     assert inner.module.state_dict()["0.blocks.0.up.weight"].dim() == 2
     sharded(front, sharding_strategy=ShardingStrategy.NO_SHARD).module.state_dict()
     assert_equal(dict(unwrap(model).state_dict()), dict(unwrap(sharded(front)).state_dict()))
-
-
-@on_ranks(2)
-def test_modules_of_fully_shard_warn_of_nothing() -> None:
-    model = fully_shard(seeded(lambda: Stack(2)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.state_dict()
-    dist.barrier()

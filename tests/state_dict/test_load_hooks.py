@@ -153,26 +153,6 @@ def test_a_hook_that_computes_with_chunks_is_an_error_and_nothing_is_loaded(use_
 
 
 @ORIG_PARAMS
-@on_ranks(2)
-def test_a_unit_works_after_an_exception_in_a_hook_of_a_load_below_a_plain_module(use_orig_params: bool) -> None:
-    model = nn.Sequential(FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), use_orig_params=use_orig_params))
-    before, names = dict(whole_state(model)), [name for name, _ in model.named_parameters()]
-
-    def fail(*_: Any) -> None:
-        raise ValueError("a hook")
-
-    handle = model[0].module[1].register_load_state_dict_pre_hook(fail)
-    with pytest.raises(ValueError, match="a hook"):
-        model.load_state_dict({name: value + 1 for name, value in before.items()})
-    handle.remove()
-    assert model(torch.ones(1, 3)).shape == (1, 3)
-    assert [name for name, _ in model.named_parameters()] == names
-    assert_equal(dict(whole_state(model)), before)
-    model.load_state_dict({name: value + 1 for name, value in before.items()})
-    assert_equal(dict(whole_state(model)), {name: value + 1 for name, value in before.items()})
-
-
-@ORIG_PARAMS
 @pytest.mark.parametrize("kind", ["meta", "quantized"])
 @on_ranks(2)
 def test_a_value_that_cannot_be_copied_is_named_and_nothing_is_loaded(kind: str, use_orig_params: bool) -> None:

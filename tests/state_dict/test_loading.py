@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import StateDictType
 from fsdp_flat.errors import OptionTypeError
-from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, Normed, groups_of, seeded_task
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, groups_of, seeded_task
 from tests.state_dict.test_full_state_dict import Versioned
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
-from tests.support.models import BufferedBlock, Model
+from tests.support.models import Model
 from tests.support.steps import recorded
 from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
@@ -329,22 +330,6 @@ def test_hooks_of_the_users_forgive_what_is_missing_and_see_what_was_loaded(kind
 
 
 @on_ranks(2)
-def test_a_unit_at_two_places_of_a_plain_parent_is_loaded_and_odd_neighbours_do_not_matter() -> None:
-    def make(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        shared = FSDP(nn.Linear(3, 3))
-        odd = nn.Module()
-        odd.register_buffer("wide", torch.zeros(1).expand(4))
-        return nn.ModuleDict({"odd": odd, "one": shared, "two": shared, "lazy": nn.LazyLinear(2)})
-
-    model, other = make(0), make(1)
-    state = saved(other, FULL)
-    del state["odd.wide"]
-    assert model.load_state_dict(state, strict=False).missing_keys == ["odd.wide"]
-    assert_equal(whole_state(model["one"]), whole_state(other["one"]))
-
-
-@on_ranks(2)
 def test_a_wrapper_that_a_hook_below_it_loads_again_is_an_error() -> None:
     model = FSDP(nn.Sequential(nn.Linear(3, 3)))
     state = {name: value + 1 for name, value in whole_state(model).items()}
@@ -475,15 +460,40 @@ def test_loads_of_full_and_local_dicts_take_no_communication(kind: Any) -> None:
     assert (exchanges == {"transfer"}) if kind is SHARDED else (record.calls == [])
 
 
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+# Saved as, loaded as, what the error says.
+WRONG = [
+    (LOCAL, FULL, r"0\._flat_param: an entry of a LOCAL_STATE_DICT.*'0\.weight' the first"),
+    (LOCAL, SHARDED, r"0\._flat_param: an entry of a LOCAL_STATE_DICT.*unit '0'.*'0\.weight' the first"),
+    (FULL, LOCAL, r"0\._flat_param: this load is of a LOCAL_STATE_DICT.*unit '0'.*FULL_STATE_DICT or a SHARDED"),
+    (SHARDED, LOCAL, r"1\._flat_param: this load is of a LOCAL_STATE_DICT.*unit '1'.*FULL_STATE_DICT or a SHARDED"),
+    (SHARDED, FULL, r"4 entries of the state dict are sharded tensors, '0\.weight' the first.*SHARDED_STATE_DICT\)"),
+]
+
+
 @on_ranks(2)
-def test_buffers_of_a_batch_norm_come_back_after_a_refused_load() -> None:
-    model = FSDP(seeded(Normed))
-    before = whole_state(model)
-    state = {name: value + 1 for name, value in before.items()}
-    state["last.bias"] = torch.ones(9)
-    for assign in (False, True):
-        with pytest.raises(RuntimeError, match=r"size mismatch for last\.bias"):
-            model.load_state_dict(state, assign=assign)
-        assert_equal(whole_state(model), before)
-    assert isinstance(model.module.blocks[0], BufferedBlock)
-    dist.barrier()
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_a_state_dict_of_another_type_is_refused_by_its_type_and_nothing_is_written(use_orig_params: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(module, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    for saved_as, loaded_as, text in WRONG:
+        with FSDP.state_dict_type(model, saved_as):
+            state = model.state_dict()
+        if saved_as is FULL:
+            state = {name: value + 1 for name, value in state.items()}
+        before = [param.detach().clone() for param in model.parameters()]
+        with FSDP.state_dict_type(model, loaded_as), pytest.raises(RuntimeError, match=rf"(?s){text}") as caught:
+            model.load_state_dict(state)
+        assert "Missing key" not in str(caught.value)
+        assert "Unexpected key" not in str(caught.value)
+        assert_equal([param.detach().clone() for param in model.parameters()], before)
+    # Whole tensors are taken as sharded ones.
+    full = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    with FSDP.state_dict_type(model, SHARDED):
+        model.load_state_dict(full)
+    assert_equal(dict(model.state_dict()), full)

@@ -162,17 +162,6 @@ def test_a_rank_for_which_a_codec_returns_no_values_has_no_such_names(use_orig_p
 
 
 @on_ranks(2)
-def test_a_warning_about_a_toy_type_names_it() -> None:
-    model = shard(seeded(), "NO_SHARD")
-    with (
-        registered(ELSEWHERE) as elsewhere,
-        FSDP.state_dict_type(model, elsewhere),
-        pytest.warns(UserWarning, match="is not sharded, so its entries of the TOY_STATE_DICT are full tensors"),
-    ):
-        model.state_dict()
-
-
-@on_ranks(2)
 def test_a_value_that_the_toy_codec_refuses_is_an_error_of_the_load() -> None:
     model = shard(seeded(), use_orig_params=True)
     with registered(NEGATED) as negated, FSDP.state_dict_type(model, negated):

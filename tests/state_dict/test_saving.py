@@ -38,7 +38,7 @@ from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, 
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
-from tests.support.models import BufferedBlock, Tied
+from tests.support.models import BufferedBlock
 from tests.support.patience import SECONDS, alone_after, impatient, tell, wait_until
 from tests.support.peer import PeerFSDP
 from tests.support.steps import OBJECT_COLLECTIVES, acquaint, recorded
@@ -276,19 +276,6 @@ def test_a_local_state_dict_inside_summon_is_an_error() -> None:
     model = shard(seeded())
     with FSDP.state_dict_type(model, LOCAL), FSDP.summon_full_params(model), pytest.raises(PhaseError):
         model.state_dict()
-
-
-@on_ranks(2)
-def test_offloaded_chunks_are_on_the_cpu_and_tied_names_share_a_value() -> None:
-    model = shard(seeded(Tied))
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
-        state = model.state_dict()
-    assert list(state) == list(seeded(Tied).state_dict())
-    assert state["embed.weight"] is state["head.weight"]
-    other = shard(seeded(Tied, seed=1))
-    with FSDP.state_dict_type(other, SHARDED):
-        other.load_state_dict(state)
-    assert_equal(whole_state(other), dict(seeded(Tied).state_dict()))
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.support import assert_equal
 from tests.support.both_sides import Layout, build
 from tests.support.models import Layer
-from tests.support.torch_and_ours import BLOCKS, FULL, STRATEGIES, Side, on_both_sides, state_of
+from tests.support.torch_and_ours import BLOCKS, FULL, Side, on_both_sides, state_of
 from tests.support.zoo import CASES
 
 NESTED = BLOCKS
@@ -123,19 +122,3 @@ def test_state_dicts_survive_a_file(side: Side, layout: Layout, use_orig_params:
         loaded = torch.load(file)
     load_equal(side, other, kind, loaded, model)
     return state_of(other)
-
-
-@on_both_sides(layouts=STRATEGIES)
-@WHOLE_KINDS
-def test_a_group_of_one_rank_saves_and_loads(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
-    if layout.mesh is not None:
-        return None
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        options = {"use_orig_params": use_orig_params, "process_group": groups[dist.get_rank()]}
-        first, second = (side.wrap_case(NESTED, layout, **options) for _ in range(2))
-        spoiled(second)
-        state = saved(side, first, kind)
-        load_equal(side, second, kind, state, first)
-        return state_of(second)

@@ -126,14 +126,6 @@ def test_a_scalar_moves_between_models_with_and_without_a_mesh(meshes: tuple[boo
     assert_equal(full[1]["scale"]["exp_avg"], full[0]["scale"]["exp_avg"])
 
 
-@on_ranks(2)
-def test_a_scalar_on_a_two_dimensional_mesh_is_whole_on_every_rank() -> None:
-    model = wrapped(Unusual(), use_orig_params=True, device_mesh=mesh(1, 2))
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        scale = model.state_dict()["scale"]
-    assert torch.equal(scale.full_tensor(), torch.tensor(2.5))
-
-
 class OddDtypes(nn.Module):
     """Frozen parameters and buffers of dtypes that gloo has no collectives for, one of them transposed."""
 

@@ -1,4 +1,4 @@
-"""Training on shards equals training of a replicated model on the global batch, and torch's FSDP1; so does evaluation."""
+"""Training on shards equals training of a replicated model, and torch's FSDP1, and so does evaluation between steps."""
 
 from __future__ import annotations
 
