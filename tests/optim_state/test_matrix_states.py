@@ -206,17 +206,6 @@ def test_a_checkpoint_resumes_at_another_number_of_ranks_and_in_another_wrapping
     assert_equal(whole_state(other), whole_state(model))
 
 
-@on_ranks(4)
-def test_a_checkpoint_of_replicas_resumes_in_the_background_too(tmp_path: Path) -> None:
-    groups = groups_of("HYBRID_SHARD")
-    model, optimizer = pair(how="HYBRID_SHARD", **groups)
-    train(model, optimizer, range(1))
-    save_checkpoint(tmp_path, model, optimizer, background=True).wait()
-    other, other_optimizer = pair(seed=1)
-    load_checkpoint(tmp_path, other, other_optimizer)
-    assert_equal(save(other, other_optimizer, FULL)[1], save(model, optimizer, FULL)[1])
-
-
 @on_ranks(2)
 def test_slices_and_whole_states_load_from_each_others_checkpoints(tmp_path: Path) -> None:
     def momentum(params: Any) -> torch.optim.Optimizer:
@@ -265,31 +254,3 @@ def test_a_state_that_is_a_list_of_tensors_is_refused_by_name_when_it_is_saved()
     with pytest.raises(Exception, match=r"State 'factors' of '.*' \(unit .*\) is a list of tensors") as caught:
         save(model, optimizer, FULL)
     assert isinstance(caught.value, (UnsupportedError, RuntimeError))
-
-
-@pytest.mark.skipif(Muon is None, reason="torch has Muon from 2.9 on")
-@on_ranks(2)
-def test_muon_beside_adamw_resumes_from_a_full_state_dict() -> None:
-    made = []
-    for seed in range(2):
-        model, muon = pair(Muon, seed=seed)
-        rest = [param for param in model.parameters() if param not in muon.state_owners]
-        made.append((model, [muon, torch.optim.AdamW(rest, lr=0.01)]))
-    (model, optimizers), (other, others) = made
-
-    def step(one: Any, its: Any, number: int) -> None:
-        square_loss(one, batch(0, number)).backward()
-        for optimizer in its:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    step(model, optimizers, 0)
-    with FSDP.state_dict_type(model, FULL), FSDP.state_dict_type(other, FULL):
-        states = [FSDP.optim_state_dict(model, optimizer) for optimizer in optimizers]
-        assert {name for row in states[0]["state"].values() for name in row} == {"momentum_buffer"}
-        other.load_state_dict(model.state_dict())
-        for optimizer, state in zip(others, states, strict=True):
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, optimizer, state))
-    step(model, optimizers, 1)
-    step(other, others, 1)
-    assert_equal(whole_state(other), whole_state(model))

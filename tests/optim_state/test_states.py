@@ -113,18 +113,6 @@ def test_states_that_are_no_tensors_are_copies_in_a_state_dict_and_out_of_it(kin
 
 
 @ORIG_PARAMS
-@on_ranks(2, 4)
-def test_rank_zero_alone_needs_the_dict_with_rank0_only(use_orig_params: bool, rank: int) -> None:
-    model, optimizer = pair(use_orig_params)
-    expected = save(model, optimizer, FULL)[1]
-    other, other_optimizer = pair(use_orig_params, seed=1)
-    with FSDP.state_dict_type(other, FULL, None, RANK0):
-        given = FSDP.optim_state_dict_to_load(other, other_optimizer, expected if rank == 0 else None)
-    other_optimizer.load_state_dict(given)
-    assert_equal(save(other, other_optimizer, FULL)[1], expected)
-
-
-@ORIG_PARAMS
 @pytest.mark.parametrize("how", ["HYBRID_SHARD", "HYBRID_SHARD mesh"])
 @on_ranks(4)
 def test_hybrid_strategies_save_for_rank_zero_of_the_world_and_load_from_it(
@@ -222,17 +210,6 @@ def test_parameters_without_state_and_frozen_ones_are_left_out_and_stay_so(use_o
         assert "blocks.1.up.weight" in states["state"]
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
     assert_equal(save(model, optimizer, FULL)[1], save(model, optimizer, FULL)[1])
-
-
-@on_ranks(4)
-def test_ranks_without_elements_of_a_parameter_need_no_state_of_it(rank: int) -> None:
-    model, optimizer = pair(True, optim=lambda params: torch.optim.AdamW(params, lr=0.05))
-    expected = save(model, optimizer, FULL)[1]
-    for param in [param for param in optimizer.state if param.numel() == 0]:
-        del optimizer.state[param]
-    for kind in (FULL, SHARDED):
-        save(model, optimizer, kind)
-    assert_equal(save(model, optimizer, FULL)[1], expected)
 
 
 @on_ranks(2)

@@ -5,8 +5,6 @@ With sharded states every first dim is at least the number of ranks: torch fails
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,42 +104,6 @@ def goes_on_alike(side: Side, first: Any, second: Any, case: Case = EVEN) -> Any
     return state_of(second[0])
 
 
-# -- saving --------------------------------------------------------------------------------------------------------
-
-
-@on_both_sides(layouts=FULL)
-@KINDS
-def test_states_before_the_first_step_are_empty(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
-    model = side.wrap_case(EVEN, layout, use_orig_params=use_orig_params)
-    optimizer = adam(model)
-    states = save(side, model, optimizer, kind)
-    assert states["state"] == {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The optimizer state dict to load has no state")
-        load(side, model, optimizer, states, kind)
-    return values(states)
-
-
-# -- older functions -----------------------------------------------------------------------------------------------
-
-
-@on_both_sides(layouts=FULL, kinds=(False,))
-@pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "plain"])
-def test_keys_change_between_names_and_ids(side: Side, layout: Layout, use_orig_params: bool, wraps: bool) -> Any:
-    api, FSDP = side.api, side.FSDP
-    model, optimizer = trained_pair(side, layout, use_orig_params)
-    named = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    target = build(EVEN)
-    ids = FSDP.rekey_optim_state_dict(copy.deepcopy(named), api.OptimStateKeyType.PARAM_ID, target)
-    assert sorted(ids["state"]) == list(range(7))
-    back = FSDP.rekey_optim_state_dict(copy.deepcopy(ids), api.OptimStateKeyType.PARAM_NAME, target)
-    assert_equal(values(back), values(named))
-    if wraps:
-        with pytest.raises((AssertionError, ValueError)):
-            FSDP.rekey_optim_state_dict(named, "names", target)
-    return [values(ids), values(back)]
-
-
 # -- models and optimizers of all kinds ----------------------------------------------------------------------------
 
 
@@ -175,18 +137,6 @@ def test_groups_keep_their_members_and_settings(side: Side, layout: Layout, use_
     load(side, *second, states, kind)
     assert [group["lr"] for group in second[1].param_groups] == [0.02, 0.05]
     return [values(states), goes_on_alike(side, first, second)]
-
-
-@on_both_sides(layouts=FULL)
-@KINDS
-def test_a_state_dict_may_be_passed_by_hand(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
-    model, optimizer = trained_pair(side, layout, use_orig_params)
-    configs = {"FULL": side.api.FullOptimStateDictConfig, "SHARDED": side.api.ShardedOptimStateDictConfig}
-    with side.state_dict_as(model, kind, None, configs[kind]()):
-        by_hand = side.FSDP.optim_state_dict(model, optimizer, optimizer.state_dict())
-        states = side.FSDP.optim_state_dict(model, optimizer)
-    assert_equal(values(by_hand), values(states))
-    return values(by_hand)
 
 
 class OwnPart(nn.Module):

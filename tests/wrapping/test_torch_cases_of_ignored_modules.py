@@ -69,18 +69,6 @@ class Nest(nn.Module):
 
 
 @on_both_sides(layouts=SHARDED)
-@pytest.mark.parametrize("auto", [True, False], ids=["policy", "one unit"])
-def test_ranks_may_ignore_different_modules(side: Side, layout: Layout, use_orig_params: bool, auto: bool) -> Any:
-    # Each rank has an ignored layer more of its own, which no other rank has.
-    model = seeded(Nest)
-    extra = nn.Linear(5, 5)
-    model.extra = nn.ModuleList([extra] if dist.get_rank() == 0 else [nn.Linear(5, 5), nn.Linear(5, 5)])
-    options: dict[str, Any] = {"ignored_modules": list(model.extra), "use_orig_params": use_orig_params}
-    wrapped = side.wrap(model, layout, units=(Layer,) if auto else (), **options)
-    return train(wrapped, CASES["uneven sizes"], sgd(wrapped), range(2))
-
-
-@on_both_sides(layouts=SHARDED)
 @pytest.mark.parametrize("wrapped_by", ["policy", "hand"])
 @pytest.mark.parametrize("given", ["modules", "parameters"])
 def test_ranks_may_ignore_unlike_numbers_of_layers_before_managed_ones(
