@@ -9,7 +9,6 @@ import json
 import pickle
 import random
 import re
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,7 @@ from fsdp_flat.errors import (
 )
 from fsdp_flat.layout import clean_fqn
 from tests.optim_state.factored import factored, merge_rows, split_rows
-from tests.support import OWN_STATISTICS, Ranks, assert_equal, on_ranks
+from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
 from tests.support.kit import square_loss
 from tests.support.models import Tied
@@ -116,17 +115,6 @@ def test_training_goes_on_as_if_nothing_had_happened(
 
 
 @on_ranks(2)
-def test_the_same_number_of_ranks_goes_on_bit_for_bit(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded(), use_orig_params=True)
-    optimizer = adamw(model)
-    train(model, optimizer, rank, range(2))
-    save_checkpoint(tmp_path, model, optimizer)
-    expected = train(model, optimizer, rank, range(2, 5))
-    load_checkpoint(tmp_path, model, optimizer)
-    assert train(model, optimizer, rank, range(2, 5)) == expected
-
-
-@on_ranks(2)
 def test_checkpoints_are_numbered_and_the_newest_are_kept(tmp_path: Path) -> None:
     model = shard(seeded())
     for _ in range(3):
@@ -176,15 +164,6 @@ def test_a_save_in_the_background_that_failed_is_said_at_the_next_save(tmp_path:
         save_checkpoint(tmp_path, model, step=1)
 
 
-@on_ranks(2)
-def test_a_load_waits_for_the_save_in_the_background(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded())
-    save_checkpoint(tmp_path, model)
-    save_checkpoint(tmp_path, model, background=True)
-    found = load_checkpoint(tmp_path, model)
-    assert (found.step, found.skipped) == (1, ())
-
-
 class WithScalar(nn.Module):
     """A parameter of shape () and one without elements, beside others."""
 
@@ -196,37 +175,6 @@ class WithScalar(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) * self.scale + self.nothing.sum()
-
-
-@ORIG_PARAMS
-@on_ranks(2)
-def test_scalar_parameters_go_on_with_their_optimizer_state(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
-    model = shard(seeded(WithScalar), by_blocks=False, use_orig_params=use_orig_params)
-    optimizer = adamw(model)
-    train(model, optimizer, rank, range(2))
-    save_checkpoint(tmp_path, model, optimizer)
-    whole = FSDP.optim_state_dict(model, optimizer)
-    expected = train(model, optimizer, rank, range(2, 4))
-    load_checkpoint(tmp_path, model, optimizer)
-    assert train(model, optimizer, rank, range(2, 4)) == expected
-    load_checkpoint(tmp_path, model)
-    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, whole))
-    assert train(model, optimizer, rank, range(2, 4)) == expected
-
-
-@on_ranks(2)
-def test_an_optimizer_with_other_groups_is_refused_before_the_model_changes(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded(), use_orig_params=True)
-    optimizer = adamw(model)
-    train(model, optimizer, rank, range(1))
-    save_checkpoint(tmp_path, model, optimizer)
-    params = list(model.parameters())
-    other = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
-    train(model, optimizer, rank, range(1, 2))
-    before = whole_state(model)
-    with pytest.raises(ValueError, match="parameter group"):
-        load_checkpoint(tmp_path, model, other)
-    assert_equal(whole_state(model), before)
 
 
 @on_ranks(2)
@@ -260,10 +208,17 @@ def test_torch_reads_the_files_into_a_plain_model(tmp_path: Path, rank: int) -> 
     model = shard(seeded(), use_orig_params=False)
     optimizer = adamw(model)
     train(model, optimizer, rank, range(1))
-    save_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, {"rank": rank})
     plain = seeded(seed=1)
-    state = {"model": plain.state_dict(), "optim": {"state": {"last.bias": {"exp_avg": torch.zeros(2)}}}}
+    state: dict[str, Any] = {
+        "model": plain.state_dict(),
+        "optim": {"state": {"last.bias": {"exp_avg": torch.zeros(2)}}},
+        "extra": {"0": None, "1": None},
+        "plain": None,
+    }
     dcp.load(state, checkpoint_id=tmp_path / "step-00000000")
+    assert state["extra"] == {"0": {"rank": 0}, "1": {"rank": 1}}
+    assert state["plain"]["optim"]["param_groups"][0]["lr"] == 0.05
     assert_equal(dict(state["model"]), whole_state(model))
     whole = FSDP.optim_state_dict(model, optimizer)
     assert torch.equal(state["optim"]["state"]["last.bias"]["exp_avg"], whole["state"]["last.bias"]["exp_avg"])
@@ -280,40 +235,6 @@ def test_the_number_of_a_loaded_checkpoint_is_that_of_its_record(tmp_path: Path,
     found = load_checkpoint(tmp_path, model)
     assert found is not None
     assert (found.step, found.path.name) == (3, "step-00000009")
-
-
-@on_ranks(2)
-def test_torch_reads_the_values_that_are_no_tensors_too(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded(), use_orig_params=True)
-    optimizer = adamw(model)
-    train(model, optimizer, rank, range(1))
-    save_checkpoint(tmp_path, model, optimizer, {"rank": rank})
-    assert {path.suffix for path in (tmp_path / "step-00000000").iterdir()} == {".distcp", ".json", ""}
-    state: dict[str, Any] = {"extra": {"0": None, "1": None}, "plain": None}
-    dcp.load(state, checkpoint_id=tmp_path / "step-00000000")
-    assert state["extra"] == {"0": {"rank": 0}, "1": {"rank": 1}}
-    assert state["plain"]["optim"]["param_groups"][0]["lr"] == 0.05
-    assert {float(row["step"]) for row in state["plain"]["optim"]["state"].values()} == {1.0}
-
-
-@ORIG_PARAMS
-@on_ranks(2)
-def test_names_that_hooks_change_are_saved_from_every_rank(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
-    def rename(state: dict[str, Any], old: str, new: str) -> None:
-        for name in list(state):
-            state[name.replace(old, new)] = state.pop(name)
-
-    def make(seed: int) -> Any:
-        model = shard(seeded(seed=seed), use_orig_params=use_orig_params)
-        model.register_state_dict_post_hook(lambda module, state, *_: rename(state, "blocks.", "layers."))
-        model.register_load_state_dict_pre_hook(lambda module, state, *_: rename(state, "layers.", "blocks."))
-        return model
-
-    model, other = make(0), make(1)
-    save_checkpoint(tmp_path, model)
-    load_checkpoint(tmp_path, other)
-    assert any(name.startswith("layers.") for name in model.state_dict())
-    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @on_ranks(4)
@@ -579,36 +500,7 @@ def test_a_disk_that_fails_is_an_error_on_every_rank_and_leaves_the_last_checkpo
     assert load_checkpoint(tmp_path, model).step == 0
 
 
-@on_ranks(2)
-def test_what_a_save_that_was_cut_off_has_left_is_removed_by_the_next(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded())
-    if rank == 0:
-        (tmp_path / "step-00000000.writing").mkdir()
-        (tmp_path / "step-00000000.writing" / "__0_0.distcp").write_text("half")
-    dist.barrier()
-    save_checkpoint(tmp_path, model, step=1)
-    dist.barrier()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
 # -- what ranks tell each other --------------------------------------------------------------------------------------
-
-
-@ORIG_PARAMS
-@on_ranks(2)
-def test_neither_a_save_nor_a_load_exchanges_objects_or_tensors(
-    use_orig_params: bool, tmp_path: Path, rank: int
-) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    optimizer = adamw(model)
-    train(model, optimizer, rank, range(1))
-    with recorded() as record, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save_checkpoint(tmp_path, model, optimizer)
-        load_checkpoint(tmp_path, model, optimizer)
-    # What each rank has written goes to rank 0; all else is a few numbers.
-    counts = record.counts()
-    assert (counts.pop("gather"), set(counts)) == (1, {"all_gather"})
 
 
 @ORIG_PARAMS
@@ -657,30 +549,6 @@ def test_one_rank_sends_the_states_of_a_parameter_that_are_no_tensors(
     dist.barrier()
     load_checkpoint(tmp_path, model, optimizer)
     assert all(row["step"] == 1.0 for row in optimizer.state.values())
-
-
-@on_ranks(2)
-def test_an_optimizer_on_some_ranks_only_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded())
-    with pytest.raises(RankMismatchError, match="rank 0 of the group has an optimizer, rank 1 has no optimizer"):
-        save_checkpoint(tmp_path, model, adamw(model) if rank == 0 else None)
-
-
-@on_ranks(2)
-def test_a_bad_argument_on_one_rank_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded())
-    with pytest.raises(RankMismatchError, match="rank 0 of the group has background=False, rank 1 has background=True"):
-        save_checkpoint(tmp_path, model, background=rank == 1)
-    path: Any = 3 if rank else tmp_path
-    for call in (
-        lambda: save_checkpoint(path, model),
-        lambda: save_full(model, path),
-        lambda: load_checkpoint(path, model),
-        lambda: load_full(model, path),
-    ):
-        with pytest.raises(OptionTypeError if rank else (PeerFailureError, LoadError), match=r"must be a path|neither"):
-            call()
-    assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)
@@ -745,23 +613,6 @@ def test_a_handler_that_raises_on_one_rank_or_is_there_on_one_only_fails_on_all(
         register_optim_state_handler(other, "row_sums", merge=merge_rows, split=split_rows)
     with pytest.raises(RankMismatchError, match="rank 0 of the group has a handler of 'row_sums', rank 1 has"):
         save_checkpoint(tmp_path, other, factored(other))
-
-
-@OWN_STATISTICS
-@on_ranks(2)
-def test_buffers_that_differ_between_ranks_are_those_of_rank_zero(tmp_path: Path, rank: int) -> None:
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        model[1].running_mean.fill_(10.0 + rank)
-        model[1].running_var.fill_(20.0 + rank)
-        return FSDP(model)
-
-    model = make()
-    save_checkpoint(tmp_path, model)
-    model.module[1].running_mean.zero_()
-    load_checkpoint(tmp_path, model)
-    assert model.module[1].running_mean.tolist() == [10.0] * 3
-    assert model.module[1].running_var.tolist() == [20.0] * 3
 
 
 @on_ranks(4)

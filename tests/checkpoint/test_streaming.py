@@ -25,7 +25,6 @@ from fsdp_flat.checkpoint import dcp_files, full_save
 from fsdp_flat.checkpoint import format as disk
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.core import units_of
-from fsdp_flat.core.shown import Shown
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
 from tests.memory.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
@@ -180,17 +179,6 @@ def test_adapters_alone_can_be_picked_and_converted() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("trainable_only, num_walks", [(False, 0), (True, 1)])
-def test_frozen_parameters_are_looked_for_once_and_only_where_that_is_asked(
-    trainable_only: bool, num_walks: int
-) -> None:
-    model = shard(seeded(), use_orig_params=True)
-    with patch.object(Shown, "requires_grad", autospec=True, side_effect=Shown.requires_grad) as asked:
-        dict(iter_full_state_dict(model, trainable_only=trainable_only))
-    assert asked.call_count == num_walks * sum(len(unit.param_groups) for unit in units_of(model))
-
-
-@on_ranks(2)
 def test_a_receiver_outside_of_the_group_is_an_error() -> None:
     model = shard(seeded())
     with pytest.raises(OptionError, match="dst must be a rank of the shard group, 0 to 1"):
@@ -259,28 +247,6 @@ def test_a_save_into_a_used_folder_leaves_nothing_of_the_old_model(tmp_path: Pat
         dist.barrier()
 
 
-@on_ranks(2)
-def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, rank: int) -> None:
-    old, new = shard(seeded()), shard(seeded(seed=1))
-    save_full(old, tmp_path, max_file_bytes=250)
-    written = FileWriter.write
-
-    def fails_late(self: FileWriter, name: str, tensor: torch.Tensor) -> None:
-        if name == "last.bias":
-            raise OSError("no space left")
-        written(self, name, tensor)
-
-    FileWriter.write = fails_late
-    try:
-        with pytest.raises(OSError if rank == 0 else PeerFailureError, match="no space left"):
-            save_full(new, tmp_path, max_file_bytes=250)
-    finally:
-        FileWriter.write = written
-    loaded = shard(seeded(seed=2))
-    load_full(loaded, tmp_path)
-    assert_equal(whole_state(loaded), whole_state(old))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("spread", [False, True])
 def test_units_of_different_strategies_are_written_whole(spread: bool, tmp_path: Path) -> None:
@@ -341,18 +307,6 @@ def test_a_file_of_torch_save_is_loaded_slice_by_slice(tmp_path: Path, rank: int
     assert_equal(whole_state(model), dict(plain.state_dict()))
 
 
-@on_ranks(2)
-def test_a_file_of_the_safetensors_package_is_loaded(tmp_path: Path, rank: int) -> None:
-    other = pytest.importorskip("safetensors.torch", reason="writes with the other implementation")
-    plain = seeded(seed=7)
-    if rank == 0:
-        other.save_file(plain.state_dict(), tmp_path / "model.safetensors")
-    dist.barrier()
-    model = shard(seeded())
-    load_full(model, tmp_path / "model.safetensors")
-    assert_equal(whole_state(model), dict(plain.state_dict()))
-
-
 def broken(path: Path, how: str) -> str:
     """A file that is not right; what the error says."""
     state = dict(seeded(seed=7).state_dict())
@@ -395,40 +349,6 @@ def test_files_that_do_not_fit_are_named_on_every_rank_and_nothing_is_loaded(
     assert_equal(whole_state(model), before)
 
 
-@pytest.mark.parametrize(
-    "shape, offsets, is_right",
-    [
-        ([5], [20, 40], True),
-        ([0, 3], [20, 20], True),
-        ([50], [20, 40], False),
-        ([3], [20, 40], False),
-        ([5], [0, 20], False),
-        ([5], [-4, 16], False),
-        ([-5], [20, 0], False),
-        ([2**62, 4], [20, 20], False),
-        ([-1, -5], [20, 40], False),
-        ([5], [20.0, 40.0], False),
-        ([5.0], [20, 40], False),
-        ([5], [20, 40, 40], False),
-    ],
-)
-def test_a_header_whose_shapes_and_places_contradict_each_other_is_refused(
-    shape: list[Any], offsets: list[Any], is_right: bool, tmp_path: Path
-) -> None:
-    whole = {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}
-    header = json.dumps({"whole": whole, "a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
-    numbers = torch.arange(5.0 if offsets == [20, 20] else 10.0).numpy().tobytes()
-    path = tmp_path / "made.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + numbers)
-    if is_right:
-        found, _ = read_safetensors(path)
-        assert found["a"].shape == torch.Size(shape)
-        assert torch.equal(found["whole"], torch.arange(5.0))
-        return
-    with pytest.raises(LoadError, match=re.escape(f"{path} is no safetensors file, is truncated or was altered: ")):
-        read_safetensors(path)
-
-
 @on_ranks(2)
 def test_names_may_be_missing_or_too_many_if_the_caller_says_so(tmp_path: Path, rank: int) -> None:
     if rank == 0:
@@ -439,15 +359,6 @@ def test_names_may_be_missing_or_too_many_if_the_caller_says_so(tmp_path: Path, 
     assert "first.weight" in missing
     assert unexpected == ["other"]
     assert torch.equal(whole_state(model)["last.bias"], torch.ones(2))
-
-
-@on_ranks(2)
-def test_a_disk_that_fails_on_the_writer_is_an_error_on_every_rank(tmp_path: Path, rank: int) -> None:
-    model = shard(seeded())
-    (tmp_path / "blocked").write_text("a file where the directory should be")
-    with pytest.raises(OSError if rank == 0 else PeerFailureError, match="blocked"):
-        save_full(model, tmp_path / "blocked")
-    assert whole_state(model)
 
 
 @on_ranks(2)

@@ -26,6 +26,16 @@ SAVES: dict[str, tuple[Callable[[int, Any, Any, Path], object], str]] = {
         lambda rank, model, _, path: save_checkpoint(path, model, step=3 if rank else None),
         "step={}",
     ),
+    "background": (
+        lambda rank, model, _, path: save_checkpoint(path, model, background=bool(rank)),
+        "background={}",
+    ),
+    "an optimizer": (
+        lambda rank, model, _, path: save_checkpoint(
+            path, model, None if rank else torch.optim.SGD(model.parameters(), lr=0.1)
+        ),
+        "{} optimizer",
+    ),
     "keep_last": (lambda rank, model, _, path: save_checkpoint(path, model, keep_last=1 + rank), "keep_last={}"),
     "dtype": (
         lambda rank, model, _, path: save_full(model, path, dtype=torch.bfloat16 if rank else torch.float16),
@@ -49,6 +59,8 @@ SAVES: dict[str, tuple[Callable[[int, Any, Any, Path], object], str]] = {
 VALUES = {
     "step": (0, 3),
     "a step on one rank": (None, 3),
+    "background": (False, True),
+    "an optimizer": ("an", "no"),
     "keep_last": (1, 2),
     "dtype": (torch.float16, torch.bfloat16),
     "spread": (False, True),
