@@ -87,19 +87,6 @@ def test_an_error_on_one_rank_of_a_mesh_is_its_own_there_and_told_to_the_others(
         assert "failed while counting, so this rank stops too: OptionError: no such number" in str(caught.value)
 
 
-@on_ranks(4)
-def test_a_difference_in_lines_of_one_pair_is_an_error_of_all_ranks(rank: int) -> None:
-    pairs = [RankGroup.of(dist.new_group(ranks)) for ranks in ([0, 1], [2, 3])]
-    groups = [world(), pairs[rank // 2]]
-
-    def lines(rank_group: RankGroup) -> list[str]:
-        return ["one"] if rank_group.size == 4 else [f"of pair {rank // 2}"]
-
-    agree(lines, None, groups, TEXTS)
-    with pytest.raises(RankMismatchError, match="has of pair 0, rank 1 has nothing"):
-        agree(lambda rank_group: lines(rank_group)[: rank != 1 or rank_group.size == 4], None, groups, TEXTS)
-
-
 @on_ranks(2)
 def test_errors_of_all_ranks_stay_their_own_and_agreeing_ranks_have_none(rank: int) -> None:
     error = OptionError(f"error {rank}")

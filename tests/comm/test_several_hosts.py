@@ -93,21 +93,6 @@ def test_three_hosts_and_hosts_of_three_ranks_gather_and_add_also_nothing(places
 
 
 @on_ranks(4)
-def test_groups_of_some_ranks_of_hosts_gather_and_add(rank: int) -> None:
-    with on_hosts("aabb"):
-        for members in ([1, 2], [0, 2, 3], [0, 1, 3]):
-            group = dist.new_group(members)
-            if rank not in members:
-                continue
-            size, own = len(members), members.index(rank)
-            unit = SharedMemoryCollectives(RankGroup.of(group))
-            full = torch.zeros(3 * size)
-            full[3 * own : 3 * own + 3] = own
-            assert_equal(unit.begin_all_gather(full).wait(), torch.arange(float(size)).repeat_interleave(3))
-            assert_equal(unit.begin_reduce_scatter(torch.ones(2 * size)).wait(), torch.full((2,), float(size)))
-
-
-@on_ranks(4)
 @pytest.mark.parametrize("places", ["abcd", "aaab", "aabc"])
 def test_hosts_of_one_rank_or_of_unequal_numbers_use_gloo(places: str) -> None:
     with on_hosts(places):
