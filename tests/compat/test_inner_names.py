@@ -324,17 +324,15 @@ def fully(fully_shard: Any, **kwargs: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("before_a_forward", [True, False])
-@on_ranks(2, 4)
-def test_states_of_fully_shard_are_found_and_read_as_torchs(before_a_forward: bool) -> None:
+@on_ranks(2)
+def test_states_of_fully_shard_are_found_as_torchs() -> None:
     """``_get_module_fsdp_state``, ``_get_module_state`` and ``_module_state_mapping``."""
     from torch.distributed import _composable_state as composable
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
     def read(model: Any) -> list[Any]:
-        if not before_a_forward:
-            model(torch.ones(2, 5)).sum().backward()
         found: list[Any] = []
+        params = {id(param) for param in model.parameters()}
         for name, module in model.named_modules():
             state: Any = _fsdp_state._get_module_fsdp_state(module)
             assert composable._get_module_state(module) == state
@@ -346,40 +344,16 @@ def test_states_of_fully_shard_are_found_and_read_as_torchs(before_a_forward: bo
             assert isinstance(state, _fsdp_state.FSDPState)
             assert state._modules == (module,)
             group = state._fsdp_param_group
-            found.append((name, state._is_root, state._training_state.name))
-            if group is None:
-                continue
-            assert isinstance(group, _fsdp_param_group.FSDPParamGroup)
-            found += [group._training_state.name, group.is_sharded, group.is_unsharded, group.mesh_info.mesh]
-            found += [group.reduce_grads, group.all_reduce_grads, group.modules == (module,)]
-            for param in group.fsdp_params:
-                values = [
-                    param._orig_size,
-                    param.sharded_size,
-                    param.fsdp_placement,
-                    param.offload_to_cpu,
-                    param.device,
-                ]
-                assert param.sharded_param is getattr(module.get_submodule(own_path(module, param)), own_name(param))
-                found += values
-            if not before_a_forward:
-                found += [group._module_fqn, group._orig_dtype, group._reduce_dtype, group._reshard_after_forward]
-                found += [param._param_fqn for param in group.fsdp_params]
+            found.append((name, group is None))
+            if group is not None:
+                assert isinstance(group, _fsdp_param_group.FSDPParamGroup)
+                assert group.modules == (module,)
+                assert {id(param.sharded_param) for param in group.fsdp_params} <= params
         return found
 
-    def own_name(param: Any) -> str:
-        return next(name for name in ("weight", "bias") if places[id(param.sharded_param)].endswith(name))
-
-    def own_path(module: nn.Module, param: Any) -> str:
-        names = {id(each): name for name, each in module.named_parameters()}
-        places.update(names)
-        return names[id(param.sharded_param)].rpartition(".")[0]
-
-    places: dict[int, str] = {}
     expected = read(fully(torch.distributed.fsdp.fully_shard))
     with fsdp_flat.installed():
-        found = read(fully(fsdp_flat.fully_shard))
-    assert [pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]] == []
+        assert read(fully(fsdp_flat.fully_shard)) == expected
 
 
 @on_ranks(2)
@@ -458,26 +432,6 @@ def test_a_state_is_set_idle_before_a_model_is_moved_and_to_nothing_else() -> No
         with pytest.raises(UsageError, match="IDLE, which resets the unit"):
             model.head._get_fsdp_state()._training_state = TrainingState.FORWARD
         model(torch.ones(2, 5)).sum().backward()
-
-
-@on_ranks(2)
-def test_what_a_state_a_group_or_a_parameter_lacks_is_named_with_what_to_call() -> None:
-    """A name that would have no effect is not assigned."""
-    mine, theirs = fully(fsdp_flat.fully_shard), fully(torch.distributed.fsdp.fully_shard)
-    for model in (mine, theirs):
-        model(torch.ones(2, 5)).sum().backward()
-    own: Any = mine.head._get_fsdp_state()
-    peer: Any = theirs.head._get_fsdp_state()
-    pairs = [(own, peer), (own._fsdp_param_group, peer._fsdp_param_group)]
-    pairs.append((own._fsdp_param_group.fsdp_params[0], peer._fsdp_param_group.fsdp_params[0]))
-    for a, b in pairs:
-        missing = [name for name in {*vars(b), *dir(b)} if not hasattr(a, name) and not name.startswith("__")]
-        for name in missing:
-            text = message(AttributeError, AttributeError, lambda a=a, name=name: getattr(a, name))
-            assert text.startswith(f"{type(a).__name__!r} object has no attribute {name!r}: fsdp_flat shows")
-            assert "Instead: " in text
-            text = message(AttributeError, AttributeError, lambda a=a, name=name: setattr(a, name, 1))
-            assert "which would have no effect" in text
 
 
 @on_ranks(2)

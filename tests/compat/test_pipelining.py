@@ -96,34 +96,6 @@ class Model(nn.Module):
         return self.body(x)
 
 
-def train_in_chunks(fully_shard: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Model()
-    for module in (*model.body, model.head, model):
-        fully_shard(module)
-    head: Any = model.head
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(NUM_STEPS):
-        torch.manual_seed(10 * step + dist.get_rank())
-        hidden = model(torch.randn(6, WIDTH))
-        leaf = hidden.detach().requires_grad_()
-        head.set_requires_gradient_sync(False)
-        for chunk in leaf.chunk(3):
-            head(chunk).square().mean().backward()
-        head.set_requires_gradient_sync(True)
-        head._get_fsdp_state()._fsdp_param_group.post_backward()
-        hidden.backward(leaf.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
-
-
-@on_ranks(2)
-def test_a_head_called_in_chunks_trains_as_torchs() -> None:
-    expected = train_in_chunks(torch.distributed.fsdp.fully_shard)
-    assert_close(train_in_chunks(fsdp_flat.fully_shard), expected, rtol=1e-5, atol=1e-6)
-
-
 @on_ranks(2)
 def test_states_are_equal_for_one_unit_and_missing_without_one() -> None:
     model: Any = Model()

@@ -132,21 +132,6 @@ def test_a_new_model_goes_on_where_the_saved_one_was(name: str, orig: bool, rank
         assert train(fresh, fresh_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
-@ORIG
-@on_ranks(2)
-def test_the_four_functions_for_one_side_each_do_the_same(orig: bool) -> None:
-    options = StateDictOptions(full_state_dict=True)
-    with quiet(), fsdp_flat.installed():
-        model, optimizer = trained(shard, orig=orig)
-        both = get_state_dict(model, optimizer, options=options)
-        assert_close(get_model_state_dict(model, options=options), both[0], rtol=0, atol=0)
-        assert_close(get_optimizer_state_dict(model, optimizer, options=options), both[1], rtol=0, atol=0)
-        fresh, fresh_optimizer = trained(shard, orig=orig, seed=5, steps=0)
-        set_model_state_dict(fresh, both[0], options=options)
-        set_optimizer_state_dict(fresh, fresh_optimizer, both[1], options=options)
-        assert train(fresh, fresh_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @on_ranks(2)
 def test_a_submodules_state_has_its_prefix_or_not(keep: bool) -> None:

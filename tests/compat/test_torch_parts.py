@@ -30,7 +30,7 @@ from tests.compat.clients import imported
 from tests.support import assert_close, on_ranks
 from tests.support.kit import square_loss
 from tests.support.models import BufferedBlock
-from tests.support.wrapper_models import batch, seeded, shard, shard_by_peer, whole_state
+from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
 POLICIES = {
     "ours_by_class": ModuleWrapPolicy({BufferedBlock}),
@@ -190,19 +190,6 @@ def test_the_final_callback_cleans_up_after_a_step_that_did_not_end(when: str) -
             clean_up(wrappers[1], wrappers[1])
         assert step(model, optimizers[0], 0) == step(reference, optimizers[1], 0)
     assert_close(whole_state(model), whole_state(reference), rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_private_functions_stay_torchs_for_modules_that_are_not_ours() -> None:
-    from torch.distributed.fsdp import _common_utils as common
-
-    peer = shard_by_peer(seeded())
-    expected = common._FSDPState
-    with fsdp_flat.installed():
-        assert common._FSDPState is not expected
-        assert common._get_module_fsdp_state(nn.Linear(2, 2)) is None
-        assert common._get_module_fsdp_state(peer) is peer
-    assert common._FSDPState is expected
 
 
 @on_ranks(2)
