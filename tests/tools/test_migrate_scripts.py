@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import runpy
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch.distributed as dist
 pytest.importorskip("libcst", reason="the migration tool needs it")
 
 import fsdp_flat
-from fsdp_flat.migrate import main as migrate
 from fsdp_flat.tools.migrate_source import migrate_source
 from tests.support import on_ranks
 from tests.support.peer import mend_peer
@@ -70,10 +67,3 @@ def test_sharded_checkpoints_give_the_losses_of_the_original_and_load_on_either_
     cpu = torch.device("cpu")
     assert_equal_losses(run_script(ours, "resumed", str(tmp_path / "original"), cpu), expected[3:])
     assert_equal_losses(run_script(original, "resumed", str(tmp_path / "ours"), cpu), expected[3:])
-
-
-def test_a_folder_that_was_migrated_in_place_trains(ranks: Any, tmp_path: Path) -> None:
-    script = Path(shutil.copy(SCRIPTS / "train_manual_wrap.py", tmp_path))
-    assert migrate(["--write", str(tmp_path)]) == 0
-    expected = ranks(2).run(run_script, SCRIPTS / "train_manual_wrap.py", "train")[0]
-    assert_equal_losses(ranks(2).run(run_script, script, "train")[0], expected)
