@@ -96,15 +96,6 @@ def check(layout: str, front: str, rank: int, all_uses: list[list[tuple[int, ...
 
 
 @WRAPPER_FRONTS
-@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
-@on_ranks(2)
-def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything(
-    layout: str, front: str, rank: int
-) -> None:
-    check(layout, front, rank, USES[:1])
-
-
-@WRAPPER_FRONTS
 @pytest.mark.parametrize(
     "layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 1x2"]
 )

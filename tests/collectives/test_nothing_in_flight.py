@@ -112,12 +112,3 @@ def test_after_each_call_no_collective_is_under_way(run: Callable[[FSDP, int], N
     # What ranks exchange in a backward is waited for where it is read: training reads it when it clips.
     assert [work.name for work in found if not work.is_waited] == []
     assert found or shared
-
-
-@on_ranks(2)
-def test_work_that_is_not_waited_for_is_found() -> None:
-    with works() as found:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        assert [each.is_waited for each in found] == [False]
-        work.wait()
-    assert [each.is_waited for each in found] == [True]

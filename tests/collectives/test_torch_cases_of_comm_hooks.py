@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support import assert_close
 from tests.support.beside import adamw
 from tests.support.both_sides import TOLERANCE, Layout, batch_of
-from tests.support.torch_and_ours import BLOCKS, Side, on_both_sides, sgd, state_of, train
+from tests.support.torch_and_ours import BLOCKS, Side, on_both_sides, state_of
 
 CASE = BLOCKS
 
@@ -31,19 +31,6 @@ def mean(state: Calls, grad: torch.Tensor, shard: torch.Tensor | None = None) ->
         dist.all_reduce(grad)
     else:
         dist.reduce_scatter_tensor(shard, grad)
-
-
-@on_both_sides()
-def test_a_hook_gets_gradients_of_the_units_sizes(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    model = side.wrap_case(CASE, layout, use_orig_params=use_orig_params)
-    calls = Calls()
-    model.register_comm_hook(calls, mean)
-    train(model, CASE, sgd(model), range(1))
-    assert len(calls.sizes) == len([unit for unit in side.units(model) if unit._has_params])
-    for whole, shard in calls.sizes:
-        assert (shard is None) is (layout.strategy == "NO_SHARD")
-        assert shard is None or shard * dist.get_world_size() == whole
-    return sorted(calls.sizes)
 
 
 @on_both_sides()

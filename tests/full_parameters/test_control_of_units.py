@@ -18,7 +18,7 @@ from fsdp_flat.core import units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.beside import APPLY, FRONTS, assert_idle, batch_of, blocks_and_root, by_policy, by_steps, plain_sgd
-from tests.support.kit import full_params, square_loss, train_on
+from tests.support.kit import full_params, square_loss
 from tests.support.models import Block, Stack
 from tests.support.peer import peer_fully_shard
 from tests.support.steps import acquaint, recorded
@@ -172,25 +172,6 @@ def test_an_unshard_after_an_optimizer_step_has_the_new_values() -> None:
         beside.ours(batch_of(0))
     beside.ours.reshard()
     beside.train()
-
-
-@on_ranks(2)
-@FRONTS
-def test_prefetching_by_hand_inside_a_forward_trains_right(front: str) -> None:
-    models = [stack_of(front), stack_of(front)]
-    for model in models:
-        for param in model.parameters():
-            with torch.no_grad():
-                param.fill_(0.02)
-    blocks = blocks_of(models[0])
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-        if following is not None:
-            block.register_forward_pre_hook(lambda *_, following=following: following.unshard(async_op=True) and None)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train_on(model, optimizer, [batch_of(step) for step in range(3)])
-    one, other = (list(model.parameters()) for model in models)
-    close([param.detach() for param in one], [param.detach() for param in other])
 
 
 @on_ranks(2)

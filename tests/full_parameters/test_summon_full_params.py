@@ -298,35 +298,12 @@ def test_with_grads_shows_whole_gradients_and_keeps_changes_to_them(
 
 
 @on_ranks(2)
-def test_with_grads_shows_what_the_peer_shows(rank: int) -> None:
-    ours, theirs = shard(seeded(), use_orig_params=True), shard_by_peer(seeded(), use_orig_params=True)
-    for model in (ours, theirs):
-        square_loss(model, batch(rank)).backward()
-        with type(model).summon_full_params(model, with_grads=True):
-            if model is ours:
-                shown = {name: p.grad.clone() if p.grad is not None else None for name, p in model.named_parameters()}
-            else:
-                for name, param in model.named_parameters():
-                    assert_close(shown[name], param.grad, rtol=1e-5, atol=1e-7, what=name)
-    assert_same_grads(ours, theirs)
-
-
-@on_ranks(2)
 def test_with_grads_shows_none_for_a_frozen_parameter(rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)
     model.blocks[0].up.bias.requires_grad_(False)
     square_loss(model, batch(rank)).backward()
     with FSDP.summon_full_params(model, with_grads=True):
         assert [name for name, param in model.named_parameters() if param.grad is None] == ["blocks.0.up.bias"]
-
-
-@BOTH
-@on_ranks(2)
-def test_with_grads_without_gradients_shows_none(use_orig_params: bool) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    with FSDP.summon_full_params(model, with_grads=True):
-        assert all(param.grad is None for param in model.parameters())
-    assert all(param.grad is None for param in model.parameters())
 
 
 @BOTH
@@ -547,19 +524,6 @@ def test_a_summon_leaves_what_the_graph_of_a_gradient_needs(strategy: str, rank:
     for name, grad in full_grads(model).items():
         other = replica[name]
         assert_close(grad, torch.zeros_like(grad) if other is None else other / 2, rtol=1e-5, atol=1e-6, what=name)
-
-
-@BOTH
-@on_ranks(2)
-def test_gradients_that_are_not_reduced_stay_after_a_summon_that_refuses_them(use_orig_params: bool, rank: int) -> None:
-    model = shard(seeded(), use_orig_params=use_orig_params)
-    with model.no_sync():
-        square_loss(model, batch(rank)).backward()
-        before = [param.grad is None for param in model.parameters()]
-        with pytest.raises(PhaseError), FSDP.summon_full_params(model, with_grads=True):
-            pass
-        assert [param.grad is None for param in model.parameters()] == before
-    assert not all(before)
 
 
 @BOTH

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat.core import FlatLayout, ParamGroup, ParamGroupSpec, PerParamLayout
+from fsdp_flat.core import FlatLayout, PerParamLayout
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gradients import FlatGradBuffer
 from fsdp_flat.core.options import Ignored
 from fsdp_flat.core.torch_core import swap_memory
-from fsdp_flat.runtime.param_walk import unit_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -64,29 +63,7 @@ def test_a_change_of_a_leaf_by_the_user_is_still_noticed_by_autograd() -> None:
         loss.backward()
 
 
-def test_the_buffer_of_an_unsharded_unit_is_the_shard_and_is_never_freed() -> None:
-    shard = torch.arange(4.0)
-    buffer = FlatBuffer(shard, owns_memory=False)
-    assert not buffer.alloc(POOL)
-    assert buffer.tensor is shard
-    assert buffer.nbytes == 16
-    assert_equal(shard, torch.arange(4.0))
-
-
 LAYOUT = FlatLayout.build([("a", (2, 2)), ("b", (3,)), ("c", ())], world_size=2, align_numel=4)
-
-
-def test_a_gradient_is_copied_where_its_parameter_lies_and_later_ones_are_added() -> None:
-    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    grad_buffer.add_grad(0, torch.ones(2, 2))
-    assert bytes(grad_buffer.grads_ready) == b"\x01\x00\x00"
-    grad_buffer.add_grad(0, torch.full((2, 2), 2.0))
-    grad_buffer.add_grad(2, torch.tensor(5.0))
-    assert bytes(grad_buffer.grads_ready) == b"\x01\x00\x01"
-    expected = torch.zeros(LAYOUT.numel)
-    expected[:4] = 3.0
-    expected[LAYOUT.param_infos[2].offset] = 5.0
-    assert_equal(grad_buffer.close(POOL), expected)
 
 
 def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
@@ -158,15 +135,6 @@ def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() ->
     assert grad_buffer.nbytes == 8 * LAYOUT.numel
 
 
-def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() -> None:
-    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    grad_buffer.add_grad(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
-    grad_buffer.add_grad(1, torch.tensor(7.0).expand(3))
-    flat = grad_buffer.close(POOL)
-    assert_equal(flat[:4], torch.tensor([1.0, 3.0, 2.0, 4.0]))
-    assert_equal(flat[LAYOUT.param_infos[1].interval.to_slice()], torch.full((3,), 7.0))
-
-
 # -- memory that moves from buffer to buffer -------------------------------------------------------------------------
 
 
@@ -201,41 +169,3 @@ def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() ->
     assert (other.shape, other.dtype) == ((3, 2, 2), torch.bfloat16)
     assert other.untyped_storage().nbytes() == 24
     assert idle_nbytes(pool) == 0
-
-
-def test_a_recycled_buffer_is_empty_when_gradients_are_collected_again() -> None:
-    module = nn.Linear(3, 2)
-    params = unit_params(module, "small", Ignored(frozenset(), frozenset()), {}, ())
-    spec = ParamGroupSpec(
-        unit_name="small",
-        module=module,
-        rank=0,
-        world_size=2,
-        num_ranks=2,
-        use_orig_params=True,
-        device=CPU,
-        shard_device=CPU,
-    )
-    group, pool = ParamGroup(params, spec), MemoryPool()
-    group.use_pool(pool)
-    group.begin_gather()
-    group.finish_gather()
-    group.shown.show_unsharded()
-    module(torch.ones(1, 3)).sum().backward()
-    group.grads.collect()
-    flat, buffer = group.grads.take_flat()
-    assert flat.any()
-    assert buffer is not None
-    group.grads.recycle(buffer)
-    assert buffer.nbytes == 0
-    assert buffer.kind == (torch.float32, CPU)
-    pool.clear()
-    assert not any(buffer.grads_ready)
-    module.bias.sum().backward()
-    group.grads.collect()
-    flat, again = group.grads.take_flat()
-    assert again is buffer
-    place = group.layout.param_infos[1].interval.to_slice()
-    expected = torch.zeros_like(flat)
-    expected[place] = 1.0
-    assert_equal(flat, expected)

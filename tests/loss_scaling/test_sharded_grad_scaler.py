@@ -69,28 +69,6 @@ def found(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_an_overflow_on_one_rank_skips_the_step_on_every_rank(rank: int, num_ranks: int, value: float) -> None:
-    model = shard(seeded())
-    optimizer, scaler = sgd(model.parameters()), scaler_of()
-    before = whole_state(model)
-    scaler.scale(square_loss(model, batch(rank))).backward()
-    if rank == num_ranks - 1:
-        overflow(model.parameters(), value)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    assert_equal(whole_state(model), before)
-
-    optimizer.zero_grad()
-    scaler.scale(square_loss(model, batch(rank, 1))).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    assert not torch.equal(whole_state(model)["last.weight"], before["last.weight"])
-
-
-@on_ranks(2, 4)
 def test_steps_and_collectives_are_counted_one_exchange_of_four_bytes_an_unscale(rank: int) -> None:
     param, scaler = param_with(None), scaler_of()
     optimizer = sgd([param])
@@ -166,27 +144,6 @@ def test_a_sharded_model_trains_as_the_peers_does_through_overflows(rank: int) -
     assert_close(whole_state(ours), whole_state(theirs), rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2)
-def test_scaled_training_equals_unscaled_training(rank: int) -> None:
-    plain, scaled = shard(seeded()), shard(seeded())
-    # Powers of two: multiplying and dividing by them loses nothing.
-    scaler = scaler_of(growth_interval=1)
-    for model, active in ((plain, None), (scaled, scaler)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = square_loss(model, batch(rank, step))
-            if active is None:
-                loss.backward()
-                optimizer.step()
-            else:
-                active.scale(loss).backward()
-                active.step(optimizer)
-                active.update()
-    assert_equal(whole_state(scaled), whole_state(plain))
-    assert scaler.get_scale() == 8192.0
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("optimizer_class", FUSED)
 @pytest.mark.parametrize("explicit", [True, False])
@@ -226,22 +183,6 @@ def test_a_rank_without_any_gradient_takes_part(rank: int, overflows: bool) -> N
     assert found(scaler, optimizer) == [float(overflows)]
     scaler.update()
     assert scaler.get_scale() == (512.0 if overflows else 1024.0)
-
-
-@on_ranks(4)
-def test_a_model_smaller_than_its_group_leaves_ranks_with_empty_shards_that_take_part(rank: int) -> None:
-    model = shard(nn.Linear(2, 1, bias=False), by_blocks=False, use_orig_params=True)
-    optimizer, scaler = sgd(model.parameters()), scaler_of()
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    before = whole_state(model)
-    num_held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
-    assert num_held == (1 if rank < 2 else 0)
-    if rank == 1:
-        overflow(model.parameters())
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    assert_equal(whole_state(model), before)
 
 
 @on_ranks(2, 4)

@@ -75,20 +75,6 @@ def test_training_in_mixed_precision_equals_torch(
 
 
 @on_ranks(2, 4)
-def test_reductions_in_fp32_are_more_exact_than_in_the_compute_dtype() -> None:
-    grads = {}
-    for reduce_dtype in (torch.bfloat16, torch.float32):
-        torch.manual_seed(0)
-        beside = both(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
-        beside.backward()
-        grads[reduce_dtype] = grads_of(beside.ours)
-    low, exact = (torch.cat([grad.flatten() for grad in found.values()]) for found in grads.values())
-    assert not torch.equal(low, exact)
-    assert_equal(low, low.to(torch.bfloat16).float())
-    assert not torch.equal(exact, exact.to(torch.bfloat16).float())
-
-
-@on_ranks(2, 4)
 @pytest.mark.parametrize("output_dtype", [None, torch.float32, torch.float64])
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
 def test_outputs_are_cast(output_dtype: torch.dtype | None, param_dtype: torch.dtype | None) -> None:

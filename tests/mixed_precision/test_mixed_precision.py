@@ -276,12 +276,6 @@ def test_a_first_evaluation_in_full_precision_and_inference_mode_leaves_training
     assert_near(grads_or_zeros(model), mean_grads(plain, plain(x).pow(2).mean()), 1e-5, "gradients")
 
 
-@on_ranks(2)
-def test_without_the_switch_eval_computes_in_the_low_dtype(rank: int, num_ranks: int) -> None:
-    model = sharded(small_model(), mixed_precision=MixedPrecision(param_dtype=BF16)).eval()
-    assert model(batches(num_ranks)[rank]).dtype == BF16
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 @on_ranks(2)
 def test_buffers_are_low_in_compute_and_in_their_own_dtype_in_saved_and_loaded_states(

@@ -10,7 +10,7 @@ from fsdp_flat.errors import OptionError
 from tests.support import assert_close, assert_equal, kit, on_ranks
 from tests.support.beside import CLOSE, WIDTH, WRAPPER_FRONTS, Beside, batch_of
 from tests.support.kit import square_loss, wrapped
-from tests.support.models import Block, Stack
+from tests.support.models import Stack
 from tests.support.steps import acquaint, recorded
 
 
@@ -115,12 +115,3 @@ def test_a_wholly_frozen_model_gives_input_gradients_and_reduces_nothing(front: 
     assert_close(ours, x.grad, **CLOSE)
     assert set(record.counts()) == {"gather"}
     assert all(param.grad is None for param in beside.ours.parameters())
-
-
-@on_ranks(2)
-def test_a_mixed_frozen_block_is_refused_without_original_parameters_by_name() -> None:
-    module = Stack()
-    module.blocks[1].up.requires_grad_(False)
-    with pytest.raises(OptionError, match=r"blocks\.1") as caught:
-        wrapped(module, auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block))
-    assert "use_orig_params=True" in str(caught.value)

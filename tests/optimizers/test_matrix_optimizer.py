@@ -434,18 +434,6 @@ def test_parameters_that_differ_between_ranks_are_found_when_they_are_given(rank
 
 
 @on_ranks(2)
-def test_a_group_that_was_refused_leaves_nothing_behind_for_the_next_step(rank: int) -> None:
-    plain, module = (seeded(lambda: nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))) for _ in range(2))
-    # Each matrix lies on both ranks.
-    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
-    params = matrix_params(model)
-    optimizer = MatrixOptimizer(model, Adafactor, params=params[:3], lr=0.05)
-    with pytest.raises(RankMismatchError, match="different parameters"):
-        optimizer.add_param_group({"params": params[3 + rank :]})
-    compare(model, plain, optimizer, Adafactor(matrices_of(plain)[:3], lr=0.05), rank, steps=2)
-
-
-@on_ranks(2)
 def test_bounds_on_memory_that_differ_between_ranks_are_found_at_construction(rank: int) -> None:
     model, _ = wrapped()
     with pytest.raises(RankMismatchError, match=r"max_nbytes=1, rank 1 .* max_nbytes=2"):

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import MixedPrecisionPolicy
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.beside import BOTH, CLOSE, Beside, batch_of, grads_of, whole
-from tests.support.kit import mesh, square_loss
+from tests.support.beside import BOTH, CLOSE, Beside, grads_of, whole
+from tests.support.kit import mesh
 from tests.support.models import Stack
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -127,21 +127,3 @@ def test_an_optimizer_in_the_backward_frees_gradients_as_they_come() -> None:
         plain.step()
         plain.zero_grad()
     beside.check_parameters()
-
-
-@on_ranks(2, 4)
-def test_gradients_are_scaled_and_cleared_as_any_others() -> None:
-    beside = Beside(Stack(), BOTH)
-    beside.backward()
-    for model in beside.models:
-        for param in model.parameters():
-            param.grad.mul_(0.5)
-    beside.check_gradients()
-    # A second backward adds to what is there.
-    beside.backward()
-    beside.check_gradients()
-    beside.ours.zero_grad(set_to_none=False)
-    assert not any(grad.any() for grad in grads_of(beside.ours).values())
-    beside.ours.zero_grad()
-    assert square_loss(beside.ours, batch_of(0)).grad_fn is not None
-    assert all(param.grad is None for param in beside.ours.parameters())

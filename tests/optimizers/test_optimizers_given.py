@@ -151,25 +151,6 @@ def test_every_optimizer_of_torch_is_known_to_take_slices_or_not() -> None:
     assert kinds <= known
 
 
-@on_ranks(2)
-def test_sparse_adam_refuses_the_dense_gradients_of_slices() -> None:
-    model = FSDP(Model(), use_orig_params=True)
-    square_loss(model, batch(0)).backward()
-    with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
-        torch.optim.SparseAdam(model.parameters()).step()
-
-
-@on_ranks(2)
-def test_an_optimizer_that_needs_whole_parameters_works_where_they_are_whole() -> None:
-    with pytest.warns(FutureWarning, match="NO_SHARD"):
-        model = FSDP(Model(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
-    plain = copy.deepcopy(model.module)
-    optimizers = [torch.optim.Adafactor(each.parameters(), lr=0.1) for each in (model, plain)]
-    for each, optimizer in zip((model, plain), optimizers, strict=True):
-        trained(each, optimizer)
-    assert_equal(weights(model), weights(plain))
-
-
 class Told(Guard):
     """Notes the optimizers that it is told of."""
 
