@@ -11,7 +11,6 @@ from torch import nn
 from fsdp_flat.core import FlatLayout, PerParamLayout
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gradients import FlatGradBuffer
-from fsdp_flat.core.options import Ignored
 from fsdp_flat.core.torch_core import swap_memory
 from tests.support import assert_equal
 

@@ -171,9 +171,11 @@ def shared_memory(use: bool) -> Iterator[None]:
     if use:
         yield
         return
-    with mock.patch.object(shared_collectives, "connect", return_value=None):
-        with mock.patch.object(shared_channel, "transport_of", return_value=None):
-            yield
+    with (
+        mock.patch.object(shared_collectives, "connect", return_value=None),
+        mock.patch.object(shared_channel, "transport_of", return_value=None),
+    ):
+        yield
 
 
 def acquaint(model: nn.Module) -> None:
