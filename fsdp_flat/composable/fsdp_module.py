@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_flat import core, runtime
 from fsdp_flat.composable.fsdp_state import state_of
-from fsdp_flat.core import DTensorShown, MemoryEvent, MemoryState, ParamGroup, Phase, Unit
+from fsdp_flat.core import DTensorPlan, MemoryEvent, MemoryState, ParamGroup, Phase, Unit
 from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.runtime import ShardedModule
 from fsdp_flat.state import is_own_save, with_advice
@@ -83,7 +83,7 @@ def hook_state_dicts(unit: Unit) -> None:
             unit.undo.append(module.register_state_dict_pre_hook(show_shards))
             unit.undo.append(
                 module.register_load_state_dict_pre_hook(
-                    partial(_prepare_load, show_shards, _views(param_group), by_name)
+                    partial(_prepare_load, show_shards, _dtensors_of(param_group), by_name)
                 )
             )
 
@@ -99,14 +99,14 @@ def _leave_out_constants(module: nn.Module, state_dict: dict[str, Any], prefix: 
         del state_dict[name]
 
 
-def _views(param_group: ParamGroup) -> DTensorShown:
-    assert isinstance(param_group.shown, DTensorShown)
-    return param_group.shown
+def _dtensors_of(param_group: ParamGroup) -> DTensorPlan:
+    assert param_group.dtensors is not None
+    return param_group.dtensors
 
 
 def _shows_shards(unit: Unit, param_group: ParamGroup, module: nn.Module) -> _PreHook:
     """Create the hook that reshards a unit before a module's state dict is taken, and adopts assigned parameters."""
-    held, parameters = _views(param_group).held_by(module), module._parameters
+    held, parameters = _dtensors_of(param_group).held_by(module), module._parameters
     idle, sharded = Phase.IDLE, MemoryState.SHARDED
 
     def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
@@ -129,7 +129,7 @@ def _shows_shards(unit: Unit, param_group: ParamGroup, module: nn.Module) -> _Pr
 
 def _prepare_load(
     show_shards: _PreHook,
-    views: DTensorShown,
+    dtensors: DTensorPlan,
     indices: dict[str, int],
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -138,8 +138,8 @@ def _prepare_load(
 ) -> None:
     """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts."""
     show_shards(module, prefix, False)
-    views.takes_assigned = True
+    dtensors.takes_assigned = True
     for name, index in indices.items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, torch.Tensor) and views.can_distribute(index, value):
-            state_dict[prefix + name] = views.distribute(index, views.in_class(index, value))
+        if isinstance(value, torch.Tensor) and dtensors.can_distribute(index, value):
+            state_dict[prefix + name] = dtensors.distribute(index, dtensors.in_class(index, value))

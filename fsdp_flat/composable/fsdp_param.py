@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from fsdp_flat import core
 from fsdp_flat.compat.torch_fsdp import mesh_info, module_info, sharded_state
 from fsdp_flat.compat.views import View, derived
-from fsdp_flat.core import DTensorShown, ManagedParam, ParamGroup, PerParamLayout, PerParamSharding, Unit, UnitOptions
+from fsdp_flat.core import ManagedParam, ParamGroup, PerParamLayout, PerParamSharding, Unit, UnitOptions
 from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import join_fqn
 
@@ -116,8 +116,8 @@ class FSDPParam(View):
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this rank's part (``sharded_size``) as a DTensor placed as the parameter."""
         _, param_group, index = self._viewed
-        assert isinstance(param_group.shown, DTensorShown)
-        return param_group.shown.with_local(index, tensor)
+        assert param_group.dtensors is not None
+        return param_group.dtensors.with_local(index, tensor)
 
     def reset_sharded_param(self) -> None:
         """Adopt a parameter or a local tensor that the caller has assigned."""

@@ -4,6 +4,7 @@ from fsdp_flat.core.averages import average_buffers, persistent_buffers, unmanag
 from fsdp_flat.core.backward import Iteration
 from fsdp_flat.core.buffers import MemoryPool
 from fsdp_flat.core.checks import TRAINED, all_rank_groups, trained_lines
+from fsdp_flat.core.dtensor_plan import DTensorPlan, InnerPart
 from fsdp_flat.core.extended_group import ExtendedGroup
 from fsdp_flat.core.flat_parameter import FlatParameter, set_grad
 from fsdp_flat.core.forward import UnitForward, forward
@@ -55,7 +56,6 @@ from fsdp_flat.core.params import (
 from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import METADATA, SHARDED_HINTS, Placeholder, ShardedPlaceholder, creates
 from fsdp_flat.core.reduction import predivide_factor
-from fsdp_flat.core.shown_dtensors import DTensorShown, InnerPart
 from fsdp_flat.core.step import Step, outermost_of, read_exchanges, read_exchanges_on, reset_step, step_of
 from fsdp_flat.core.torch_core import (
     LOW_PRECISION_HOOKS,

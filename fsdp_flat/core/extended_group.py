@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 
 from fsdp_flat.core.buffers import AllGatherOutput
 from fsdp_flat.core.flat_parameter import replace_shard
 from fsdp_flat.core.inner_tensors import plain_tensors_in
+from fsdp_flat.core.layout import PerParamLayout
+from fsdp_flat.core.local_tensors import LocalTensors, OwnTensors
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import ManagedParam
-from fsdp_flat.core.shown import Shown
-from fsdp_flat.core.shown_extended import ExtendedShown
 from fsdp_flat.core.torch_core import local_of
 from fsdp_flat.errors import UnsupportedError
 
@@ -27,8 +27,9 @@ class ExtendedGroup(ParamGroup):
 
     _has_extensions = True
 
-    def _kind_of_shown(self) -> type[Shown]:
-        return ExtendedShown
+    def _keep_locals(self, params: Sequence[ManagedParam], layout: PerParamLayout) -> LocalTensors:
+        self._locals = OwnTensors(params, self.spec, layout)
+        return self._locals
 
     def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
         return torch.empty(0, dtype=self.orig_dtype, device=self.spec.shard_device)
@@ -53,27 +54,24 @@ class ExtendedGroup(ParamGroup):
         """Return this rank's part of parameter ``index``, in its class and shape; call :meth:`adopt_changes` first."""
         return local_of(self.params[index].param).detach()
 
-    def adopt_changes(self) -> None:
-        """Adopt parameters that the user assigned, and local tensors."""
-        shown = cast(ExtendedShown, self.shown)
-        if shown.shows_names:
-            shown.hide_names()
-        changed = shown.changed()
-        if not changed or not shown.adopt(changed):
-            return
-        self._weights_epoch += 1
-        self._follow_locals()
+    def adopt(self) -> None:
+        shown = self.shown
+        shown.hide_names()
+        changes = shown.diff()
+        if (changes.assigned or changes.data) and shown.plan.adopt(shown, changes):
+            self._weights_epoch += 1
+            self._follow_locals()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the local tensors."""
-        shown = cast(ExtendedShown, self.shown)
-        if self.is_changed_by(fn):
-            shown.check_convertible()
+        if self.dtensors is not None and self.is_changed_by(fn):
+            self.dtensors.check_convertible()
         with torch.no_grad():
             converted = [fn(local_of(entry.param)) for entry in self.params]
         if all(new is local_of(entry.param) for new, entry in zip(converted, self.params, strict=True)):
             return
-        shown.bind_locals(converted)
+        self._locals.tensors = converted
+        self.shown.bind_shard()
         self._weights_epoch += 1
         self._follow_locals()
 

@@ -131,7 +131,9 @@ class UnitForward:
     def after_compute(self) -> None:
         """Restore parameters whose data the module has assigned, and tell guards that it has computed."""
         for param_group in self.unit.param_groups:
-            self.changed[param_group] = param_group.restore_unsharded_params()
+            changes = param_group.shown.diff()
+            if changes.assigned or changes.data:
+                self.changed[param_group] = param_group.shown.restore(changes)
         for guard in EVENTS.after_compute:
             guard(self)
 
@@ -147,7 +149,8 @@ class UnitForward:
         self.call = None
         recomputes = graph_task_id() != -1
         for param_group in self.unit.param_groups:
-            param_group.restore_unsharded_params()
+            if param_group.shown.shows_unsharded:
+                param_group.shown.restore(param_group.shown.diff())
         if self.is_outermost and not recomputes:
             self._step.fail(error)
             return

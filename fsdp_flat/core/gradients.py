@@ -16,7 +16,7 @@ from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.layout import Layout
 from fsdp_flat.core.params import PLAIN
-from fsdp_flat.core.shown import Shown
+from fsdp_flat.core.slots import Slots
 from fsdp_flat.core.torch_core import chunk_cat, dynamo_disabled_here, is_alias
 from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import UnsupportedError
@@ -229,7 +229,7 @@ class Gradients:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
 
-    def __init__(self, shown: Shown, pool: MemoryPool) -> None:
+    def __init__(self, shown: Slots, pool: MemoryPool) -> None:
         self._shown, self.pool = shown, pool
         self.on_ready: Callable[[], None] = lambda: None
         self.accept_hook = partial(_accept, weakref.ref(self))
@@ -285,7 +285,7 @@ class Gradients:
         buffer, shown = self.waiting, self._shown
         if buffer is None or buffer.kind != (shown.buffer.params[0].dtype, shown.buffer.params[0].device):
             return
-        views = shown.layout.views(buffer.tensor) if shown.exposes_unreduced else []
+        views = shown.layout.views(buffer.tensor) if shown.plan.exposes_unreduced else []
         for index, (param, entry) in enumerate(zip(shown.buffer.params, shown.params, strict=True)):
             if not buffer.grads_ready[index] or param.grad is not None or entry.adapter is not PLAIN:
                 continue
@@ -393,7 +393,7 @@ class Gradients:
         """Set ``.grad`` to the waiting, unreduced gradients (unsharded shapes) between backwards inside ``no_sync``."""
         self.collect()
         shown, buffer = self._shown, self.waiting
-        if buffer is None or self.unreduced or not shown.exposes_unreduced:
+        if buffer is None or self.unreduced or not shown.plan.exposes_unreduced:
             return
         flat, ready = buffer.close(self.pool), buffer.grads_ready
         if not torch._has_compatible_shallow_copy_type(shown.flat_param, flat):

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import PLAIN, TensorAdapter
-from fsdp_flat.core.shown import apply_hooks
+from fsdp_flat.core.slots import apply_hooks
 
 
 def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
@@ -18,10 +18,11 @@ def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]
 
     ``used`` holds for each parameter whether any rank has used it; unused ones get no gradient.
     """
-    if group.shown.visible[0].param is group.flat_param and any(used):
+    shown = group.shown
+    if shown.visible[0].param is group.flat_param and any(used):
         shard_grad = apply_hooks(group.flat_param._backward_hooks or {}, shard_grad)
     hooked, all_used, may_change = [], all(used), False
-    for each, grad in zip(group.shown.visible, group.shown.reduced_grads(shard_grad), strict=True):
+    for each, grad in zip(shown.visible, shown.plan.reduced_grads(shown, shard_grad), strict=True):
         if not (all_used or any(used[each.indices.start : each.indices.stop])):
             continue
         param = each.param

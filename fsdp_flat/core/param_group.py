@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import contains, methodcaller
+from operator import methodcaller
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from fsdp_flat.comm import Pending
 from fsdp_flat.core.buffers import EXPIRED, AllGatherOutput, MemoryPool
+from fsdp_flat.core.dtensor_plan import DTensorPlan
 from fsdp_flat.core.extended_output import ExtendedOutput, has_extension
 from fsdp_flat.core.flat_parameter import as_flat_parameter, replace_shard, set_grad
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, join_inputs
@@ -21,34 +21,20 @@ from fsdp_flat.core.gradients import Gradients
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import FlatLayout, Layout, LocalShard, PerParamLayout, alignment_numel
+from fsdp_flat.core.local_tensors import LocalTensors, LocalViews
 from fsdp_flat.core.options import UnitOptions
-from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.quantized import move_constants
-from fsdp_flat.core.shown import FlatShown, OriginalsShown, Shown
-from fsdp_flat.core.shown_dtensors import DTensorShown
+from fsdp_flat.core.slot_plans import FlatPlan, OriginalsPlan
+from fsdp_flat.core.slots import SlotPlan, Slots
 from fsdp_flat.core.torch_core import (
     VERSION_OF,
-    has_values,
-    is_alias,
     is_in_a_graph,
     local_of,
     place_function,
     set_versions,
 )
-from fsdp_flat.errors import UsageError, counted
-
-
-def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits; NaN equals NaN.
-
-    Of tensors without values (``FakeTensorMode``) it returns True.
-    """
-    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
-        return False
-    return not has_values(first) or torch.equal(
-        *[each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second)]
-    )
-
+from fsdp_flat.errors import counted
 
 _BEGIN_GATHER = methodcaller("begin_gather")
 
@@ -63,7 +49,8 @@ class ParamGroup:
         spec: how the group is sharded; its own copy.
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements, in ``orig_dtype``.
         params: the managed parameters, in layout order.
-        shown: what modules and optimizers see of the parameters.
+        shown: what modules and optimizers have of the parameters.
+        dtensors: what the slots hold if the parameters are sharded one by one; else None.
         grads: the gradients of the unsharded parameters until they are reduced.
         buffer: the output of all-gathers (1-D, ``layout.numel``, compute dtype), with the unsharded parameters that
             view it; a reshard frees it, unless it is the shard.
@@ -75,6 +62,7 @@ class ParamGroup:
     """
 
     comm: GroupCollectives
+    dtensors: DTensorPlan | None = None
     # Callers have set all-gather extensions on local tensors.
     _has_extensions = False
 
@@ -91,16 +79,25 @@ class ParamGroup:
         self.kept_shards: torch.Tensor | None = None
         self._by_dtype: dict[torch.dtype, AllGatherOutput] = {}
         self._select_buffer(params)
-        kind = self._kind_of_shown()
-        self.shown: Shown = kind(params, spec=spec, layout=self.layout, flat_param=self.flat_param, buffer=self.buffer)
+        self.shown = Slots(
+            params, self._plan(params), spec=spec, layout=self.layout, flat_param=self.flat_param, buffer=self.buffer
+        )
         self.params = self.shown.params
         self.grads = Gradients(self.shown, self.pool)
         self._use_grad_dtypes()
         self.shown.accept_grads_by(self.grads.accept_hook)
 
-    def _kind_of_shown(self) -> type[Shown]:
-        spec = self.spec
-        return DTensorShown if spec.per_param is not None else OriginalsShown if spec.use_orig_params else FlatShown
+    def _plan(self, params: Sequence[ManagedParam]) -> SlotPlan:
+        """Return what the slots hold while the parameters are sharded."""
+        spec, layout = self.spec, self.layout
+        if spec.per_param is None:
+            return OriginalsPlan() if spec.use_orig_params else FlatPlan()
+        assert isinstance(layout, PerParamLayout)
+        self.dtensors = DTensorPlan(spec.per_param, layout, spec.rank, self._keep_locals(params, layout))
+        return self.dtensors
+
+    def _keep_locals(self, params: Sequence[ManagedParam], layout: PerParamLayout) -> LocalTensors:
+        return LocalViews(self.spec, layout, self.flat_param)
 
     def rename(self, unit_name: str) -> None:
         """Rename the unit that the group belongs to."""
@@ -213,9 +210,7 @@ class ParamGroup:
 
     def find_extensions(self) -> None:
         """Have all-gathers call the extensions of local tensors from now on, where a caller has set some on them."""
-        is_extended = isinstance(self.shown, DTensorShown) and any(
-            has_extension(local_of(entry.param)) for entry in self.params
-        )
+        is_extended = self.dtensors is not None and any(has_extension(local_of(entry.param)) for entry in self.params)
         if is_extended and not self._has_extensions:
             self._has_extensions = True
             self._by_dtype.clear()
@@ -235,19 +230,19 @@ class ParamGroup:
         In place: the buffer, which contains this rank's shard, and None. Else: this rank's shard (1-D, compute dtype),
         or the shards that this rank keeps for a smaller group, and the target that places the shards of all ranks.
         """
-        buffer, shard, per_param = self.buffer, self.flat_param.data, self.spec.per_param
-        if per_param is not None:
+        buffer, shard, dtensors = self.buffer, self.flat_param.data, self.dtensors
+        if dtensors is not None:
             if buffer.is_extended:
-                return self._begin_extended(cast(ExtendedOutput, buffer))
-            views, kept = cast(DTensorShown, self.shown), self.kept_shards
+                return self._begin_extended(cast(ExtendedOutput, buffer), dtensors)
+            kept = self.kept_shards
             if kept is not None:
                 self.kept_shards = None
                 buffer.alloc(self.pool)
                 assert buffer.gather_target is not None
                 return kept, GroupedTarget(buffer.gather_target, kept.numel() // self.layout.shard_numel)
-            if shard.is_meta or (per_param.offloads and not shard.is_cpu):
-                views.check_device()
-            views.takes_assigned = False
+            if shard.is_meta or (dtensors.sharding.offloads and not shard.is_cpu):
+                dtensors.check_device()
+            dtensors.takes_assigned = False
         buffer.alloc(self.pool)
         if shard.device != buffer.tensor.device:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
@@ -258,17 +253,17 @@ class ParamGroup:
             buffer.own_slice.copy_(shard)
         return buffer.tensor, None
 
-    def _begin_extended(self, output: ExtendedOutput) -> tuple[torch.Tensor, GatherTarget]:
+    def _begin_extended(self, output: ExtendedOutput, dtensors: DTensorPlan) -> tuple[torch.Tensor, GatherTarget]:
         """Return the arguments of an all-gather of what the extensions of local tensors send."""
-        shown, kept = cast(DTensorShown, self.shown), self.kept_shards
+        kept = self.kept_shards
         if kept is not None:
             self.kept_shards = None
             smaller_group = self.comm.smaller_group
             assert smaller_group is not None
             return output.begin_gather_again(kept, len(smaller_group.ranks), self.pool)
-        shown.check_device()
-        shown.takes_assigned = False
-        return output.begin_gather(shown.visible_params, self.pool, self.comm.options.groups.rank_groups)
+        dtensors.check_device()
+        dtensors.takes_assigned = False
+        return output.begin_gather(self.shown.visible_params, self.pool, self.comm.options.groups.rank_groups)
 
     def finish_gather(self) -> None:
         """Restore version counters, so that autograd accepts saved parameters again: the buffer is filled."""
@@ -303,49 +298,11 @@ class ParamGroup:
             return
         self.kept_shards = self.layout.shards_of(ranks, buffer.tensor)
 
-    def restore_unsharded_params(self) -> list[int]:
-        """Undo assignments to ``.data`` of unsharded parameters; return the indices of those that got other values."""
-        registered, buffer = self.shown.registered, self.buffer
-        if registered and any(map(contains, registered, self.shown.names)):
-            self.shown.unregister()
-        flat = buffer.tensor
-        if all(map(partial(is_alias, flat), buffer.plain)):
-            return []
-        changed: list[int] = []
-        places = zip(buffer.params, self.params, self.layout.views(flat), strict=True)
-        for index, (param, entry, place) in enumerate(places):
-            if entry.adapter is PLAIN and not is_alias(param, flat):
-                # A module may cast its parameter for good, as a 4-bit layer its bias: the next one is cast again.
-                if buffer.nbytes and not _have_same_bits(param.detach(), place.to(param.dtype)):
-                    changed.append(index)
-                param.data = place
-        return changed
-
-    def check_after_compute(self, changed: Sequence[int]) -> None:
-        """Raise a UsageError if a forward has changed parameters, which a reshard would lose.
-
-        ``changed`` is what :meth:`restore_unsharded_params` has returned after it. A module may compute with other
-        values (quantized ones, for example) that it assigns to ``.data``, if it then restores the weights. Changes in
-        place of ``.data`` are not noticed.
-        """
-        filled, versions = self.buffer.versions_when_filled, tuple(map(VERSION_OF, self.buffer.params))
-        if filled is not None and filled != versions and not changed:
-            with torch.no_grad():
-                own = self.layout.shard_of(self.spec.rank, self.buffer.tensor)
-                if not _have_same_bits(own, self.flat_param.data.to(own.device, own.dtype)):
-                    changed = [index for index, version in enumerate(versions) if version != filled[index]]
-        if changed:
-            raise UsageError(
-                f"Parameter {self.shown.describe(changed[0])} was changed in forward, or while it was unsharded by "
-                f"hand, on rank {self.spec.rank} of the shard group. It is a copy there, all-gathered or in the dtype "
-                "of compute, so the change would be lost. Change weights between steps inside summon_full_params, "
-                "compute with a changed copy in forward, or leave the module out of sharding (ignored_modules)."
-            )
-
     def reset(self, *, frees: bool, shows_unsharded: bool) -> None:
         """Drop kept shards after an exception, show the sharded parameters, and free the buffer."""
         self.kept_shards = None
-        self.restore_unsharded_params()
+        if self.shown.shows_unsharded:
+            self.shown.restore(self.shown.diff())
         if self.buffer.gather_target is not None:
             self.buffer.gather_target.drop_staging()
         if frees:
@@ -379,20 +336,24 @@ class ParamGroup:
             self._weights_epoch += 1
 
     def adopt_changes(self) -> None:
-        """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
-        shown, spec = self.shown, self.spec
-        if self.flat_param.is_meta and spec.per_param is not None and not self._take_loaded():
+        """Adopt tensors that the program assigned to sharded parameters or to the flat parameter's data."""
+        changes = self.shown.diff()
+        if changes.assigned or changes.data:
+            self.adopt()
+
+    def adopt(self) -> None:
+        """Adopt what the program assigned, which the slots have found."""
+        shown = self.shown
+        if self.flat_param.is_meta and self.dtensors is not None and not self._take_loaded(self.dtensors):
             return
-        shard, place = self.flat_param.data, (self._shard_place, self.orig_dtype, spec.shard_device)
-        if (self.buffer.place_of(shard), shard.dtype, shard.device) != place:
+        if not self._is_current(self.flat_param.data):
             self.convert(lambda tensor: tensor)
         # A load that began at a plain module, not at a wrapper, and raised has not called hide_names.
-        if shown.shows_names:
-            shown.hide_names()
-        changed = shown.changed()
-        if not changed:
+        shown.hide_names()
+        changes = shown.diff()
+        if not changes.assigned and not changes.data:
             return
-        if shown.adopt(changed):
+        if shown.plan.adopt(shown, changes):
             self._weights_epoch += 1
         if not self._is_current(self.flat_param.data):
             if not all(buffer.owns_memory for buffer in self._by_dtype.values()):
@@ -400,23 +361,25 @@ class ParamGroup:
             else:
                 self._shard_place = self.buffer.place_of(self.flat_param)
 
-    def _take_loaded(self) -> bool:
+    def _take_loaded(self, dtensors: DTensorPlan) -> bool:
         """Fill a shard on the meta device with parameters that were assigned; return False while any is missing."""
-        views = cast(DTensorShown, self.shown)
-        loaded = views.loaded()
+        loaded = dtensors.take_loaded()
         if loaded is None:
             return False
         like = loaded[0]
         self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
-        views.fill(loaded)
+        with torch.no_grad():
+            for entry, value in zip(self.params, loaded, strict=True):
+                local_of(entry.param).copy_(value)
+        self.layout.clear_padding(self.flat_param.data, self.spec.rank)
         self._weights_epoch += 1
         return True
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
         was_exposed = self.grads.hide_unreduced()
-        if self.is_changed_by(fn):
-            self.shown.check_convertible()
+        if self.dtensors is not None and self.is_changed_by(fn):
+            self.dtensors.check_convertible()
         converted = fn(self.flat_param.data)
         spec = self.spec
         # Offloaded shards are pinned, once they have left the meta device.

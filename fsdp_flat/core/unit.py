@@ -325,7 +325,9 @@ class Unit:
         """
         if self.state in _READ_AGAIN:
             for param_group in self.param_groups:
-                param_group.adopt_changes()
+                changes = param_group.shown.diff()
+                if changes.assigned or changes.data:
+                    param_group.adopt()
         elif self.state is not _UNSHARDED:
             for guard in EVENTS.before_reuse:
                 guard(self)
@@ -349,7 +351,7 @@ class Unit:
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
         for param_group in self.param_groups:
-            param_group.shown.hide_names(shows_unsharded=self.state is _UNSHARDED)
+            param_group.shown.hide_names()
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -439,7 +441,9 @@ class Unit:
         for param_group in self.param_groups:
             if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
-                param_group.restore_unsharded_params()
+                changes = param_group.shown.diff()
+                if changes.assigned or changes.data:
+                    param_group.shown.restore(changes)
             param_group.grads.collect()
         self.phase = Phase.IDLE if self.depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph

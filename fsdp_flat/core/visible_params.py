@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp_flat.core.layout import PerParamLayout
 from fsdp_flat.layout import Interval
 
 
@@ -32,6 +33,12 @@ class VisibleParam:
         """Return the parameter's part of a shard or its gradient (1-D, ``shard_numel``), as a view in ``shape``."""
         part = shard if self.in_shard is None else shard[self.in_shard]
         return part if self.shape is None else part.view(self.shape)
+
+
+def local_parts(layout: PerParamLayout, rank: int) -> list[tuple[Interval, tuple[int, ...]]]:
+    """Return for each parameter the interval of its local tensor in a rank's shard, and its shape."""
+    indices = range(len(layout.param_infos))
+    return [(layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in indices]
 
 
 def split_storage(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:

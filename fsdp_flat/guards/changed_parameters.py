@@ -10,5 +10,5 @@ class ChangedParameters(Guard):
 
     def after_compute(self, forward: UnitForward) -> None:
         """Raise a UsageError if the computation has changed parameters."""
-        for param_group, changed in forward.changed.items():
-            param_group.check_after_compute(changed)
+        for param_group in forward.unit.param_groups:
+            param_group.shown.check_unchanged(forward.changed.get(param_group, ()))

@@ -97,7 +97,8 @@ class ShardedModule(UnitSettings):
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         try:
             for param_group in unit.param_groups if unit.is_unsharded else ():
-                param_group.check_after_compute(param_group.restore_unsharded_params())
+                slots = param_group.shown
+                slots.check_unchanged(slots.restore(slots.diff()))
         finally:
             unit.reshard()
 

@@ -17,7 +17,7 @@ from fsdp_flat.layout import Box, Interval, clean_fqn
 from fsdp_flat.state.codecs import BoxedTensor
 from fsdp_flat.state.plain_states import is_wrapper
 from fsdp_flat.state.shards import IndexedParam, ParamIndex
-from fsdp_flat.state.torch_state import views_of
+from fsdp_flat.state.torch_state import dtensors_of
 
 
 class TakenApart:
@@ -44,7 +44,7 @@ class TakenApart:
             name, parts = clean_fqn(key), None
             param = by_name.get(name) if is_wrapper(value) else None
             if param is not None:
-                parts = views_of(param).inner_parts(param.index, local_of(value))
+                parts = dtensors_of(param).inner_parts(param.index, local_of(value))
             if param is None or parts is None:
                 found[key] = value
                 continue
@@ -68,7 +68,7 @@ class TakenApart:
                 if isinstance(value, BoxedTensor):
                     value = value.parts[0] if value.parts else torch.empty_like(own)
                 inner[each] = value.to(own.device)
-            found[key] = views_of(param).with_local(param.index, made_like(local, inner))
+            found[key] = dtensors_of(param).with_local(param.index, made_like(local, inner))
         return found
 
 

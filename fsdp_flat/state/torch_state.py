@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
 from fsdp_flat.comm import RankGroup, global_ranks
-from fsdp_flat.core import DTensorShown
+from fsdp_flat.core import DTensorPlan
 from fsdp_flat.errors import LoadError
 from fsdp_flat.layout import chunk_rows, chunk_shape
 from fsdp_flat.state.shards import IndexedParam, dtype_of
@@ -138,14 +138,14 @@ def root_mesh(mesh: DeviceMesh) -> Any:
 
 def local_from(param: IndexedParam, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a full tensor, as the parameter is sharded; nothing is communicated."""
-    return views_of(param).distribute(param.index, full).to_local()
+    return dtensors_of(param).distribute(param.index, full).to_local()
 
 
 def empty_dtensor(param: IndexedParam, dtype: torch.dtype, device: torch.device) -> DTensor:
     """Create a DTensor with the parameter's mesh and placements."""
     full = torch.empty(param.shown.shape, dtype=dtype, device="meta")
     local = torch.empty_like(local_from(param, full), device=device)
-    return views_of(param).with_local(param.index, local)
+    return dtensors_of(param).with_local(param.index, local)
 
 
 def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
@@ -170,14 +170,14 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
             f"{label} is a {type(value).__name__}; a parameter that fully_shard has sharded takes a full tensor or a "
             "DTensor. Save full tensors, or by torch.distributed.checkpoint."
         )
-    return views_of(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
+    return dtensors_of(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
 
 
 def distributed_param(param: IndexedParam, full: torch.Tensor, label: str) -> DTensor:
     """Return a copy of the full value of a parameter, in the parameter's class, with its mesh and placements."""
-    views = views_of(param)
-    made = views.in_class(param.index, full)
-    return dtensor_from(param, full, label) if made is full else views.distribute(param.index, made)
+    dtensors = dtensors_of(param)
+    made = dtensors.in_class(param.index, full)
+    return dtensor_from(param, full, label) if made is full else dtensors.distribute(param.index, made)
 
 
 def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Tensor:
@@ -204,8 +204,8 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
     return distribute_tensor(full, mesh, found, src_data_rank=None)
 
 
-def views_of(param: IndexedParam) -> DTensorShown:
-    """Return what shows a parameter that is a DTensor."""
-    views = param.param_group.shown
-    assert isinstance(views, DTensorShown)
-    return views
+def dtensors_of(param: IndexedParam) -> DTensorPlan:
+    """Return the DTensors of the group of a parameter that is one."""
+    dtensors = param.param_group.dtensors
+    assert dtensors is not None
+    return dtensors
