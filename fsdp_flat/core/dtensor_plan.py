@@ -205,8 +205,9 @@ class DTensorPlan(SlotPlan):
             UsageError: the group has been all-gathered before, or the tensor has another form.
         """
         params = list(slots.params)
-        indices = sorted({*changes.assigned, *changes.data})
-        assigned = {index: held_instead(params[index]) for index in indices}
+        found = {index: held_instead(params[index]) for index in sorted({*changes.assigned, *changes.data})}
+        # A slot may hold None, which is filled again.
+        assigned = {i: each for i, each in found.items() if each is not params[i].param or i in changes.data}
         for index, current in assigned.items():
             self._check_assigned(index, current)
         for index, current in assigned.items():

@@ -34,7 +34,7 @@ _IS_META = attrgetter("is_meta")
 class Changes(NamedTuple):
     """Lists what the program did to a group's parameters since their slots were filled, by index in the layout.
 
-    An empty slot is no change: it is filled again.
+    A slot from which the parameter was deleted is no change: it is filled again.
 
     Attributes:
         assigned: parameters of which a slot holds another object.
@@ -396,7 +396,7 @@ class Slots:
         attributes, names, unsharded, sharded, registered = self._bindings
         indices = [*[index for index, _ in self.sites], 0]  # the last one for a flat parameter
         rows = zip(indices, attributes, names, unsharded if self.shows_unsharded else sharded, sharded, strict=False)
-        found = [index for index, held, name, *own in rows if all(held.get(name) is not each for each in (*own, None))]
+        found = [index for index, held, name, *own in rows if all(held.get(name, own[0]) is not each for each in own)]
         found += [index for index, held, name in zip(indices, registered, names, strict=False) if name in held]
         return sorted(set(found))
 
