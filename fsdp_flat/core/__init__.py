@@ -4,7 +4,7 @@ from fsdp_flat.core.averages import average_buffers, persistent_buffers, unmanag
 from fsdp_flat.core.backward import Iteration
 from fsdp_flat.core.buffers import MemoryPool
 from fsdp_flat.core.checks import TRAINED, all_rank_groups, trained_lines
-from fsdp_flat.core.dtensor_plan import DTensorPlan, InnerPart
+from fsdp_flat.core.dtensor_plan import DTensorPlan
 from fsdp_flat.core.extended_group import ExtendedGroup
 from fsdp_flat.core.flat_parameter import FlatParameter, set_grad
 from fsdp_flat.core.forward import UnitForward, forward

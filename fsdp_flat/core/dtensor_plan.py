@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn, cast
@@ -21,29 +21,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.core.inner_tensors import inner_tensors, made_on, seeded_alike
 from fsdp_flat.core.layout import PerParamLayout
 from fsdp_flat.core.local_tensors import LocalTensors, without_memory
-from fsdp_flat.core.params import PLAIN, ManagedParam
+from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import call_adviser
 from fsdp_flat.core.slots import Bindings, Changes, SlotPlan, Slots, held_instead, new_full_params, registered_bindings
 from fsdp_flat.core.torch_core import dtensor_of, dtensor_parameter, is_in_a_graph, is_plain, local_of
 from fsdp_flat.core.visible_params import VisibleParam, local_parts, split_storage
 from fsdp_flat.errors import UsageError, some_of
-from fsdp_flat.layout import chunk_rows
-
-
-@dataclass(frozen=True, slots=True)
-class InnerPart:
-    """Holds this rank's part of one of the tensors that a parameter is made of.
-
-    Attributes:
-        tensor: the part, of any shape and dtype.
-        shape: the shape of the whole.
-        offsets: where the part begins in the whole; None if every rank has the whole.
-    """
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...] | None
 
 
 class DTensorPlan(SlotPlan):
@@ -57,6 +41,8 @@ class DTensorPlan(SlotPlan):
         kept: keeps their local tensors.
 
     Attributes:
+        wholes: for each parameter a tensor like the whole one without memory, if it is made of other tensors; else
+            None.
         takes_assigned: assigned parameters are adopted: the group has not been all-gathered since it was made, or since
             a state dict was loaded.
     """
@@ -76,7 +62,7 @@ class DTensorPlan(SlotPlan):
 
     def entries(self, slots: Slots, params: Sequence[ManagedParam]) -> list[ManagedParam]:
         self._slots = slots
-        self._wholes = [without_memory(entry.param.detach()) for entry in params]
+        self.wholes = [without_memory(entry.param.detach()) for entry in params]
         places = zip(params, self.layout.dims, self.kept.local_tensors(), strict=True)
         return [
             entry.replaced_by(dtensor_parameter(self.sharding.template(entry, dim, local), like=entry.param))
@@ -148,7 +134,7 @@ class DTensorPlan(SlotPlan):
 
     def _has_several(self, index: int) -> bool:
         """Return whether parameter ``index`` is made of several tensors, so that no part knows what the whole is."""
-        whole = self._wholes[index]
+        whole = self.wholes[index]
         return whole is not None and len(inner_tensors(whole)) > 1
 
     def in_class(self, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -157,7 +143,7 @@ class DTensorPlan(SlotPlan):
         A plain tensor is turned into one of a class that is made of several tensors, quantized as a whole and so as on
         one rank.
         """
-        whole, local = self._wholes[index], local_of(self._slots.params[index].param)
+        whole, local = self.wholes[index], local_of(self._slots.params[index].param)
         if whole is None:
             return full
         if isinstance(full, DTensor):
@@ -170,31 +156,6 @@ class DTensorPlan(SlotPlan):
             made = made_on(whole, device)
             made.copy_(full.detach().to(device))  # which may round at random
         return made
-
-    def inner_parts(self, index: int, local: torch.Tensor) -> dict[str, InnerPart] | None:
-        """Return this rank's part of each of the plain tensors that parameter ``index`` is made of, by name.
-
-        ``local`` is the local tensor or one like it. None if there is one such tensor when it is sharded, or if these
-        cannot be known as parts of a whole.
-        """
-        whole, own = self._wholes[index], inner_tensors(local)
-        wholes = {} if whole is None else inner_tensors(whole)
-        if len(own) < 2 or own.keys() != wholes.keys() or self._slots.params[index].adapter is not PLAIN:
-            return None
-        found: dict[str, InnerPart] = {}
-        for name, part in own.items():
-            shape = tuple(wholes[name].shape)
-            dims = [dim for dim in range(len(shape)) if part.dim() == len(shape) and part.size(dim) != shape[dim]]
-            offsets: tuple[int, ...] | None = None
-            if not is_plain(part) or part.dim() != len(shape) or len(dims) > 1:
-                return None
-            for dim in dims:
-                rows = chunk_rows(shape[dim], self.layout.world_size, self._slots.spec.rank)
-                if rows.numel != part.size(dim):
-                    return None
-                offsets = tuple(rows.start if each == dim else 0 for each in range(len(shape)))
-            found[name] = InnerPart(part, shape, offsets)
-        return found
 
     # -- changes -----------------------------------------------------------------------------------------------------
 

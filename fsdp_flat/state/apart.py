@@ -7,17 +7,33 @@ are the same on every rank. Nothing is rounded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.core import InnerPart, inner_tensors, local_of, made_like
-from fsdp_flat.layout import Box, Interval, clean_fqn
+from fsdp_flat.core import PLAIN, inner_tensors, is_plain, local_of, made_like
+from fsdp_flat.layout import Box, Interval, chunk_rows, clean_fqn
 from fsdp_flat.state.codecs import BoxedTensor
 from fsdp_flat.state.plain_states import is_wrapper
 from fsdp_flat.state.shards import IndexedParam, ParamIndex
 from fsdp_flat.state.torch_state import dtensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPart:
+    """Holds this rank's part of one of the tensors that a parameter is made of.
+
+    Attributes:
+        tensor: the part, of any shape and dtype.
+        shape: the shape of the whole.
+        offsets: where the part begins in the whole; None if every rank has the whole.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
 
 
 class TakenApart:
@@ -44,7 +60,7 @@ class TakenApart:
             name, parts = clean_fqn(key), None
             param = by_name.get(name) if is_wrapper(value) else None
             if param is not None:
-                parts = dtensors_of(param).inner_parts(param.index, local_of(value))
+                parts = _inner_parts(param, local_of(value))
             if param is None or parts is None:
                 found[key] = value
                 continue
@@ -70,6 +86,32 @@ class TakenApart:
                 inner[each] = value.to(own.device)
             found[key] = dtensors_of(param).with_local(param.index, made_like(local, inner))
         return found
+
+
+def _inner_parts(param: IndexedParam, local: torch.Tensor) -> dict[str, InnerPart] | None:
+    """Return this rank's part of each of the plain tensors that a parameter is made of, by name.
+
+    ``local`` is the local tensor or one like it. None if there is one such tensor when it is sharded, or if these
+    cannot be known as parts of a whole.
+    """
+    whole, own, spec = dtensors_of(param).wholes[param.index], inner_tensors(local), param.param_group.spec
+    wholes = {} if whole is None else inner_tensors(whole)
+    if len(own) < 2 or own.keys() != wholes.keys() or param.adapter is not PLAIN:
+        return None
+    found: dict[str, InnerPart] = {}
+    for name, part in own.items():
+        shape = tuple(wholes[name].shape)
+        dims = [dim for dim in range(len(shape)) if part.dim() == len(shape) and part.size(dim) != shape[dim]]
+        offsets: tuple[int, ...] | None = None
+        if not is_plain(part) or part.dim() != len(shape) or len(dims) > 1:
+            return None
+        for dim in dims:
+            rows = chunk_rows(shape[dim], spec.world_size, spec.rank)
+            if rows.numel != part.size(dim):
+                return None
+            offsets = tuple(rows.start if each == dim else 0 for each in range(len(shape)))
+        found[name] = InnerPart(part, shape, offsets)
+    return found
 
 
 def _boxed(param: IndexedParam, part: InnerPart, tensor: torch.Tensor) -> BoxedTensor:
