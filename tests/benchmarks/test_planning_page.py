@@ -27,7 +27,7 @@ def numbers_in(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
-@pytest.mark.from_size("cover", "runs an example that records steps of several settings")
+@pytest.mark.from_size("all", "records steps of several settings; the blocks of the page run in the cover")
 def test_the_page_shows_the_plans_that_its_example_makes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the example draws pictures")
     page = tmp_path / "planning.md"

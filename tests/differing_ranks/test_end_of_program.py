@@ -125,7 +125,7 @@ def test_a_rank_that_ends_long_before_another_ends_its_backward_does_not_wait_fo
     assert_right("late", logs_of_processes("late", tmp_path))
 
 
-@pytest.mark.from_size("cover", "starts programs that import torch")
+@pytest.mark.from_size("all", "starts programs that import torch; the tests above fork them")
 @pytest.mark.parametrize("case", ["differ", "same", "late"])
 def test_programs_log_the_same(case: str, tmp_path: Path) -> None:
     assert_right(case, logs_of_programs(case, tmp_path))

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.scripts import printed_losses, run_program
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "8", "--heads", "1", "--seq-len", "8", "--batch-size", "6", "--validate-every", "3"]
 TIMEOUT_S = 240.0
@@ -68,14 +70,13 @@ def losses_of(output: str) -> list[float]:
     return [float(text) for text in re.findall(r"validation loss[^\n]*?(\d+\.\d{4})", output)]
 
 
-@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.from_size("cover", "trains a whole example")
 def test_checkpoints_are_saved_and_loaded_in_every_form_and_at_another_number_of_ranks(tmp_path: Path) -> None:
     losses = []
-    for ranks in ("2", "3"):
-        command = torchrun("--standalone", "--nproc-per-node", ranks, str(EXAMPLES / "checkpoints.py"))
-        output = finish(start([*command, "--out", str(tmp_path)], tmp_path))
+    for num_ranks in (2, 3):
+        output = run_program(num_ranks, tmp_path, EXAMPLES / "checkpoints.py", "--out", tmp_path)
         assert output.count("same values") == 9, output
-        losses += [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+        losses += printed_losses(output)
     assert "went on from step-00000009 with 3 ranks" in output
     assert losses[1] < losses[0]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000009", "step-00000019"]
@@ -139,10 +140,9 @@ def test_minimal_runs_on_two_nodes_through_one_rendezvous_and_saves_the_whole_mo
     assert len(saved) == 16
 
 
-@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.from_size("cover", "trains a whole example")
 def test_fully_shard_trains_and_saves_a_checkpoint_that_a_plain_model_reads(tmp_path: Path) -> None:
-    command = torchrun("--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fully_shard.py"))
-    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", finish(start(command, tmp_path)))]
+    losses = printed_losses(run_program(2, tmp_path, EXAMPLES / "fully_shard.py"))
     assert len(losses) == 5
     assert losses[-1] < 0.5 * losses[0]
     state = {"model": {"3.2.weight": torch.zeros(16, 64)}}
@@ -152,10 +152,9 @@ def test_fully_shard_trains_and_saves_a_checkpoint_that_a_plain_model_reads(tmp_
     assert state["model"]["3.2.weight"].abs().sum() > 0
 
 
-@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.from_size("cover", "trains a whole example")
 def test_the_example_trains_adapters_on_two_ranks_and_saves_them_alone(tmp_path: Path) -> None:
-    command = torchrun("--standalone", "--nproc-per-node", "2", str(EXAMPLES / "finetune_adapters.py"))
-    output = finish(start(command, tmp_path))
+    output = run_program(2, tmp_path, EXAMPLES / "finetune_adapters.py")
     held = re.findall(r"rank (\d): ([\d,]+) bytes frozen in bf16, ([\d,]+) bytes trainable in fp32", output)
     assert [rank for rank, _, _ in held] == ["0", "1"]
     frozen, trainable = (sum(int(row[column].replace(",", "")) for row in held) for column in (1, 2))

@@ -55,7 +55,7 @@ def found_by(mutant: Mutant, record: Record, limit_s: float) -> tuple[str, str]:
     tests = record.tests(mutant.path, mutant.line)
     with tempfile.TemporaryDirectory(prefix="fsdp_flat_mutant_") as name:
         root = Path(name)
-        shutil.copytree(ROOT, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".[a-z]*", "site", "build"))
+        shutil.copytree(ROOT, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".[a-z]*"))
         (root / mutant.path).write_bytes(mutant.apply((ROOT / mutant.path).read_bytes()))
         (root / "tests.txt").write_text("\n".join(tests))
         files = sorted({test.partition("::")[0] for test in tests})

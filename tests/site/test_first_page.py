@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from fsdp_flat import errors
 from tests.site.pages import blocks_in, shown_code
 from tests.support import on_ranks
 from tests.support.kit import train_on
+from tests.support.scripts import printed_losses, run_program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -57,18 +56,12 @@ def with_fully_shard(program: str, block: str) -> str:
     return program[:start] + block + lines
 
 
-@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.from_size("cover", "trains a whole program")
 @pytest.mark.parametrize("front", ["FSDP", "fully_shard"])
 def test_the_program_trains_on_two_ranks_with_either_front(front: str, tmp_path: Path) -> None:
     program, block = (found.code for found in blocks_in(README, ROOT / "README.md"))
     (tmp_path / "program.py").write_text(program if front == "FSDP" else with_fully_shard(program, block))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", result.stdout)]
+    losses = printed_losses(run_program(2, tmp_path, tmp_path / "program.py"))
     assert len(losses) == 5
     assert losses[-1] < 0.5 * losses[0]
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from tests.support.pool import spawn
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -42,6 +45,40 @@ def command(*words: object) -> str:
 def torchrun(num_ranks: int, *words: object) -> str:
     """Run torchrun and return its output and that of its ranks."""
     return command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, *words)
+
+
+def run_program(num_ranks: int, folder: Path, script: Path, *arguments: object) -> str:
+    """Run a script as the ranks of a job that torchrun starts would, in forked processes; return what they print.
+
+    It takes a tenth of the time, since nothing is imported again.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    spawn(_run_rank, num_ranks, store.port, folder, script, arguments, num_ranks=num_ranks)
+    return "".join((folder / f"printed-{rank}.txt").read_text() for rank in range(num_ranks))
+
+
+def _run_rank(rank: int, num_ranks: int, port: int, folder: Path, script: Path, arguments: tuple[object, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    os.chdir(folder)
+    with open(f"printed-{rank}.txt", "w", buffering=1) as printed:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(printed.fileno(), stream.fileno())
+        sys.argv = [str(script), *map(str, arguments)]
+        sys.path.insert(0, str(script.parent))
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            sys.stdout.flush()
 
 
 def printed_losses(output: str) -> list[float]:
