@@ -51,11 +51,6 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def train(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(folder), *arguments]
-    return finish(start(command, folder))
-
-
 def ranks_of(pid: int) -> dict[int, int]:
     """The process id of each rank that a process has started."""
     found: dict[int, int] = {}
@@ -85,10 +80,11 @@ def test_checkpoints_are_saved_and_loaded_in_every_form_and_at_another_number_of
 @pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 @needs_pictures
 def test_train_gpt_trains_with_two_ranks_and_resumes_with_three(tmp_path: Path) -> None:
-    trained = train(tmp_path, *TINY, "--steps", "3", "--ranks", "2")
+    script, out = EXAMPLES / "train_gpt.py", ("--out", tmp_path, "--steps", "3")
+    trained = run_program(2, tmp_path, script, *out, *TINY)
     assert "full_shard over 2 ranks" in trained
     # The script itself refuses to go on if the loss after resuming is not the one that was saved.
-    resumed = train(tmp_path, "--steps", "3", "--batch-size", "6", "--ranks", "3", "--resume")
+    resumed = run_program(3, tmp_path, script, *out, "--batch-size", "6", "--resume")
     assert "resumed at step 3" in resumed
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert checkpoint["step"] == 6
