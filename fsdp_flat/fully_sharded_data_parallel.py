@@ -25,7 +25,7 @@ from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import Arguments, ShardedModule, clip_grads
+from fsdp_flat.runtime import Arguments, ShardedModule, check_gradients_set, clip_grads
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(ShardedModule):
         """
         step = self._require_root("clip_grad_norm_")
         step.read_exchange()
-        step.check_gradients_set("clip_grad_norm_")
+        check_gradients_set(step, "clip_grad_norm_")
         return clip_grads(step.units, core.unmanaged_params(self, step.units).values(), max_norm, norm_type)
 
     def average_ignored_gradients(self, average: bool = True) -> None:

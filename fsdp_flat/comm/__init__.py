@@ -55,6 +55,7 @@ from fsdp_flat.comm.rank_groups import (
 )
 from fsdp_flat.comm.routes import collectives_by, collectives_for, pairs_by_order
 from fsdp_flat.comm.streams import (
+    NOTHING,
     PLANNED,
     HostCopies,
     HostSwap,

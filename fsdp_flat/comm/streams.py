@@ -33,7 +33,7 @@ from fsdp_flat.comm.given_up import give_up
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.torch_comm import profiler_is_on, transforms_are_active, unseen_by_transforms
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+NOTHING: AbstractContextManager[Any] = nullcontext()
 _BLOCK_NBYTES = 1 << 26
 # In a block each tensor begins at a multiple of this.
 _ALIGNMENT = 64
@@ -127,9 +127,9 @@ class Streams:
         self._kept_blocks: list[torch.Tensor] = []
         self._save_swap: HostSwap | None = None
         self._swap: HostSwap | None = None
-        self.all_gathers: AbstractContextManager[Any] = _NOTHING
-        self.ends_of_all_gathers: AbstractContextManager[Any] = _NOTHING
-        self.reduce_scatters: AbstractContextManager[Any] = _NOTHING
+        self.all_gathers: AbstractContextManager[Any] = NOTHING
+        self.ends_of_all_gathers: AbstractContextManager[Any] = NOTHING
+        self.reduce_scatters: AbstractContextManager[Any] = NOTHING
         if self.is_accelerator:
             inside_all_gathers: list[Any] = []
             self.all_gathers = _StreamContext(self._enter_all_gathers, inside_all_gathers)
@@ -391,19 +391,19 @@ def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
 
     Without a running profiler it costs one check.
     """
-    return record_function(f"FSDP::{operation} ({unit_name})") if profiler_is_on() else _NOTHING
+    return record_function(f"FSDP::{operation} ({unit_name})") if profiler_is_on() else NOTHING
 
 
 def unrecorded() -> AbstractContextManager[Any]:
     """Disable autograd and inference mode, where they are on, inside the block: results are ordinary tensors."""
     if torch.is_inference_mode_enabled():
         return _out_of_inference_mode()
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return torch.no_grad() if torch.is_grad_enabled() else NOTHING
 
 
 def untransformed() -> AbstractContextManager[Any]:
     """Hide an all-gather inside the block from a transform of ``torch.func``, if one is running."""
-    return unseen_by_transforms() if transforms_are_active() else _NOTHING
+    return unseen_by_transforms() if transforms_are_active() else NOTHING
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def _shows_shards(unit: Unit, param_group: ParamGroup, module: nn.Module) -> _Pr
 
     def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         # It runs for every module of a state dict: nothing here is slower than torch's hook, which does not look.
-        if unit.phase is idle and unit.state is sharded and unit.step.unread is None:
+        if unit.phase is idle and unit.state is sharded and unit.step.end.unread is None:
             for name, param, local in held:
                 if parameters.get(name) is not param or param._local_tensor is not local:  # type: ignore[attr-defined]
                     break

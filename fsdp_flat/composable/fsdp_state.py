@@ -125,7 +125,7 @@ class FSDPStateContext(View):
     @property
     def iter_forward_root(self) -> FSDPState | None:
         """The state whose module's forward is under way and in no other's."""
-        iteration = self._viewed[0].step.iteration
+        iteration = self._viewed[0].step.order.iteration
         return None if iteration is None else FSDPState(iteration.order[0].module, iteration.order[0])
 
     @property
@@ -407,9 +407,9 @@ class FSDPParamGroup(View):
         if unit.phase is not Phase.IDLE:
             return
         unit.post_backward(keeps_graph=False)
-        if unit.control.sync_gradients:
+        if unit.control.sync_gradients and step.backward is None:
             param_groups = [param_group for param_group in unit.param_groups if param_group.comm.options is options]
-            step.reduce_by_hand(unit, param_groups)
+            step.end.reduce_by_hand(unit, param_groups)
 
 
 class _OwnHook(View):
@@ -500,7 +500,7 @@ class FSDPState(View):
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
         """Those of several modules of the unit that have yet to run in the forward that is under way."""
-        unfinished = self.unit.step.unfinished_forwards.get(self.unit)
+        unfinished = self.unit.step.order.unfinished_forwards.get(self.unit)
         return set() if unfinished is None else set(unfinished[1])
 
     # -- prefetch ----------------------------------------------------------------------------------------------------

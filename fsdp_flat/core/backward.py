@@ -11,7 +11,7 @@ its iterations, which moves from the last event to the first:
 Every rank passes every event, including those of units that its own loss does not use: it joins their all-gathers and
 adds zeros to their gradients. The order of collectives therefore depends on the forwards alone and is the same on all
 ranks. Gradients that appear after their unit's post-backward, or without a forward of the unit, are reduced at the end
-of the backward (see ``backward_exchange``).
+of the backward (see :mod:`finish`).
 
 The backward of every rank of a shard group must go through the same iterations. Replicas have only the reductions in
 common, and must reduce the same units in the same order.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -165,9 +165,9 @@ class ForwardRecord:
 
     unit: Unit
     iteration: Iteration | None  # None for a recomputation inside a backward
-    weights: WeightsVersion
     begin: int = -1
     end: int = -1
+    weights: WeightsVersion = field(init=False)  # set once the unit is unsharded
     task: int = -1  # id of the autograd graph task that last reached the forward's outputs
 
     @property
@@ -188,12 +188,14 @@ class Backward:
     Attributes:
         keeps_graph: the backward records a graph (``create_graph=True``).
         keeps_iterations: a later backward may go through the same iterations; the same on every rank.
+        callback: returns the function that autograd, which alone holds it, calls at the end; None once it is dropped.
     """
 
     def __init__(self, unshard: Callable[[Unit, WeightsVersion], None], post_backward: Callable[[Unit], None]) -> None:
         self.keeps_graph = self.keeps_iterations = torch.is_grad_enabled()
         # Whether autograd keeps the graph for another backward; ranks may differ.
         self.retains_graph = graph_task_id() != -1 and keeps_graph()
+        self.callback: Callable[[], object] | None = None
         self._unshard = unshard
         self._post_backward = post_backward
         self.iterations: set[Iteration] = set()
@@ -201,6 +203,11 @@ class Backward:
         self._events: list[Event] = []
         self._post_backward_at: dict[Unit, int] = {}
         self._with_grad: set[Unit] = set()
+
+    @property
+    def is_lost(self) -> bool:
+        """True if autograd has dropped the callback at the end of the backward, which has raised."""
+        return self.callback is None or self.callback() is None
 
     @property
     def units(self) -> set[Unit]:

@@ -5,8 +5,11 @@ The step and its units call these functions, and know nothing of guards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+
+LOGGER = logging.getLogger("fsdp_flat")
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import compress
@@ -55,12 +55,16 @@ class Outcome:
     """Holds the result of an exchange.
 
     Attributes:
+        used: for each parameter group on several ranks, one byte per parameter: 1 if it got a gradient on any rank.
+        unreduced: parameter groups that hold unreduced gradients on any rank.
         differing: groups whose ranks issued different collectives, or train or average different parameters; else None.
         retains_graph: autograd keeps the graph of this backward on any rank.
         is_needed: a rank has needed an answer.
         went_on: a rank has not waited for the answers.
     """
 
+    used: Mapping[ParamGroup, bytes]
+    unreduced: Collection[ParamGroup]
     differing: ShardingGroups | None
     retains_graph: bool
     is_needed: bool
@@ -81,7 +85,7 @@ class BackwardExchange:
                 groups = param_group.comm.options.groups
                 if groups.num_ranks > 1:
                     self.param_groups.setdefault(groups, []).append(param_group)
-        if not self.param_groups and units[0].options.groups.num_ranks > 1:
+        if units and not self.param_groups and units[0].options.groups.num_ranks > 1:
             # Everything is ignored; gradients that no unit manages may still be averaged.
             self.param_groups[units[0].options.groups] = []
         self._host_groups_of: dict[ShardingGroups, list[RankGroup]] = {}
@@ -106,7 +110,7 @@ class BackwardExchange:
     def begin(
         self,
         used: Mapping[ParamGroup, bytes],
-        unreduced: set[ParamGroup],
+        unreduced: Collection[ParamGroup],
         *,
         same: bytes,
         retains_graph: bool,
@@ -161,8 +165,10 @@ class BackwardExchange:
         """
         return len(self.param_groups) < 2 and all(len(self._host_groups(groups)) < 2 for groups in self.param_groups)
 
-    def finish(self, used: dict[ParamGroup, bytes], unreduced: set[ParamGroup]) -> Outcome:
-        """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
+    def finish(self) -> Outcome:
+        """Wait for the other ranks, and return their answers."""
+        used: dict[ParamGroup, bytes] = {}
+        unreduced: set[ParamGroup] = set()
         differing, found = None, bytes(3)
         for groups, pending in self._in_flight.items():
             pending.wait()
@@ -176,15 +182,15 @@ class BackwardExchange:
                 # Without other ranks (a plan) the places of other replicas are empty.
                 if any(place) and place[:_DIGEST_NBYTES] != _complement(place[_DIGEST_NBYTES:]):
                     differing = differing or groups
-        return Outcome(differing, *map(bool, found))
+        return Outcome(used, unreduced, differing, *map(bool, found))
 
-    def finish_by(self, until: float, unreduced: set[ParamGroup]) -> Outcome | None:
+    def finish_by(self, until: float) -> Outcome | None:
         """Return what :meth:`finish` does, or None if not all ranks have begun by ``until`` (``time.monotonic``)."""
         while not all(pending.is_completed() for pending in self._in_flight.values()):
             if time.monotonic() > until:
                 return None
             time.sleep(_POLL_INTERVAL_S)
-        return self.finish({}, unreduced)
+        return self.finish()
 
 
 def _by_replica(own: bytes, groups: ShardingGroups) -> list[bytes]:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from fsdp_flat.comm import profiled, transforms_are_active
+from fsdp_flat.comm import NOTHING, transforms_are_active
 from fsdp_flat.core.backward import ForwardRecord
 from fsdp_flat.core.casts import cast_floats
 from fsdp_flat.core.containers import CallInputs, Inputs, are_tensors, differentiable_tensors, map_tensors
 from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.options import Phase
 from fsdp_flat.core.outputs import take_history, without_views
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.torch_core import (
@@ -110,7 +111,7 @@ class UnitForward:
         the backward is complete once the inputs of the first module have their gradients.
         """
         unit, step, record, is_first = self.unit, self._step, self.record, not self._has_entered
-        with profiled("pre_forward", unit.name):
+        with unit.event("pre_forward") if is_first else NOTHING:
             if self.is_outermost and step.streams.is_accelerator:
                 device = unit.options.device
                 args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
@@ -155,7 +156,11 @@ class UnitForward:
             self._step.fail(error)
             return
         if self._has_entered:
-            self._step.leave_failed(self.unit, recomputes=recomputes)
+            unit = self.unit
+            unit.leave()
+            # In a recomputation, which raises to stop early, the backward goes on.
+            if not recomputes and unit.phase is Phase.IDLE and not unit.holds_graph:
+                unit.reshard()
         if self.is_outermost:
             self._step.end_iteration()
 
@@ -235,11 +240,11 @@ class UnitForward:
         unit, step, record = self.unit, self._step, self.record
         if self.is_outermost:
             # End forwards of units of several modules of which some did not run.
-            unfinished, step.unfinished_forwards = step.unfinished_forwards, {}
+            order = step.order
+            unfinished, order.unfinished_forwards = order.unfinished_forwards, {}
             for forward, _ in unfinished.values():
                 forward.leave_open_ended()
-        with profiled("post_forward", unit.name):
-            unit.log_event("post_forward")
+        with unit.event("post_forward"):
             # Outputs may require gradients on some ranks only, so a trainable unit expects a backward on all ranks.
             # The forward of a method under no_grad begins with gradients enabled, but its nested units run without.
             in_grad = torch.is_grad_enabled() and not (self.is_outermost and record.ran_without_gradients)

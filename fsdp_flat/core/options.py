@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -167,6 +167,36 @@ class UnitControl:
     def of(cls, strategy: Strategy) -> UnitControl:
         """Return the switches of a new unit, from the columns of its strategy; ``fully_shard`` then sets its own."""
         return cls(reshard_after_forward=None if strategy.reshard_after_forward else False)
+
+
+@dataclass(slots=True)
+class ReductionPolicy:
+    """Holds the settings for combining one unit's gradients over ranks; read when a reduction begins and ends.
+
+    Attributes:
+        divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which gives
+            the mean.
+        predivide_factor: part of ``divide_factor`` that divides before the sum; None is the library's choice, for fp16.
+        hook: communication hook that replaces the reduction, called with ``hook_state`` first.
+        dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
+        all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
+            backward.
+        all_reduce_hook: called with the shard of each reduced gradient.
+        all_reduce_hook_stream: accelerator stream that is current in the hook; None for that of reduce-scatters.
+        max_in_flight: number of reductions in flight with this unit's; None is the library's choice.
+        zeros_for_unused: trainable parameters that no rank has used get gradients of zeros, not None.
+    """
+
+    divide_factor: float | torch.Tensor | None = None
+    predivide_factor: float | None = None
+    hook: Callable[..., Any] | None = None
+    hook_state: Any = None
+    dtype: torch.dtype | None = None
+    all_reduce: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    all_reduce_hook_stream: Any = None
+    max_in_flight: int | None = None
+    zeros_for_unused: bool = False
 
 
 class Phase(Enum):

@@ -5,17 +5,17 @@ A gradient is summed over the shard group, then over the replicate group; then i
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fsdp_flat.comm import Pending, Streams, begin_all_reduce, keep, settled, unrecorded
+from fsdp_flat.core.gradients import without
+from fsdp_flat.core.options import ReductionPolicy
 from fsdp_flat.core.param_group import ParamGroup
-
-LOGGER = logging.getLogger("fsdp_flat")
+from fsdp_flat.core.unit import Unit
+from fsdp_flat.core.visible_params import VisibleParam
 
 
 def predivide_factor(num_ranks: int) -> float:
@@ -24,36 +24,6 @@ def predivide_factor(num_ranks: int) -> float:
     while num_ranks % factor == 0 and num_ranks / factor > factor:
         factor *= 2
     return float(factor)
-
-
-@dataclass(slots=True)
-class ReductionPolicy:
-    """Holds the settings for combining one unit's gradients over ranks; read when a reduction begins and ends.
-
-    Attributes:
-        divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which gives
-            the mean.
-        predivide_factor: part of ``divide_factor`` that divides before the sum; None is the library's choice, for fp16.
-        hook: communication hook that replaces the reduction, called with ``hook_state`` first.
-        dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
-        all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
-            backward.
-        all_reduce_hook: called with the shard of each reduced gradient.
-        all_reduce_hook_stream: accelerator stream that is current in the hook; None for that of reduce-scatters.
-        max_in_flight: number of reductions in flight with this unit's; None is the library's choice.
-        zeros_for_unused: trainable parameters that no rank has used get gradients of zeros, not None.
-    """
-
-    divide_factor: float | torch.Tensor | None = None
-    predivide_factor: float | None = None
-    hook: Callable[..., Any] | None = None
-    hook_state: Any = None
-    dtype: torch.dtype | None = None
-    all_reduce: bool = True
-    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
-    all_reduce_hook_stream: Any = None
-    max_in_flight: int | None = None
-    zeros_for_unused: bool = False
 
 
 class Reduction:
@@ -208,3 +178,88 @@ class ReducedGrad:
         if is_missing:
             self.shard.div_(divisor / self.divided_by)
             self.divided_by = divisor
+
+
+class Reductions:
+    """Runs the reductions of a tree, a few at a time, until their gradients are set.
+
+    Attributes:
+        streams: those of the tree.
+        used: for each parameter group one byte per parameter: 1 if the reductions have a gradient of this rank for it.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.used: dict[ParamGroup, bytes] = {}
+        self._in_flight: list[Reduction] = []
+
+    def note_used(self, param_group: ParamGroup) -> bool:
+        """Mark parameters that have gradients as used in this backward; return whether there are any."""
+        if param_group.grads.unreduced:
+            param_group.grads.hide_unreduced()  # drops gradients that the caller has cleared
+        grads_ready, before = param_group.grads.ready(), self.used.get(param_group)
+        has_any = any(grads_ready)
+        if before is None:
+            self.used[param_group] = grads_ready
+        elif has_any:
+            self.used[param_group] = bytes(map(max, grads_ready, before))
+        return has_any
+
+    def begin(self, unit: Unit, param_group: ParamGroup) -> None:
+        """Begin to reduce the gradient of a parameter group (zeros if there is none).
+
+        Reductions follow each other in the same order on every rank. A few are in flight while backward goes on, so
+        that few flat gradients wait for the network. Every rank of the group's process groups must call this.
+        """
+        param_group.comm.issued.append(("reduction", param_group.comm))
+        for earlier in self._in_flight:
+            if earlier.needs_all_reduce:
+                earlier.advance()
+        # Without streams, one reduction keeps the network busy and takes the least memory.
+        most = unit.policy.max_in_flight or (2 if self.streams.is_accelerator else 1)
+        while len(self._in_flight) >= most:
+            self._in_flight.pop(0).finish()
+        with unit.event("reduce_scatter"):
+            self._in_flight.append(Reduction(param_group, unit.policy, self.streams))
+
+    def finish_complete(self) -> None:
+        """Free what reductions hold that are complete; accelerators free it in the order of their streams."""
+        while not self.streams.is_accelerator and self._in_flight and self._in_flight[0].is_done:
+            self._in_flight.pop(0).finish()
+
+    def finish(self) -> None:
+        """Wait for the communication of all reductions."""
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
+
+    def wait(self) -> None:
+        """Wait for all reductions, and let compute and the host use the results."""
+        self.finish()
+        self.streams.wait_for_reduce_scatters()
+        self.streams.wait_for_host_copies()
+
+    def has_any(self, param_groups: Iterable[ParamGroup]) -> bool:
+        """Return whether reductions are in flight, or gradients of ``param_groups`` are reduced and not set yet."""
+        return bool(self._in_flight) or any(param_group.grads.reduced for param_group in param_groups)
+
+    def clear(self, param_group: ParamGroup, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
+        """Fill reduced gradients of some parameters of a group with zeros, as far as ``.grad`` has none of them yet."""
+        if self.has_any([param_group]):
+            self.wait()
+            for grad in param_group.grads.reduced:
+                for each in chosen:
+                    each.part_of(grad.shard).zero_()
+        if set_to_none and param_group in self.used:
+            indices = [index for each in chosen for index in each.indices]
+            self.used[param_group] = without(self.used[param_group], indices)
+
+    def drop(self, param_groups: Iterable[ParamGroup]) -> None:
+        """Drop all reductions, and what they have left with ``param_groups``."""
+        self.used = {}
+        in_flight, self._in_flight = self._in_flight, []
+        for reduction in in_flight:
+            reduction.discard()
+        for param_group in param_groups:
+            param_group.grads.reduced = []
+        self.streams.wait_for_reduce_scatters()
+        self.streams.wait_for_host_copies()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,20 +23,21 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.comm import Pending, keep, profiled, settled, unrecorded, untransformed
+from fsdp_flat.comm import NOTHING, Pending, keep, profiled, profiler_is_on, settled, unrecorded, untransformed
 from fsdp_flat.core.casts import BufferCasts, input_cast
-from fsdp_flat.core.events import EVENTS
+from fsdp_flat.core.events import EVENTS, LOGGER
 from fsdp_flat.core.group_collectives import on_device
 from fsdp_flat.core.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
-from fsdp_flat.core.options import Ignored, Phase, UnitControl, UnitOptions
+from fsdp_flat.core.options import Ignored, Phase, ReductionPolicy, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup, begin_all_gathers, summary
 from fsdp_flat.core.params import is_managed, modules_of
-from fsdp_flat.core.reduction import LOGGER, ReductionPolicy
 from fsdp_flat.core.stored_tensors import StoredTensors
 from fsdp_flat.core.torch_core import graph_task_id, is_autocast_on, swap_memory
 from fsdp_flat.errors import FsdpFlatError, OptionError, PhaseError, UsageError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 
+# FSDP's labels in profiles, of events that have another name in a trace.
+_LABELS = {"unshard": "all_gather", "wait_for_unshard": "all_gather_wait"}
 _SHARDED, _GATHERING, _UNSHARDED = MemoryState.SHARDED, MemoryState.GATHERING, MemoryState.UNSHARDED
 # States in which the shards alone have the weights of the next forward.
 _READ_AGAIN = (_SHARDED, MemoryState.RETAINED_POST_FORWARD, MemoryState.SHARDED_POST_FORWARD)
@@ -204,6 +206,12 @@ class Unit:
         if step.logs_events:
             LOGGER.debug("%s of unit %r", event, self.name)
 
+    def event(self, event: str) -> AbstractContextManager[Any]:
+        """Log an event that takes a while; return the block in which it runs, a label in profiles."""
+        if self.step.trace is not None or self.step.logs_events:
+            self.log_event(event)
+        return profiled(_LABELS.get(event, event), self.name) if profiler_is_on() else NOTHING
+
     def _move(self, event: MemoryEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
@@ -227,10 +235,9 @@ class Unit:
             return
         if self.state is not _SHARDED and self._reuse():
             return
-        self.log_event("unshard")
         step = self.step
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
-        with profiled("all_gather", self.name), unrecorded(), untransformed(), step.streams.all_gathers:
+        with self.event("unshard"), unrecorded(), untransformed(), step.streams.all_gathers:
             # The all-gather sends the values of now, whatever changes before it is complete.
             self.gathered_version = self.current_version()
             for param_groups in self._gathered_together:
@@ -271,7 +278,7 @@ class Unit:
         takes_memory = self.options.per_param is not None
         for param_group in self.param_groups:
             takes_memory |= param_group.comm.choice.all_gather is not None
-        with profiled("all_gather_wait", self.name), untransformed():
+        with self.event("wait_for_unshard"), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
                 for pending in self._pending_all_gathers:
                     pending.wait()
@@ -281,7 +288,6 @@ class Unit:
                 param_group.finish_gather()
                 param_group.shown.show_unsharded()
             self._move(MemoryEvent.WAIT)
-        self.log_event("wait_for_unshard")
 
     def unshard(self) -> None:
         """Unshard the parameters, with their current values, and point the modules at them."""
@@ -414,12 +420,17 @@ class Unit:
                 param_group.free()
         self.step.streams.buffers_freed(last_use)
 
+    def leave(self) -> None:
+        """Note that a forward has ended, or raised."""
+        self.depth -= 1
+        if self.depth == 0 and self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+
     # -- backward ------------------------------------------------------------------------------------------------
 
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that computed with ``weights``."""
         self.phase = Phase.BACKWARD
-        self.log_event("pre_backward")
         current = self.current_version()
         if weights.storage_epoch == current.storage_epoch and self.control.unshard_in_backward:
             if weights.full_precision != self.full_precision:
@@ -465,7 +476,7 @@ class Unit:
             param_group.grads.has_waiting or param_group.grads.partial.shard is not None
             for param_group in self.param_groups
         )
-        return partial or self.step.has_reductions
+        return partial or self.step.reductions.has_any(self.param_groups)
 
     def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
         """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
@@ -474,7 +485,7 @@ class Unit:
             if not chosen:
                 continue  # those of another optimizer, perhaps of a model whose last step failed
             # Reductions first: one that ends may leave a partial gradient with the group.
-            self.step.clear_reduced(param_group, chosen, set_to_none=set_to_none)
+            self.step.reductions.clear(param_group, chosen, set_to_none=set_to_none)
             param_group.grads.clear(chosen, set_to_none=set_to_none)
 
     def abort(self, *, drops_gradients: bool = False) -> None:

@@ -168,7 +168,7 @@ def describe(model: nn.Module) -> ModelDescription:
         groups.replicate.size,
         most_gathered_nbytes=kept + min(sum(freed), sum(sorted(freed)[-2:]) + budget),
         unsynchronized=() if is_averaged else tuple(unreduced_params(model, units)),
-        kept_for_backward=tuple(paths[unit] for unit in units if unit in unit.step.kept_for_backward),
+        kept_for_backward=tuple(paths[unit] for unit in units if unit in unit.step.order.kept_for_backward),
     )
 
 

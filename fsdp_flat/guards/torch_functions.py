@@ -58,7 +58,7 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.errors import UnsupportedError, UsageError, some_of
 from fsdp_flat.guards.optimizers import check_whole
-from fsdp_flat.runtime import clip_grads, outer_holder_in
+from fsdp_flat.runtime import check_gradients_set, clip_grads, outer_holder_in
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward
@@ -207,10 +207,10 @@ def clip_grad_norm_(
         return _clip_without_grad(given or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     trees = _trees_of(units)
     steps = {unit.step for unit in trees}
-    if is_whole or any(step.shows_unreduced for step in steps):
+    if is_whole or any(step.end.shows_unreduced for step in steps):
         return _clip_without_grad(given, max_norm, norm_type, error_if_nonfinite, foreach)
     for step in steps:
-        step.check_gradients_set("torch.nn.utils.clip_grad_norm_")
+        check_gradients_set(step, "torch.nn.utils.clip_grad_norm_")
     unmanaged = [param for param in given if not is_managed(param)]
     return clip_grads(trees, unmanaged, max_norm, norm_type, among=set(given), error_if_nonfinite=error_if_nonfinite)
 

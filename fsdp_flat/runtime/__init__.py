@@ -12,7 +12,7 @@ from fsdp_flat.runtime.build import (
     check_outside_units,
     outer_holder_in,
 )
-from fsdp_flat.runtime.clipping import clip_grads, local_norm
+from fsdp_flat.runtime.clipping import check_gradients_set, clip_grads, local_norm
 from fsdp_flat.runtime.compute_device import (
     current_accelerator,
     default_device,

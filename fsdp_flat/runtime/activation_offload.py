@@ -175,7 +175,7 @@ class ActivationOffload:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd saves in place of ``tensor``."""
-        iteration = self._step.iteration
+        iteration = self._step.order.iteration
         if iteration is None or graph_task_id() != -1 or not is_plain(tensor):
             return tensor
         if tensor.device.type != self._device_type:
@@ -186,7 +186,7 @@ class ActivationOffload:
             return tensor
         # What the outermost unit saves before the first nested unit counts as of that, and the rest as of the one
         # that ran before.
-        number, order = len(iteration.order) - 1, self._step.last_order.get(iteration.order[0])
+        number, order = len(iteration.order) - 1, self._step.order.last_order.get(iteration.order[0])
         if order is not None and number >= len(order) - self._keep:
             return _Kept(tensor, self._last)
         if number <= self._keep:
@@ -213,7 +213,7 @@ class ActivationOffload:
         """Begin the layer whose forward runs now; of those before it, the last one's copies run beside its compute."""
         self._leave(self._recent[:-1])
         # Parameters with all-gather extensions get their memory in their first all-gather.
-        for unit in self._step.iteration.order if self._step.iteration is not None else ():
+        for unit in self._step.order.iteration.order if self._step.order.iteration is not None else ():
             self._kept.update(each.untyped_storage()._cdata for g in unit.param_groups for each in g.buffer_tensors)
         self._recent.append(_Layer(key, self._recent[-1] if self._recent else None, self._swap))
         self._last = weakref.ref(self._recent[-1])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import ALONE, RankGroup, begin_all_reduce
-from fsdp_flat.core import PLAIN, TensorAdapter, Unit, adapter_if_dtensor, grads_by_adapter
-from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.core import PLAIN, Step, TensorAdapter, Unit, adapter_if_dtensor, grads_by_adapter
+from fsdp_flat.errors import OptionTypeError, UsageError
 from fsdp_flat.user_warnings import warn_user
 
 _DOING = "a norm of gradients, for which every rank must call clip_grad_norm_ with the same parameters"
@@ -32,6 +32,18 @@ def _norm_dtype(split: _SplitGrads) -> torch.dtype:
     """Return the dtype of the norm, which depends on the parameters of these groups alone: ranks exchange it."""
     floats = [dtype.to_real() for dtype, _ in split if dtype.is_floating_point or dtype.is_complex]
     return functools.reduce(torch.promote_types, floats, torch.float32)
+
+
+def check_gradients_set(step: Step, what: str) -> None:
+    """Raise a UsageError if gradients of a backward are not set yet; ``what`` names the call that needs them."""
+    param_groups = [param_group for unit in step.units for param_group in unit.param_groups]
+    is_partial = any(param_group.grads.partial.shard is not None for param_group in param_groups)
+    if step.has_unfinalized_gradients or is_partial or step.reductions.has_any(param_groups):
+        raise UsageError(
+            f"{what} was called on unit {step.root.name!r} after a backward whose gradients are not set yet, so its "
+            "norm would lack them. First run the last backward of the step, with set_is_last_backward and "
+            "set_requires_all_reduce switched on again, or call finalize_backward."
+        )
 
 
 def clip_grads(

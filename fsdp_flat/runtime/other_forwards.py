@@ -54,7 +54,7 @@ class ForwardHooks:
             step = self._unit.step
             if len(self._opened) > num_opened:
                 self._opened.pop().fail(error)
-            elif step.is_built and step.iteration is None and not step.recomputes:
+            elif step.is_built and step.order.iteration is None and not step.recomputes:
                 step.fail(error)  # a hook that torch always calls has ended the forward
             raise
 
@@ -86,7 +86,7 @@ def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return unit.forward_hooks.run(args, kwargs, call)
     if len(unit.members) > 1:
         step = step_of(module, unit)
-        if not step.recomputes and step.iteration is not None:
+        if not step.recomputes and step.order.iteration is not None:
             return _run_member(module, unit, args, kwargs, call)
     return run_forward(module, unit, args, kwargs, call)
 
@@ -97,19 +97,19 @@ def _run_member(
 ) -> Any:
     """Run one of several modules of a unit, whose forward begins with the first to run and ends with the last."""
     step = step_of(module, unit)
-    if unit not in step.unfinished_forwards:
-        step.unfinished_forwards[unit] = UnitForward(module, unit), set(unit.members)
-    forward, waiting = step.unfinished_forwards[unit]
+    if unit not in step.order.unfinished_forwards:
+        step.order.unfinished_forwards[unit] = UnitForward(module, unit), set(unit.members)
+    forward, waiting = step.order.unfinished_forwards[unit]
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
         waiting.discard(module)
         if waiting:
             return forward.leave_one(output)
-        del step.unfinished_forwards[unit]
+        del step.order.unfinished_forwards[unit]
         return forward.leave(output)
     except BaseException as error:
-        step.unfinished_forwards.pop(unit, None)
+        step.order.unfinished_forwards.pop(unit, None)
         forward.fail(error)
         raise
 

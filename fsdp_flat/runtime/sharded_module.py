@@ -76,7 +76,7 @@ class ShardedModule(UnitSettings):
             UsageError: parameters are on the meta device.
         """
         unit = _unit_for(self, "unshard")
-        if unit.step.iteration is None and unit.step.backward is None:
+        if unit.step.order.iteration is None and unit.step.backward is None:
             # No step runs, so the optimizer may have written the shards.
             unit.step.streams.shards_written()
         if not async_op:
@@ -304,10 +304,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     units = [own_unit(module) for module in _with_units(modules)]
     for unit in units[1:]:
-        step, first = unit.step, units[0].step
-        step.streams, step.pool = first.streams, first.pool
-        for each in step.units:
-            each.use_step(step)
+        unit.step.use_memory(units[0].step.streams, units[0].step.pool)
 
 
 def _unit_for(module: nn.Module, action: str) -> Unit:

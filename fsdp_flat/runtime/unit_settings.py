@@ -13,8 +13,7 @@ from torch import nn
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.memory import MemoryState
-from fsdp_flat.core.options import Phase
-from fsdp_flat.core.reduction import ReductionPolicy
+from fsdp_flat.core.options import Phase, ReductionPolicy
 from fsdp_flat.core.step import step_of
 from fsdp_flat.core.torch_core import LOW_PRECISION_HOOKS
 from fsdp_flat.core.unit import Unit, own_unit, units_of

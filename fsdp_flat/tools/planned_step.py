@@ -246,7 +246,7 @@ class _Run:
         for unit in units:
             unit.step.trace = self
             if self._on_accelerator:
-                unit.step.streams = streams
+                unit.step.use_memory(streams, unit.step.pool)
             for group in unit.param_groups:
                 if group.buffer.is_extended:
                     # The first all-gather makes the tensors of all that follow.

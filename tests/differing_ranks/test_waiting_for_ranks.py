@@ -61,7 +61,7 @@ def test_a_rank_whose_parameters_all_have_gradients_steps_without_the_other_host
         with rank_one_exchanges_late():
             square_loss(beside.ours, batch(rank)).backward()
             beside.optimizer.step()
-        assert beside.ours._fsdp_step().unread is not None
+        assert beside.ours._fsdp_step().end.unread is not None
 
 
 @on_ranks(2, 4)
@@ -73,7 +73,7 @@ def test_a_rank_of_fully_shard_whose_parameters_all_have_gradients_steps_without
         square_loss(model, batch(rank)).backward()
         optimizer.step()
     model.state_dict()
-    assert units_of(model)[0].step.unread is None
+    assert units_of(model)[0].step.end.unread is None
 
 
 class _Sometimes(Block):
@@ -108,7 +108,7 @@ def test_a_rank_with_an_unused_parameter_waits_and_gets_the_gradient_of_the_rank
         ranks = (1,) if step in (2, 3) else everywhere
         beside.backward(lambda model, x, ranks=ranks: model(x, rank in ranks).pow(2).mean())
         has_gone_on = {0: False, 1: True, 2: rank == 1, 3: False, 4: False, 5: True}[step]
-        assert (beside.ours._fsdp_step().unread is not None) == has_gone_on
+        assert (beside.ours._fsdp_step().end.unread is not None) == has_gone_on
         beside.check_gradients()
         beside.step()
         beside.check_parameters()
@@ -189,11 +189,11 @@ def test_ranks_of_fully_shard_that_train_different_parameters_are_told_before_a_
         optimizer.zero_grad()
         square_loss(model, batch(rank)).backward()
     FULLY_SHARD_READERS[reader](model, optimizer)
-    assert units_of(model)[0].step.unread is None
+    assert units_of(model)[0].step.end.unread is None
     if rank == 1:
         model.blocks[1].down.weight.requires_grad_(False)
     square_loss(model, batch(rank)).backward()
-    assert units_of(model)[0].step.unread is not None
+    assert units_of(model)[0].step.end.unread is not None
     optimizer.step()
     with pytest.raises(RankMismatchError, match="if an optimizer has stepped since, weights are wrong") as raised:
         FULLY_SHARD_READERS[reader](model, optimizer)
@@ -209,9 +209,9 @@ def test_full_tensor_on_another_mesh_reads_nothing(rank: int) -> None:
     square_loss(beside.ours, batch(rank)).backward()
     square_loss(beside.ours, batch(rank)).backward()
     other.full_tensor()
-    assert units_of(beside.ours)[0].step.unread is not None
+    assert units_of(beside.ours)[0].step.end.unread is not None
     _first(beside.ours).full_tensor()
-    assert units_of(beside.ours)[0].step.unread is None
+    assert units_of(beside.ours)[0].step.end.unread is None
 
 
 def _late_loss(model: FSDP, x: torch.Tensor, *, is_late: bool) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_a_root_that_takes_over_a_unit_reads_what_its_ranks_exchanged(rank: int)
     block = model.module.blocks[1]
     for _ in range(2):
         square_loss(block, batch(rank)).backward()
-    assert units_of(block)[0].step.unread is not None
+    assert units_of(block)[0].step.end.unread is not None
     if rank == 1:
         block.module.down.weight.requires_grad_(False)
     square_loss(block, batch(rank)).backward()
@@ -265,6 +265,6 @@ def test_a_graph_that_one_rank_retains_serves_its_next_backward(rank: int) -> No
     square_loss(beside.ours, batch(rank)).backward()
     loss = square_loss(beside.ours, batch(rank))
     loss.backward(retain_graph=rank == 0)
-    assert (beside.ours._fsdp_step().unread is not None) == (rank == 1)
+    assert (beside.ours._fsdp_step().end.unread is not None) == (rank == 1)
     beside.zero_grad()
     beside.train()

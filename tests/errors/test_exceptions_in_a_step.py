@@ -159,7 +159,7 @@ class NeverFinished:
 def test_clearing_gradients_of_one_model_waits_for_no_reduction_of_another(rank: int) -> None:
     failed, other = Beside(Stack(2), "originals"), Beside(Stack(2), "originals")
     failed.train()
-    in_flight: list[Any] = units_of(failed.ours)[0].step._in_flight
+    in_flight: list[Any] = units_of(failed.ours)[0].step.reductions._in_flight
     in_flight.append(NeverFinished())
     other.train()
     other.optimizer.zero_grad()

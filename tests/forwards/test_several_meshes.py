@@ -50,12 +50,12 @@ def test_a_method_of_the_root_without_gradients_leaves_nothing_to_wait_for() -> 
     for step in range(3):
         torch.testing.assert_close(model.score(inputs(step)), plain.score(inputs(step)))
     step = step_of(model, own_unit(model))
-    assert not step._pending._iterations
+    assert not step.order.pending._iterations
     # A method with gradients is waited for.
     loss = square_loss(model, inputs(3))
-    assert len(step._pending._iterations) == 1
+    assert len(step.order.pending._iterations) == 1
     loss.backward()
-    assert not step._pending._iterations
+    assert not step.order.pending._iterations
     assert_idle(model)
 
 
@@ -81,7 +81,7 @@ def test_a_method_of_a_nested_unit_without_gradients_leaves_nothing_to_wait_for(
     for _ in range(3):
         torch.testing.assert_close(model[0].score(x), plain[0].score(x))
     step = step_of(model, own_unit(model[0]))
-    assert not step._pending._iterations
+    assert not step.order.pending._iterations
     if has_run:  # an outermost unit is not resharded after its forward
         assert_idle(model)
 
@@ -105,7 +105,7 @@ def test_modules_of_a_list_that_are_called_by_themselves_reshard_on_all_meshes(r
     for modules in (plain, blocks):
         output = modules[1](modules[0](inputs(0)))
         output.sum().backward()
-    assert not unit.step.unfinished_forwards
+    assert not unit.step.order.unfinished_forwards
     assert unit.is_sharded
     average_gradients(plain)
     for block, other in zip(blocks, plain, strict=True):

@@ -180,14 +180,14 @@ def test_so_many_reductions_are_in_flight(max_input_buffers: int) -> None:
     most = 0
     beside.backward()
     step = units_of(ours)[0].step
-    reduce = step._reduce
+    reduce = step.reductions.begin
 
     def note(*args: Any) -> None:
         nonlocal most
         reduce(*args)
-        most = max(most, len(step._in_flight))
+        most = max(most, len(step.reductions._in_flight))
 
-    with mock.patch.object(step, "_reduce", note), mock.patch.object(Reduction, "is_done", False):
+    with mock.patch.object(step.reductions, "begin", note), mock.patch.object(Reduction, "is_done", False):
         beside.backward()
     beside.check_gradients()
     assert most == max_input_buffers

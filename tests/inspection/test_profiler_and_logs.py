@@ -62,10 +62,10 @@ def test_a_profiled_backward_leaves_no_collective_in_flight(front: str, rank: in
     beside.train(num_steps=3)
     step = step_of(beside.ours, units_of(beside.ours)[0])
     square_loss(beside.ours, batch(rank)).backward()
-    assert step.unread is not None
+    assert step.end.unread is not None
     with profile(activities=[ProfilerActivity.CPU]):
         square_loss(beside.ours, batch(rank)).backward()
-        assert step.unread is None
+        assert step.end.unread is None
 
 
 @on_ranks(2)

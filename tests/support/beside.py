@@ -480,10 +480,10 @@ def assert_idle(model: nn.Module) -> None:
             assert handle.kept_shards is None
             if handle.buffer.owns_memory and reshards:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
-        assert not unit.step.has_reductions
-        assert not unit.step._prefetched
+        assert not unit.step.reductions.has_any(unit.param_groups)
+        assert not unit.step.order.prefetched
         assert unit.step.backward is None
-        assert unit.step.iteration is None
+        assert unit.step.order.iteration is None
 
 
 # -- steps of fully_shard beside torch's -------------------------------------------------------------------------------
