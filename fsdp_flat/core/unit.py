@@ -215,16 +215,29 @@ class Unit:
     def _move(self, event: MemoryEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
-    def current_version(self) -> WeightsVersion:
-        """Adopt what the program assigned to sharded parameters, if an all-gather may follow; return their version."""
-        if self.state is not _GATHERING and self.state is not _UNSHARDED:
-            self.adopt_assigned()
+    def weights_version(self) -> WeightsVersion:
+        """Return the version of the shards' values."""
         storage_epoch = weights_epoch = num_updates = 0
         for param_group in self.param_groups:
             storage_epoch += param_group.storage_epoch
             weights_epoch += param_group.weights_epoch()
             num_updates += param_group.num_updates
         return WeightsVersion(self.full_precision, storage_epoch, weights_epoch, num_updates)
+
+    def adopt_assigned(self) -> WeightsVersion:
+        """Adopt what the program assigned to sharded parameters, which are read next; then return their version.
+
+        What it assigned while the buffers hold the weights is in neither: guards are told.
+        """
+        if self.state in _READ_AGAIN:
+            for param_group in self.param_groups:
+                changes = param_group.shown.diff()
+                if changes.assigned or changes.data:
+                    param_group.adopt()
+        elif self.state is not _UNSHARDED:
+            for guard in EVENTS.before_reuse:
+                guard(self)
+        return self.weights_version()
 
     def gather(self) -> None:
         """Begin the all-gather, unless it has begun or the buffers can be used again.
@@ -239,7 +252,7 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with self.event("unshard"), unrecorded(), untransformed(), step.streams.all_gathers:
             # The all-gather sends the values of now, whatever changes before it is complete.
-            self.gathered_version = self.current_version()
+            self.gathered_version = self.adopt_assigned()
             for param_groups in self._gathered_together:
                 begin_all_gathers(param_groups, step.trace, self._pending_all_gathers)
             self._move(MemoryEvent.GATHER)
@@ -253,7 +266,7 @@ class Unit:
         uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
         begin no all-gather that this rank could join. The guard of changed weights then raises.
         """
-        in_backward, now = graph_task_id() != -1, self.current_version()
+        in_backward, now = graph_task_id() != -1, self.adopt_assigned()
         if in_backward and self.state is MemoryState.SHARDED_POST_FORWARD:
             return False
         if in_backward:
@@ -300,14 +313,14 @@ class Unit:
             (self.state is _GATHERING or self.state is _UNSHARDED)
             and self.needs_all_gather
             and self.phase is not Phase.BACKWARD
-            and self.gathered_version != self.current_version()
+            and self.gathered_version != self.weights_version()
         ):
             # Shards may have changed after the all-gather began, on this rank or on others.
             self.reshard()
         self.gather()
         self.wait()
         if not self.needs_all_gather:
-            self.gathered_version = self.current_version()
+            self.gathered_version = self.weights_version()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -323,20 +336,6 @@ class Unit:
                 for param_group in self.param_groups:
                     param_group.use_full_precision(full)
         self.full_precision = full
-
-    def adopt_assigned(self) -> None:
-        """Adopt what the program assigned to sharded parameters, which are read next.
-
-        What it assigned while the buffers hold the weights is in neither: guards are told.
-        """
-        if self.state in _READ_AGAIN:
-            for param_group in self.param_groups:
-                changes = param_group.shown.diff()
-                if changes.assigned or changes.data:
-                    param_group.adopt()
-        elif self.state is not _UNSHARDED:
-            for guard in EVENTS.before_reuse:
-                guard(self)
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters that modules show between forwards to the parameters that an optimizer holds."""
@@ -431,7 +430,8 @@ class Unit:
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that computed with ``weights``."""
         self.phase = Phase.BACKWARD
-        current = self.current_version()
+        is_gathered = self.state is _GATHERING or self.state is _UNSHARDED
+        current = self.weights_version() if is_gathered else self.adopt_assigned()
         if weights.storage_epoch == current.storage_epoch and self.control.unshard_in_backward:
             if weights.full_precision != self.full_precision:
                 self.use_full_precision(weights.full_precision)
