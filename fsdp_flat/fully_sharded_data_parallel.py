@@ -25,7 +25,7 @@ from fsdp_flat.core import LOW_PRECISION_HOOKS, FlatParameter, Phase, Step, Unit
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import Arguments, ShardedModule, check_gradients_set, clip_grads
+from fsdp_flat.runtime import Arguments, ShardedModule, check_gradients_set, clip_grads, unit_record
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(ShardedModule):
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, unit.module)
         self.register_load_state_dict_post_hook(state.end_load)
-        unit.undo.append(self.module.register_state_dict_post_hook(_warn_of_parts))
+        unit_record(unit).undo.append(self.module.register_state_dict_post_hook(_warn_of_parts))
 
     @property
     def module(self) -> nn.Module:
@@ -438,7 +438,7 @@ def _warn_of_parts(module: nn.Module, *_: object) -> None:
         return
     for unit in core.units_holding(module.parameters()):
         is_here = module is unit.module or module is unit.module._modules.get(CHECKPOINT_WRAPPED_MODULE)
-        if is_here and unit.needs_all_gather and unit.full is None and unit not in _TOLD_OF:
+        if is_here and unit.needs_all_gather and unit_record(unit).full is None and unit not in _TOLD_OF:
             _TOLD_OF.add(unit)
             num = sum(len(param_group.params) for param_group in unit.param_groups)
             warn_user(

@@ -55,6 +55,7 @@ from fsdp_flat.state import (
     encoded_states,
     merged_states,
     named_groups,
+    own_settings,
     rows_of,
 )
 from fsdp_flat.state.plain_states import boxed, has_quantized, is_wrapper
@@ -228,7 +229,7 @@ class _Saving:
 
             self._same += [f"{'an' if optim is not None else 'no'} optimizer", f"background={bool(background)}"]
             self._same += [f"step={step!r}", f"keep_last={keep_last!r}"]
-            self._handled = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+            self._handled = sorted({name for unit in units_of(model) for name in own_settings(unit).optim_handlers})
             handlers = some_of(list(map(repr, self._handled)), 6)
             self._same.append(f"a handler of {handlers}" if handlers else "no handler")
             index, self._replicated = ParamIndex(model), ReplicatedTensors(model)

@@ -47,6 +47,7 @@ from fsdp_flat.state import (
     CODECS,
     OptimInput,
     load_full_or_sharded,
+    own_settings,
     save_full_or_sharded,
     settings_for,
     warn_of_older_form,
@@ -130,6 +131,19 @@ def replaced(path: str, convert: Callable[[Any], Any] | None = None) -> Any:
         setattr(unit, record, replace(getattr(unit, record), **{field: value if convert is None else convert(value)}))
 
     return property(attrgetter(path), assign, doc=f"Reads and sets ``{path}``.")
+
+
+def _state_setting(field: str) -> Any:
+    """Return a property of a unit's settings for state dicts; assigning it replaces those of this unit alone."""
+
+    def read(self: Any) -> Any:
+        return getattr(own_settings(self._unit).state_dict, field)
+
+    def assign(self: Any, value: Any) -> None:
+        own = own_settings(self._unit)
+        own.state_dict = replace(own.state_dict, **{field: value})
+
+    return property(read, assign, doc=f"Reads and sets ``{field}``.")
 
 
 def _as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
@@ -438,8 +452,8 @@ class UndocumentedMembers(GroupMember):
     _device_mesh = _derived("_unit.options.groups.mesh")
     _sync_gradients = assignable("_unit.control.sync_gradients")
     _comm_hook_state = assignable("_unit.policy.hook_state")
-    _state_dict_config = replaced("_unit.state_dict_settings.state_dict_config")
-    _optim_state_dict_config = replaced("_unit.state_dict_settings.optim_state_dict_config")
+    _state_dict_config = _state_setting("state_dict_config")
+    _optim_state_dict_config = _state_setting("optim_state_dict_config")
     _has_params = _ReadOnly(lambda self: bool(self._unit.param_groups))
     _ignored_modules = _ReadOnly(lambda self: set(self._unit.ignored.modules))
     _ignored_params = _ReadOnly(lambda self: set(self._unit.ignored.params))
@@ -447,15 +461,15 @@ class UndocumentedMembers(GroupMember):
     @property
     def _state_dict_type(self) -> StateDictType:
         """Type of this unit's state dicts. Assigning one gives configs of another type their defaults."""
-        return self._unit.state_dict_settings.state_dict_type
+        return own_settings(self._unit).state_dict.state_dict_type
 
     @_state_dict_type.setter
     def _state_dict_type(self, value: Any) -> None:
-        before, now = self._unit.state_dict_settings, settings_for(value, None, None)
+        before, now = own_settings(self._unit).state_dict, settings_for(value, None, None)
         for name in ("state_dict_config", "optim_state_dict_config"):
             if isinstance(getattr(before, name), type(getattr(now, name))):
                 setattr(now, name, getattr(before, name))
-        self._unit.state_dict_settings = now
+        own_settings(self._unit).state_dict = now
 
     @property
     def _comm_hook(self) -> Any:

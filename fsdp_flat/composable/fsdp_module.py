@@ -14,7 +14,7 @@ from fsdp_flat import core, runtime
 from fsdp_flat.composable.fsdp_state import state_of
 from fsdp_flat.core import DTensorPlan, MemoryEvent, MemoryState, ParamGroup, Phase, Unit
 from fsdp_flat.core.quantized import quant_state_of
-from fsdp_flat.runtime import ShardedModule
+from fsdp_flat.runtime import ShardedModule, unit_record
 from fsdp_flat.state import is_own_save, with_advice
 from fsdp_flat.user_warnings import warn_user
 
@@ -71,6 +71,7 @@ _PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
 
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
+    undo = unit_record(unit).undo
     for param_group in unit.param_groups:
         indices: dict[nn.Module, dict[str, int]] = {}
         for index, entry in enumerate(param_group.params):
@@ -78,10 +79,10 @@ def hook_state_dicts(unit: Unit) -> None:
                 indices.setdefault(site.module, {})[site.name] = index
         for module, by_name in indices.items():
             if any(quant_state_of(param_group.params[index].param) is not None for index in by_name.values()):
-                unit.undo.append(module.register_state_dict_post_hook(_leave_out_constants))
+                undo.append(module.register_state_dict_post_hook(_leave_out_constants))
             show_shards = _shows_shards(unit, param_group, module)
-            unit.undo.append(module.register_state_dict_pre_hook(show_shards))
-            unit.undo.append(
+            undo.append(module.register_state_dict_pre_hook(show_shards))
+            undo.append(
                 module.register_load_state_dict_pre_hook(
                     partial(_prepare_load, show_shards, _dtensors_of(param_group), by_name)
                 )

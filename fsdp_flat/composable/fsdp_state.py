@@ -28,6 +28,10 @@ from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.runtime import ForwardHooks
 
 
+class _Replaced(dict[Any, Any]):
+    """Holds the functions and handles that programs have put in the place of a unit's own, by what they replace."""
+
+
 class _InBackward:
     """Is a method that a program may replace, whose function then runs in each backward of the unit.
 
@@ -44,24 +48,25 @@ class _InBackward:
         functools.update_wrapper(self, method)  # type: ignore[arg-type]
 
     def __get__(self, group: FSDPParamGroup | None, owner: Any = None) -> Any:
-        return self if group is None else group.unit.notes.get(self) or MethodType(self._run, group)
+        return self if group is None else group.unit.attached(_Replaced).get(self) or MethodType(self._run, group)
 
     def __set__(self, group: FSDPParamGroup, function: Callable[..., Any]) -> None:
         unit = group.unit
         if getattr(function, "__func__", None) == self._run:
-            unit.notes.pop(self, None)
+            unit.attached(_Replaced).pop(self, None)
             unit.__dict__.pop(self._name, None)
             return
-        unit.notes[self] = function
+        unit.attached(_Replaced)[self] = function
         unit.__dict__[self._name] = functools.partial(self._replaced, unit)
 
     def _replaced(self, unit: Unit, *args: Any, **kwargs: Any) -> None:
-        unit.notes[self, "own"] = functools.partial(getattr(type(unit), self._name), unit, *args, **kwargs)
-        unit.notes[self](*self._arguments)
-        unit.notes.pop((self, "own"), None)
+        found = unit.attached(_Replaced)
+        found[self, "own"] = functools.partial(getattr(type(unit), self._name), unit, *args, **kwargs)
+        found[self](*self._arguments)
+        found.pop((self, "own"), None)
 
     def _run(self, group: FSDPParamGroup, *args: Any) -> Any:
-        own = group.unit.notes.pop((self, "own"), None)
+        own = group.unit.attached(_Replaced).pop((self, "own"), None)
         return self._method(group, *args) if own is None else own()
 
 
@@ -549,17 +554,17 @@ class FSDPState(View):
     _post_forward_hook_handle = _hook_handle("_post_forward")
 
     def _handle(self, name: str) -> Any:
-        return self.unit.notes.get(("handle", self.module, name)) or _OwnHook(self.unit, name)
+        return self.unit.attached(_Replaced).get(("handle", self.module, name)) or _OwnHook(self.unit, name)
 
     def _set_handle(self, name: str, handle: RemovableHandle) -> None:
         hook = (handle.hooks_dict_ref() or {}).get(handle.id)
         key = "handle", self.module, name
         if getattr(hook, "__self__", None) != self:
-            self.unit.notes[key] = handle
+            self.unit.attached(_Replaced)[key] = handle
             return
         # A program that is done registers torch's own hooks again; the module's own call does this without hooks.
         handle.remove()
-        self.unit.notes.pop(key, None)
+        self.unit.attached(_Replaced).pop(key, None)
         self.unit.forward_hooks = None
 
     def _reset_iter_state(self) -> None:

@@ -49,6 +49,7 @@ from fsdp_flat.runtime import (
     listed,
     precision_of_policy,
     resolve_ignored,
+    unit_record,
 )
 from fsdp_flat.user_warnings import warn_user
 
@@ -217,11 +218,12 @@ def fully_shard(
     _set_resharding(unit, reshard_after_forward)
     hook_state_dicts(unit)
     replace_at_first_unit()
+    undo = unit_record(unit).undo
     for member in members:
         member.__dict__["_unit"] = unit
         mark = FullyShardMark(member, sharded_class(type(member)), FSDPState(member, unit))
         # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
-        unit.undo += [member.register_forward_pre_hook(_unshards), mark]
+        undo += [member.register_forward_pre_hook(_unshards), mark]
     return module
 
 

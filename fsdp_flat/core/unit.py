@@ -5,24 +5,16 @@ A unit is driven by the step of its tree (``step``).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from fsdp_flat.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    OptimStateHandler,
-    StateDictSettings,
-    StateDictType,
-)
 from fsdp_flat.comm import NOTHING, Pending, keep, profiled, profiler_is_on, settled, unrecorded, untransformed
 from fsdp_flat.core.casts import BufferCasts, input_cast
 from fsdp_flat.core.events import EVENTS, LOGGER
@@ -43,17 +35,7 @@ _SHARDED, _GATHERING, _UNSHARDED = MemoryState.SHARDED, MemoryState.GATHERING, M
 _READ_AGAIN = (_SHARDED, MemoryState.RETAINED_POST_FORWARD, MemoryState.SHARDED_POST_FORWARD)
 
 
-class FullParams(NamedTuple):
-    """Holds the full parameters of a unit, in other memory than its buffers.
-
-    Attributes:
-        tensors: the unsharded flat tensor of each parameter group, 1-D, ``layout.numel`` elements in the original
-            dtype.
-        are_shown: the modules hold Parameters that are views of ``tensors``.
-    """
-
-    tensors: dict[ParamGroup, torch.Tensor]
-    are_shown: bool
+_Attached = TypeVar("_Attached")
 
 
 @dataclass(eq=False, repr=False)
@@ -74,15 +56,9 @@ class Unit:
         state: the state of the parameters' memory; only :meth:`_move` sets it.
         gathered_version: the version of the weights that the buffers hold, or held last.
         holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
-        full: the full parameters, inside ``full_params`` and ``summon_full_params``; else None.
         averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.
-        outer: the outermost model in which a walk over modules has found the unit's module; None until then.
-        path_from_outer: the path of the module there.
-        undo: objects whose ``remove()`` undoes a change that wrapping made to modules, other than to parameters.
         stored_tensors: finds tensors that modules store in forward, through which a backward may reach the unit.
-        notes: what the fronts remember of the unit.
         forward_hooks: hooks of a caller that run the unit's forwards in the place of the module's call; else None.
-        unwritten: tensors that were moved from the meta device, without values; None if no rank had meta tensors.
     """
 
     module: nn.Module
@@ -103,11 +79,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.depth = 0
         self.control = UnitControl.of(self.options.strategy)
-        self.state_dict_settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
         self.policy = ReductionPolicy()
-        self.is_nested = self.holds_graph = False
+        self.holds_graph = False
         self.needs_all_gather = any(param_group.comm.exact is not None for param_group in self.param_groups)
         # Groups of one mesh are all-gathered together.
         self._gathered_together = [param_groups for _, param_groups in self.by_mesh() if param_groups]
@@ -115,20 +88,20 @@ class Unit:
         self.gathered_version = WeightsVersion(False, -1, -1, -1)
         self.full_precision = False
         self._pending_all_gathers: list[Pending] = []
-        self.full: FullParams | None = None
-        self.forward_methods: set[str] = set()
-        self.optim_state_handlers: dict[str, OptimStateHandler] = {}
         self.averages_ignored: bool | None = None
-        self.outer: weakref.ref[nn.Module] | None = None
-        self.path_from_outer = ""
-        self.undo: list[Any] = []
         self.stored_tensors = StoredTensors(self.own_modules)
-        self.notes: dict[Any, Any] = {}
         self.forward_hooks: Any = None
-        self.unwritten: list[Any] | None = None
+        self._attached: dict[type, Any] = {}
         self.step.root, self.step.units = self, [self]  # alone, until the first use of the tree
         self.use_step(self.step)
         _UNITS.add(self)
+
+    def attached(self, kind: type[_Attached]) -> _Attached:
+        """Return what a layer above keeps of the unit: its object of a class of that layer, made at first use."""
+        if kind not in self._attached:
+            self._attached[kind] = kind()
+        found: _Attached = self._attached[kind]
+        return found
 
     def by_mesh(self) -> list[tuple[UnitOptions, list[ParamGroup]]]:
         """Return the parameter groups of each mesh with its options; the unit's own comes first, even without any."""

@@ -8,6 +8,7 @@ from fsdp_flat.comm import ErrorTexts, agree
 from fsdp_flat.core import Iteration, Step, Unit
 from fsdp_flat.errors import UsageError, counted, some_of
 from fsdp_flat.guards.once_a_tree import OnceATree
+from fsdp_flat.runtime import unit_record
 from fsdp_flat.user_warnings import warn_user
 
 _WRITTEN = ErrorTexts("checking weights that left the meta device")
@@ -32,12 +33,13 @@ class MetaTensors(OnceATree):
                 f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a "
                 "state dict, between to_empty and the first forward."
             )
-        left_meta = [each for each in step.units if each.unwritten is not None and not each.options.front.stays_on_meta]
+        moved = [each for each in step.units if unit_record(each).unwritten is not None]
+        left_meta = [each for each in moved if not each.options.front.stays_on_meta]
         if left_meta:
             shard_groups = dict.fromkeys(unit.options.groups.shard for unit in (step.root, *left_meta))
             agree((), _unwritten_error(left_meta), list(shard_groups), _WRITTEN)
         for unit in step.units:
-            unit.unwritten = None
+            unit_record(unit).unwritten = None
         self.seen.add(step)  # after an error the next forward looks again
 
 
@@ -46,7 +48,7 @@ def _unwritten(units: Iterable[Unit], *, params: bool) -> list[str]:
     return [
         f"{entry.fqn!r} of unit {unit.name!r}"
         for unit in units
-        for entry in unit.unwritten or ()
+        for entry in unit_record(unit).unwritten or ()
         if entry.is_param is params and entry.is_still
     ]
 

@@ -58,7 +58,7 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.errors import UnsupportedError, UsageError, some_of
 from fsdp_flat.guards.optimizers import check_whole
-from fsdp_flat.runtime import check_gradients_set, clip_grads, outer_holder_in
+from fsdp_flat.runtime import check_gradients_set, clip_grads, outer_holder_in, unit_record
 
 _torch_grad: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.grad
 _torch_backward: Callable[..., None] = torch.autograd.backward
@@ -406,7 +406,7 @@ def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Paramet
     return {
         visible.param: [param_group.buffer.params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
-        if unit.full is None  # else modules compute with the parameters that an optimizer holds
+        if unit_record(unit).full is None  # else modules compute with the parameters that an optimizer holds
         for param_group in unit.param_groups
         for visible in param_group.shown.visible
     }

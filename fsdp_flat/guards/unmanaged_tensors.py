@@ -31,7 +31,7 @@ from fsdp_flat.core import (
 from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.guards.replaced_modules import replaced_params
-from fsdp_flat.runtime import group_settings
+from fsdp_flat.runtime import group_settings, unit_record
 from fsdp_flat.user_warnings import warn_user
 
 _IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outside of every unit", "buffer"
@@ -81,7 +81,8 @@ def _is_unsynchronized(param: nn.Parameter) -> bool:
 def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
     """Warn of parameters whose gradients this tree's backward leaves to each rank, or averages over some ranks only."""
     options = units[0].options
-    outer = None if units[0].outer is None else units[0].outer()
+    found = unit_record(units[0]).outer
+    outer = None if found is None else found()
     if outer is not None and outer not in _TOLD_OF and options.groups.num_ranks > 1:
         _TOLD_OF.add(outer)
         around = units_of(outer)

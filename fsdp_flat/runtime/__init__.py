@@ -31,6 +31,7 @@ from fsdp_flat.runtime.other_forwards import (
     unshard_for,
 )
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, require_root, share_comm_ctx
+from fsdp_flat.runtime.unit_record import FullParams, unit_record
 from fsdp_flat.runtime.unit_settings import (
     register_comm_hook,
     replace_collectives,

@@ -43,6 +43,7 @@ from fsdp_flat.runtime.materialize import (
     unwritten_params,
 )
 from fsdp_flat.runtime.param_walk import inside_wrappers, managed_sites, to_local_param, unit_params
+from fsdp_flat.runtime.unit_record import unit_record
 from fsdp_flat.runtime.unwrap import hide_compiled_name
 from fsdp_flat.user_warnings import warn_user
 
@@ -144,14 +145,15 @@ def build_unit(
     low = [child for _, child in modules if child not in full_precision]
     casts, own = BufferCasts(module, low, precision.buffer_dtype), tuple(child for _, child in modules)
     unit = Unit(module, name, options, param_groups, ignored, casts, own, (module,), unit_id, Step(options.device))
-    unit.undo += quantized
+    record = unit_record(unit)
+    record.undo += quantized
     for inner in nested:
-        inner.is_nested = True
+        unit_record(inner).is_nested = True
     if call.on_meta:
-        unit.unwritten = [
+        record.unwritten = [
             each for param_group in param_groups for each in unwritten_params(unit, param_group) if each.fqn in marked
         ]
-        unit.unwritten += [
+        record.unwritten += [
             Unwritten(join_fqn(path, key), partial(child._buffers.get, key), is_param=False)
             for path, child in modules
             for key, buffer in child._buffers.items()
@@ -275,9 +277,9 @@ def build_per_param(
     casts, own_children = BufferCasts(module, (), None), tuple(child for _, child in modules)
     step = Step(options.device)
     unit = Unit(module, name, options, param_groups, ignored, casts, own_children, tuple(members), unit_ids[0], step)
-    unit.undo += quantized
+    unit_record(unit).undo += quantized
     for each in nested:
-        each.is_nested = True
+        unit_record(each).is_nested = True
     return unit
 
 

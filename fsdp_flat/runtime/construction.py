@@ -60,6 +60,7 @@ from fsdp_flat.runtime.compute_device import (
 )
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize, unwritten_params
 from fsdp_flat.runtime.param_walk import named_sites, unit_params
+from fsdp_flat.runtime.unit_record import unit_record
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units
 
@@ -196,7 +197,8 @@ def construct(
             shard_in_place(child, own, ignored)
             unit = unit_of(child)
             if call.on_meta and unit is not None:
-                unit.unwritten = [each for group in unit.param_groups for each in unwritten_params(unit, group)]
+                unwritten = [each for group in unit.param_groups for each in unwritten_params(unit, group)]
+                unit_record(unit).unwritten = unwritten
             return units_of(child)
 
         # Most units have the same arguments: those of one call are validated once.

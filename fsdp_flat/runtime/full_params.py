@@ -20,8 +20,9 @@ from fsdp_flat.core import (
 )
 from fsdp_flat.core.options import Phase
 from fsdp_flat.core.step import step_of
-from fsdp_flat.core.unit import FullParams, Unit, units_of
+from fsdp_flat.core.unit import Unit, units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
+from fsdp_flat.runtime.unit_record import FullParams, unit_record
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -71,7 +72,8 @@ def full_params(
     Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
     ``summon_full_params``) it does not all-gather again, so that changes not yet written back are visible.
     """
-    outer = unit.full
+    record = unit_record(unit)
+    outer = record.full
     was_shown = outer is not None and outer.are_shown
     if outer is None:
         unit.adopt_assigned()
@@ -81,14 +83,14 @@ def full_params(
         )
     else:
         tensors = outer.tensors
-    unit.full = FullParams(tensors, show or was_shown)
+    record.full = FullParams(tensors, show or was_shown)
     try:
         if show and not was_shown:
             for param_group, tensor in tensors.items():
                 param_group.shown.show_full_params(param_group.layout.views(tensor))
         yield tensors
     finally:
-        unit.full = outer
+        record.full = outer
         for param_group in () if was_shown else unit.param_groups:
             param_group.shown.hide_full_params()
             if outer is None and unit.is_unsharded:
@@ -135,7 +137,7 @@ def summon_full_params(
     units = []
     for child in modules_of(module) if recurse else (module,):
         for unit in units_of(child, recurse=False):
-            if not unit.is_nested:
+            if not unit_record(unit).is_nested:
                 # This is a first use: from here on the wrapper is a root.
                 step_of(child, unit)
             unit.check_idle("summon_full_params")

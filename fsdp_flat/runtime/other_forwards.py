@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from fsdp_flat.core.step import step_of
 from fsdp_flat.core.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
+from fsdp_flat.runtime.unit_record import unit_record
 
 
 class UnshardHandle:
@@ -187,6 +188,16 @@ def _participate_below(module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tens
     return torch.zeros(()).requires_grad_() * 1 if needs_grad else None
 
 
+class _Replaced(NamedTuple):
+    """Names a method that a module got; ``remove`` gives it back that of its class, when the unit is unwrapped."""
+
+    module: nn.Module
+    method_name: str
+
+    def remove(self) -> None:
+        self.module.__dict__.pop(self.method_name, None)
+
+
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method of a wrapped module run with unsharded parameters, as its forward does.
 
@@ -220,7 +231,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         return run_forward(module, unit, args, kwargs, own or getattr(inner(), method_name))
 
     module.__dict__[method_name] = run_unsharded
-    unit.forward_methods.add(method_name)
+    unit_record(unit).undo.append(_Replaced(module, method_name))
 
 
 def _wrapped_in(module: nn.Module) -> nn.Module:

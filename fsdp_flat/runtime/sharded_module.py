@@ -17,6 +17,7 @@ from fsdp_flat.core.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.runtime.arguments import listed
 from fsdp_flat.runtime.other_forwards import UnshardHandle
+from fsdp_flat.runtime.unit_record import unit_record
 from fsdp_flat.runtime.unit_settings import UnitSettings, replace_collectives
 
 
@@ -353,12 +354,13 @@ def _note_outer_model(module: nn.Module, walked: Iterable[nn.Module] | None, pat
         path: the path from the first one to ``module``; the longest one counts.
     """
     unit = unit_of(module)
-    if unit is None or len(path) <= len(unit.path_from_outer):
+    if unit is None or len(path) <= len(unit_record(unit).path_from_outer):
         return
     for each in walked or ():
         inner: nn.Module | None = each
         for name in path.split("."):
             inner = None if inner is None else inner._modules.get(name)
         if inner is module:
-            unit.outer, unit.path_from_outer = weakref.ref(each), path
+            record = unit_record(unit)
+            record.outer, record.path_from_outer = weakref.ref(each), path
             return

@@ -18,6 +18,7 @@ from fsdp_flat.core.step import step_of
 from fsdp_flat.core.torch_core import LOW_PRECISION_HOOKS
 from fsdp_flat.core.unit import Unit, own_unit, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
+from fsdp_flat.runtime.unit_record import unit_record
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
         OptionError: (a ValueError) the hook is not callable.
     """
     unit = own_unit(self)
-    if unit.is_nested or step_of(self, unit).root is not unit:
+    if unit_record(unit).is_nested or step_of(self, unit).root is not unit:
         raise PhaseError(f"register_comm_hook must be called on the root; {unit.name!r} is nested.")
     policies = [each.policy for each in units_of(self)]
     if any(policy.hook is not None or policy.dtype is not None for policy in policies):

@@ -17,6 +17,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.full_params import all_gather_full
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
+from fsdp_flat.runtime.unit_record import unit_record
 
 # The name component that torch.compile adds.
 _COMPILED_PREFIX = COMPILED_MODULE + "."
@@ -48,7 +49,8 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         # Fake tensors, which have no values, stay on the meta device.
         if was_meta and not param_group.flat_param.is_meta and type(param_group.flat_param.data) is torch.Tensor:
             param_group.layout.clear_padding(param_group.flat_param.data, param_group.spec.rank)
-            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(unit, param_group)]
+            record = unit_record(unit)
+            record.unwritten = [*(record.unwritten or ()), *unwritten_params(unit, param_group)]
     _follow_parameters(unit)
     return True
 
@@ -129,10 +131,9 @@ def _restore_module(module: nn.Module) -> None:
     unit = unit_of(module)
     if unit is not None:
         del module.__dict__["_unit"]
-        for name in unit.forward_methods:
-            module.__dict__.pop(name, None)
-        while unit.undo:
-            unit.undo.pop().remove()
+        undo = unit_record(unit).undo
+        while undo:
+            undo.pop().remove()
     for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_fsdp_has_managed_params"):
         module.__dict__.pop(mark, None)
     drop_full_precision(module)

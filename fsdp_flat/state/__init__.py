@@ -49,4 +49,5 @@ from fsdp_flat.state.shards import (
     held_by,
     rank_groups_of,
 )
+from fsdp_flat.state.state_settings import own_settings
 from fsdp_flat.state.torch_state import distributed_param, full_tensor

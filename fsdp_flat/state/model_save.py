@@ -30,12 +30,13 @@ from fsdp_flat.core.quantized import quant_state_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
-from fsdp_flat.runtime import full_params
+from fsdp_flat.runtime import FullParams, full_params, unit_record
 from fsdp_flat.state.apart import TakenApart
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
 from fsdp_flat.state.plain_states import is_wrapper, values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of, rank_groups_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
+from fsdp_flat.state.state_settings import own_settings
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -65,9 +66,9 @@ def set_state_dict_type(
     for config in (settings.state_dict_config, settings.optim_state_dict_config):
         if hasattr(config, "_use_dtensor"):
             config._use_dtensor = bool(units) and units[0].options.groups.mesh is not None
-    previous = [unit.state_dict_settings for unit in units]
+    previous = [own_settings(unit).state_dict for unit in units]
     for unit in units:
-        unit.state_dict_settings = settings
+        own_settings(unit).state_dict = settings
     return previous[0] if previous else None  # type: ignore[return-value]
 
 
@@ -83,7 +84,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         PhaseError: wrappers below ``module`` have different settings.
     """
-    found = [unit.state_dict_settings for unit in units_of(module)]
+    found = [own_settings(unit).state_dict for unit in units_of(module)]
     if any(settings is not found[0] and settings != found[0] for settings in found):
         raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
     return found[0] if found else None  # type: ignore[return-value]
@@ -100,13 +101,13 @@ def state_dict_type(
 
     Arguments and errors are those of ``set_state_dict_type``.
     """
-    previous = {unit: unit.state_dict_settings for unit in units_of(module)}
+    previous = {unit: own_settings(unit).state_dict for unit in units_of(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         for unit, settings in previous.items():
-            unit.state_dict_settings = settings
+            own_settings(unit).state_dict = settings
 
 
 # By unit, settings that replace its own while a model's state dict is made or loaded.
@@ -115,7 +116,7 @@ _forced: ContextVar[Mapping[Unit, StateDictSettings]] = ContextVar("fsdp_flat_fo
 
 def settings_of(unit: Unit) -> StateDictSettings:
     """Return the settings in force for a unit."""
-    return _forced.get().get(unit, unit.state_dict_settings)
+    return _forced.get().get(unit, own_settings(unit).state_dict)
 
 
 @contextmanager
@@ -208,7 +209,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     every_unit = units_of(wrapper) if outermost else []
     units = [each for each in every_unit if each.options.front.has_wrapper]
     # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
-    sent = [each for each in units if each.param_groups and not (is_full and each.full is not None)]
+    sent = [each for each in units if each.param_groups and not (is_full and unit_record(each).full is not None)]
     rank_groups = list(dict.fromkeys(each.options.groups.shard for each in sent if codec.communicates))
     # Full tensors are gathered over the groups of tensor parallelism too.
     groups = list(dict.fromkeys([*rank_groups, *(rank_groups_of(sent, of_replicas=False) if is_full else ())]))
@@ -298,7 +299,8 @@ def _shards_of(units: Sequence[Unit], codec: StateDictCodec, prefix: str) -> Ite
     While a unit's full parameters are shown these are copies of what the modules have, changes included.
     """
     for unit in units:
-        if unit.full is None:
+        full = unit_record(unit).full
+        if full is None:
             if isinstance(codec, FullCodec):
                 unit.step.recover()
             else:
@@ -309,13 +311,14 @@ def _shards_of(units: Sequence[Unit], codec: StateDictCodec, prefix: str) -> Ite
                     yield flat_shard(unit, param_group, prefix)
                 continue
         for param in params_of(unit, prefix):
-            yield StateShard(param, param.local if unit.full is None else _part_inside_summon(param), param.shape)
+            local = param.local if full is None else _part_inside_summon(param, full)
+            yield StateShard(param, local, param.shape)
 
 
-def _part_inside_summon(param: IndexedParam) -> torch.Tensor:
+def _part_inside_summon(param: IndexedParam, full: FullParams) -> torch.Tensor:
     """Return this rank's elements of a parameter inside ``summon_full_params``, in memory of their own."""
     local, param_group = param.local, param.param_group
-    if param.unit.full is not None and param.unit.full.are_shown:
+    if full.are_shown:
         rank = param.rank_group.rank
         local = param_group.layout.local_part(param.index, rank, param_group.shown.full_local(param.index).detach()).to(
             local.device
@@ -352,7 +355,7 @@ class _UnitSave:
     def parts(self) -> dict[str, Any]:
         """Save this rank's parts, in whose place wrapped modules and their hooks see placeholders."""
         unit, codec, config, settings = self.unit, self.codec, self.config, settings_of(self.unit)
-        if codec.is_flat or unit.full is None:
+        if codec.is_flat or unit_record(unit).full is None:
             unit.check_idle("state_dict")
         if codec.is_flat and unit.options.groups.mesh is not None:
             raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
@@ -363,7 +366,7 @@ class _UnitSave:
             )
             if codec.is_flat:
                 return replace(self, codec=FULL, gathered=None).full_tensors()
-        if unit.full is not None:
+        if unit_record(unit).full is not None:
             return self._summoned()
         shards = list(_shards_of([unit], codec, self.prefix))
         # A tensor under every original name gives the dict its keys in their order, and hooks the full parameters.
@@ -412,7 +415,8 @@ class _UnitSave:
         """Save full tensors, which modules and their hooks see as their parameters."""
         unit, codec, config = self.unit, self.codec, self.config
         assert isinstance(codec, FullCodec)
-        keep, is_summoned = not config.rank0_only or unit.options.groups.primary.rank == 0, unit.full is not None
+        keep = not config.rank0_only or unit.options.groups.primary.rank == 0
+        is_summoned = unit_record(unit).full is not None
         gathered = () if is_summoned else self._values(_shards_of([unit], codec, ""))
         params = params_of(unit, self.prefix)
         with ExitStack() as shown:

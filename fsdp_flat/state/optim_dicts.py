@@ -35,6 +35,7 @@ from fsdp_flat.state.shards import (
     held_by,
     shape_of,
 )
+from fsdp_flat.state.state_settings import own_settings
 from fsdp_flat.user_warnings import warn_user
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -370,7 +371,7 @@ def register_optim_state_handler(
         )
     handler = OptimStateHandler(merge, split)
     for unit in units:
-        unit.optim_state_handlers[name] = handler
+        own_settings(unit).optim_handlers[name] = handler
 
 
 # -- the older forms of FSDP1's methods, each with a FutureWarning -----------------------------------------------------

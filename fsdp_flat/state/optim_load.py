@@ -37,6 +37,7 @@ from fsdp_flat.state.shards import (
     refuse_split,
     shape_of,
 )
+from fsdp_flat.state.state_settings import own_settings
 from fsdp_flat.state.torch_state import dtensor_from, empty_dtensor, placed_like
 from fsdp_flat.user_warnings import warn_user
 
@@ -192,7 +193,7 @@ class _OptimLoad:
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[first.fqn]):
             value = rows[first.fqn][key]
-            if owner is None and key in first.unit.optim_state_handlers:
+            if owner is None and key in own_settings(first.unit).optim_handlers:
                 self._split(first, key, value, found)
             elif self._is_plain(first, key, value, is_owned=owner is not None):
                 if holds_tensors(value) and first.is_split and owner is None:
@@ -271,7 +272,7 @@ class _OptimLoad:
         """Split this rank's part of a state off with its handler, now or as one of the writes."""
         refuse_split(param, key)
         interval, device = param.local_shard.in_param, param.param_group.flat_param.device
-        handler = param.unit.optim_state_handlers[key]
+        handler = own_settings(param.unit).optim_handlers[key]
 
         def put(full: torch.Tensor) -> None:
             result[key] = handler.split(
@@ -485,7 +486,7 @@ def states_in_files(
         is_free = (
             fqn in index.dtensors_by_name
             if param is None
-            else param.shown in owners or name in param.unit.optim_state_handlers
+            else param.shown in owners or name in own_settings(param.unit).optim_handlers
         )
         if shape != expected and not is_free:
             raise LoadError(

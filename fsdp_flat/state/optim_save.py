@@ -46,6 +46,7 @@ from fsdp_flat.state.shards import (
     rank_groups_of,
     redistribute,
 )
+from fsdp_flat.state.state_settings import own_settings
 from fsdp_flat.user_warnings import warn_user
 
 _MERGING = ErrorTexts("merging optimizer states")
@@ -75,7 +76,8 @@ def save_optim_state(
             unit.step.recover()
         contents = held_by(optim)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
-    compares = codec.communicates or bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
+    handled = any(own_settings(unit).optim_handlers for unit in index.units)
+    compares = handled or codec.communicates or bool(contents.owners)
     with until_met:
         contents = contents_of(optim, index, state_dict)
         is_full = isinstance(codec, FullCodec)
@@ -209,7 +211,7 @@ def merged_states(states: Sequence[ParamState], config: Config, *, in_turn: bool
         for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
             dst = 0 if config.rank0_only else position % rank_group.size if in_turn else None
             parts = _parts_on(param, own.pop((param, name)), each_kind, dst=dst)
-            handler = param.unit.optim_state_handlers.get(name)
+            handler = own_settings(param.unit).optim_handlers.get(name)
             # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
             if handler is not None and until_met.error is None and dst in (None, rank_group.rank):
                 with until_met:

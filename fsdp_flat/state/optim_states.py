@@ -42,6 +42,7 @@ from fsdp_flat.state.shards import (
     rank_groups_of,
     refuse_split,
 )
+from fsdp_flat.state.state_settings import own_settings
 from fsdp_flat.user_warnings import warn_user
 
 # A plain state, or a digest of it, as a pair of JSON, by name.
@@ -303,7 +304,7 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
     first, is_owned = states[0].param, states[0].owner is not None
     where = f"{first.fqn!r} (unit {first.unit.name!r})"
     for name, value in values.items():
-        if name in first.unit.optim_state_handlers and not is_owned:
+        if name in own_settings(first.unit).optim_handlers and not is_owned:
             if len(states) > 1:
                 raise UnsupportedError(
                     f"State {name!r} of unit {first.unit.name!r} has a handler, but belongs to a flat parameter of "
