@@ -57,10 +57,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method as register_fsdp_forward_method,
         share_comm_ctx as share_comm_ctx,
     )
-    from fsdp_flat.core import (
-        FlatParameter as FlatParameter,
-        offload_optimizer as offload_optimizer,
-    )
+    from fsdp_flat.core import FlatParameter as FlatParameter
     from fsdp_flat.errors import FsdpFlatError as FsdpFlatError
     from fsdp_flat.extras import (
         MatrixOptimizer as MatrixOptimizer,
@@ -78,6 +75,7 @@ if TYPE_CHECKING:
     from fsdp_flat.guards import check_replicas as check_replicas
     from fsdp_flat.runtime import (
         offload_activations as offload_activations,
+        offload_optimizer as offload_optimizer,
         participate as participate,
         register_forward_method as register_forward_method,
         unshard_for as unshard_for,
@@ -101,9 +99,9 @@ else:
             "CPUOffloadPolicy DataParallelMeshDims FSDPModule GradientReductionHandle MixedPrecisionPolicy "
             "OffloadPolicy UnshardHandle fully_shard register_fsdp_forward_method share_comm_ctx"
         ),
-        "core": "FlatParameter offload_optimizer",
+        "core": "FlatParameter",
         "guards": "check_replicas",
-        "runtime": "offload_activations participate register_forward_method unshard_for unwrap",
+        "runtime": "offload_activations offload_optimizer participate register_forward_method unshard_for unwrap",
         "state": "register_optim_state_handler",
         "extras": (
             "MatrixOptimizer ShardedEMA clean_named_modules clean_named_parameters clean_tensor_name compare_with "

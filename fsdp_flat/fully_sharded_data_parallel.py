@@ -280,7 +280,7 @@ class FullyShardedDataParallel(ShardedModule):
             UsageError: not the root.
             RankMismatchError: (a ValueError) ranks have different buffers.
         """
-        core.average_buffers(self, self._require_root("average_buffers").root.options.groups)
+        runtime.average_buffers(self, self._require_root("average_buffers").root.options.groups)
 
     register_comm_hook = runtime.register_comm_hook
     set_gradient_divide_factor = runtime.set_divide_factor_of_tree

@@ -41,6 +41,7 @@ from fsdp_flat.comm.rank_groups import (
     RankGroup,
     ShardingGroups,
     Strategy,
+    all_rank_groups,
     connected,
     global_ranks,
     has_accelerator_backend,

@@ -350,6 +350,11 @@ class ShardingGroups:
         return self.primary.group
 
 
+def all_rank_groups(groups: Iterable[ShardingGroups]) -> list[RankGroup]:
+    """Return every process group of the given ones, each once."""
+    return list(dict.fromkeys(rank_group for each in groups for rank_group in each.rank_groups))
+
+
 def resolve_groups(
     strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
 ) -> ShardingGroups:

@@ -1,9 +1,9 @@
 """Runs the step of units of parameters (layer 2): layouts, parameter groups, units, and the steps of a tree."""
 
-from fsdp_flat.core.averages import average_buffers, persistent_buffers, unmanaged_params, unreduced_params
+from fsdp_flat.core.averages import unmanaged_params, unreduced_params
 from fsdp_flat.core.backward import Iteration
 from fsdp_flat.core.buffers import MemoryPool
-from fsdp_flat.core.checks import TRAINED, all_rank_groups, trained_lines
+from fsdp_flat.core.differences import TRAINED, trained_lines
 from fsdp_flat.core.dtensor_plan import DTensorPlan
 from fsdp_flat.core.extended_group import ExtendedGroup
 from fsdp_flat.core.flat_parameter import FlatParameter, set_grad
@@ -32,8 +32,6 @@ from fsdp_flat.core.optimizer_grads import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.core.optimizer_states import offload_optimizer
-from fsdp_flat.core.optimizer_steps import note_unwrapped, unwrapped_from, watch_steps_on
 from fsdp_flat.core.options import IN_PLACE, Ignored, Phase, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import (

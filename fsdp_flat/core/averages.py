@@ -1,4 +1,4 @@
-"""Averages over ranks, on request, what no unit manages: gradients of ignored and added parameters, and buffers."""
+"""Averages over ranks, on request, gradients that no unit manages: those of ignored and of added parameters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, begin_all_reduce, connected
+from fsdp_flat.comm import ShardingGroups, begin_all_reduce, connected
 from fsdp_flat.core.params import is_managed, modules_of
 from fsdp_flat.core.torch_core import is_replicated
 from fsdp_flat.core.unit import Unit
 from fsdp_flat.errors import UsageError
-from fsdp_flat.layout import clean_fqn, join_fqn
-
-_BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
+from fsdp_flat.layout import clean_fqn
 
 
 def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
@@ -51,17 +49,6 @@ def unreduced_params(root: nn.Module | None, units: Iterable[Unit]) -> dict[str,
     }
 
 
-def persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name the persistent buffers below ``root``, each once, without DTensors."""
-    found: dict[torch.Tensor, str] = {}
-    for path, module in root.named_modules():
-        for name, buffer in module._buffers.items():
-            persists = buffer is not None and name not in module._non_persistent_buffers_set
-            if persists and not isinstance(buffer, DTensor):
-                found.setdefault(buffer, clean_fqn(join_fqn(path, name)))
-    return {name: buffer for buffer, name in found.items()}
-
-
 def averaged_lines(params: Mapping[str, nn.Parameter], *, averages: bool) -> list[str]:
     """Describe what :func:`average_gradients` is to average, one fact a line, the same on all ranks."""
     described = [f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()]
@@ -90,11 +77,11 @@ def average_gradients(
     used = list(compress(params.values(), any_rank([param.grad is not None for param in params.values()])))
     with torch.no_grad():
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in used]
-        for param, mean in zip(used, _means(grads, groups, "gradients"), strict=True):
+        for param, mean in zip(used, means(grads, groups, "gradients"), strict=True):
             param.grad = mean.to(param.dtype, copy=True)
 
 
-def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
+def means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
     """Return the mean over ranks of each tensor, dense; of an integer one the maximum."""
     # One all-reduce for each dtype, device and group.
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -115,16 +102,3 @@ def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -
         for index, each, mean in zip(indices, dense, flat.split([each.numel() for each in dense]), strict=True):
             results[index] = mean.view(each.shape)
     return results
-
-
-def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
-    """Replace each persistent buffer by its mean over ranks; an integer one by the maximum.
-
-    Boolean buffers are unchanged. Every rank of the groups must call this, with the same buffers.
-    """
-    with torch.no_grad():
-        buffers = {name: buffer for name, buffer in persistent_buffers(root).items() if buffer.dtype is not torch.bool}
-        lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
-        agree(lines, None, groups.rank_groups, _BUFFERS)
-        for buffer, mean in zip(buffers.values(), _means([*buffers.values()], groups, "buffers"), strict=True):
-            buffer.copy_(mean.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else mean)

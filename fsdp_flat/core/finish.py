@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_flat.comm import CollectiveLog, profiler_is_on
 from fsdp_flat.core.averages import average_gradients, averaged_lines, unreduced_params
 from fsdp_flat.core.backward import Backward
-from fsdp_flat.core.checks import log_unread_difference
+from fsdp_flat.core.differences import log_unread_difference
 from fsdp_flat.core.events import LOGGER
 from fsdp_flat.core.exchange import BackwardExchange, Outcome
 from fsdp_flat.core.optimizer_grads import add_reduced

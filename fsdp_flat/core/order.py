@@ -16,10 +16,13 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
-from fsdp_flat.core.checks import budget_of, report_kept
+from fsdp_flat.core.events import LOGGER
 from fsdp_flat.core.memory import MemoryState
 from fsdp_flat.core.options import AfterForward, Phase
 from fsdp_flat.core.unit import Unit, unit_of
+from fsdp_flat.errors import OptionError
+from fsdp_flat.sizes import size_text
+from fsdp_flat.user_warnings import warn_user
 
 _OWNS_MEMORY = attrgetter("buffer.owns_memory")
 # In these states an all-gather has nothing to do.
@@ -46,7 +49,7 @@ class Order:
     def __init__(self, units: Sequence[Unit], *, on_accelerator: bool) -> None:
         self._units, self._root = units, next(iter(units), None)
         self._on_accelerator = on_accelerator
-        self._unspent_nbytes = budget_of(units)  # the memory budget, until units are chosen
+        self._unspent_nbytes = _budget_of(units)  # the memory budget, until units are chosen
         self._position = 0
         self.last_order: dict[Unit, list[Unit]] = {}
         self.kept_for_backward: frozenset[Unit] = frozenset()
@@ -245,7 +248,7 @@ class Order:
         if not is_unknown:
             self._unspent_nbytes = None
             self.kept_for_backward = frozenset(compress(self._units, map(not_, freed)))
-            report_kept([unit for unit in self._units if unit in self.kept_for_backward], candidates, nbytes)
+            _report_kept([unit for unit in self._units if unit in self.kept_for_backward], candidates, nbytes)
 
     # -- prefetch ------------------------------------------------------------------------------------------------
 
@@ -288,3 +291,32 @@ class Order:
         units, self.prefetched = self.prefetched, {}
         for unit in units:
             unit.reshard()
+
+
+def _budget_of(units: Sequence[Unit]) -> int | None:
+    """Return the bytes of unsharded parameters that a tree keeps for backward by its budget; None without a budget.
+
+    Raises an OptionError if ``units`` have several budgets.
+    """
+    budgets: dict[int, str] = {}
+    for unit in units:
+        strategy = unit.options.strategy
+        if strategy.budget_nbytes is not None:
+            budgets.setdefault(strategy.budget_nbytes, f"{strategy.budget} in unit {unit.name!r}")
+    if len(budgets) > 1:
+        raise OptionError(f"The units of a tree share one memory budget; got {'; '.join(budgets.values())}.")
+    return next(iter(budgets), None)
+
+
+def _report_kept(kept: Sequence[Unit], candidates: Sequence[Unit], nbytes: int) -> None:
+    """Log the units that a memory budget keeps for backward; warn if it is too small for any of ``candidates``."""
+    names = ", ".join(repr(unit.name) for unit in kept) or "none"
+    stay = "unit stays" if len(kept) == 1 else "units stay"
+    budget = size_text(nbytes)
+    LOGGER.info("memory budget of %s: %d %s unsharded from forward to backward: %s", budget, len(kept), stay, names)
+    if nbytes and candidates and not kept:
+        smallest = min(candidates, key=lambda unit: unit.buffer_nbytes)
+        warn_user(
+            f"The memory budget of {budget} keeps no unit unsharded for backward: unit {smallest.name!r}, the "
+            f"smallest, takes {size_text(smallest.buffer_nbytes)}. Give a larger budget, or leave it out."
+        )

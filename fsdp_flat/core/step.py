@@ -38,7 +38,8 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.core.backward import Backward, ForwardRecord, Iteration
 from fsdp_flat.core.buffers import MemoryPool
-from fsdp_flat.core.checks import check_units, late_gradients, log_units, raise_difference
+from fsdp_flat.core.checks import check_units, log_units
+from fsdp_flat.core.differences import late_gradients, raise_difference
 from fsdp_flat.core.events import EVENTS, LOGGER
 from fsdp_flat.core.finish import Answers, EndOfBackward
 from fsdp_flat.core.memory import MemoryEvent, MemoryState, WeightsVersion

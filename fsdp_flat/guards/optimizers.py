@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
 
-from fsdp_flat.core import FlatParameter, Guard, is_managed, owner_of, unsharded_shape, unwrapped_from
+from fsdp_flat.core import FlatParameter, Guard, is_managed, owner_of, unsharded_shape
 from fsdp_flat.errors import LocalShardError, UnsupportedError, UsageError, counted
+from fsdp_flat.runtime import unwrapped_from
 from fsdp_flat.user_warnings import warn_user
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_flat.comm import RankGroup, agree
-from fsdp_flat.core import TRAINED, Iteration, Step, Unit, WeightsVersion, all_rank_groups, trained_lines
+from fsdp_flat.comm import RankGroup, agree, all_rank_groups
+from fsdp_flat.core import TRAINED, Iteration, Step, Unit, WeightsVersion, trained_lines
 from fsdp_flat.guards.once_a_tree import OnceATree
 
 

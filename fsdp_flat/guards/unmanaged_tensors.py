@@ -16,14 +16,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_flat.comm import RankGroup, digest_of, doing, exchange_if_different, fingerprint
+from fsdp_flat.comm import RankGroup, all_rank_groups, digest_of, doing, exchange_if_different, fingerprint
 from fsdp_flat.core import (
     PLAIN,
     Step,
     Unit,
-    all_rank_groups,
     check_module,
-    persistent_buffers,
     unit_of,
     units_of,
     unreduced_params,
@@ -31,7 +29,7 @@ from fsdp_flat.core import (
 from fsdp_flat.errors import OptionError, counted, some_of
 from fsdp_flat.guards.once_a_tree import OnceATree
 from fsdp_flat.guards.replaced_modules import replaced_params
-from fsdp_flat.runtime import group_settings, unit_record
+from fsdp_flat.runtime import group_settings, persistent_buffers, unit_record
 from fsdp_flat.user_warnings import warn_user
 
 _IGNORED, _ADDED, _OUTSIDE, _BUFFER = "ignored", "added after wrapping", "outside of every unit", "buffer"

@@ -6,6 +6,7 @@ from fsdp_flat.runtime.arguments import (
     listed,
     precision_of_policy,
 )
+from fsdp_flat.runtime.buffers import average_buffers, persistent_buffers
 from fsdp_flat.runtime.build import (
     build_per_param,
     check_not_torchs,
@@ -22,6 +23,8 @@ from fsdp_flat.runtime.compute_device import (
 from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.group_settings import Settings, differing_settings, group_settings, param_groups_of
+from fsdp_flat.runtime.offload_optimizer import offload_optimizer
+from fsdp_flat.runtime.optimizer_steps import unwrapped_from
 from fsdp_flat.runtime.other_forwards import (
     ForwardHooks,
     UnshardHandle,

@@ -23,7 +23,6 @@ from fsdp_flat.core import (
     is_subclass,
     local_of,
     plain_tensors_in,
-    watch_steps_on,
 )
 from fsdp_flat.core.casts import BufferCasts, keep_full_precision
 from fsdp_flat.core.group_collectives import GroupCollectives
@@ -42,6 +41,7 @@ from fsdp_flat.runtime.materialize import (
     move_to_device,
     unwritten_params,
 )
+from fsdp_flat.runtime.optimizer_steps import watch_steps_on
 from fsdp_flat.runtime.param_walk import inside_wrappers, managed_sites, to_local_param, unit_params
 from fsdp_flat.runtime.unit_record import unit_record
 from fsdp_flat.runtime.unwrap import hide_compiled_name

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.core import note_unwrapped
 from fsdp_flat.core.casts import drop_full_precision
 from fsdp_flat.core.options import Phase
 from fsdp_flat.core.step import outermost_of, reset_step
@@ -17,6 +16,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.full_params import all_gather_full
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
+from fsdp_flat.runtime.optimizer_steps import note_unwrapped
 from fsdp_flat.runtime.unit_record import unit_record
 
 # The name component that torch.compile adds.

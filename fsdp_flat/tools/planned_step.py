@@ -33,7 +33,6 @@ from fsdp_flat.core import (
     attributes_of,
     local_of,
     made_on,
-    offload_optimizer,
     outside_fake_mode,
     units_of,
 )
@@ -42,7 +41,7 @@ from fsdp_flat.extras.describe import describe
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.guards import guards_off
 from fsdp_flat.guards.torch_functions import left_as_found
-from fsdp_flat.runtime import listed, offload_activations, planned_accelerator, resolve_ignored
+from fsdp_flat.runtime import listed, offload_activations, offload_optimizer, planned_accelerator, resolve_ignored
 from fsdp_flat.tools.accelerator_functions import AcceleratorFunctions
 from fsdp_flat.tools.live_bytes import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, LiveBytes
 from fsdp_flat.tools.planned_job import Machine, PlannedGroups, PlannedStreams, PlannedTransport, planned_groups

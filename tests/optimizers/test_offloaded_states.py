@@ -19,8 +19,8 @@ from fsdp_flat import CPUOffload, offload_optimizer
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
-from fsdp_flat.core.optimizer_states import OffloadedStates
 from fsdp_flat.errors import OptionTypeError, UsageError
+from fsdp_flat.runtime.offload_optimizer import OffloadedStates
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import blocks_and_root
 from tests.support.host_swap import HostSwapOnCpu

@@ -12,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_flat.core.events import EVENTS
-from fsdp_flat.core.optimizer_states import offload_optimizer
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import is_managed
 from fsdp_flat.core.torch_core import dynamo_disabled, dynamo_disabled_here
+from fsdp_flat.runtime.offload_optimizer import offload_optimizer
 
 
 class _Steps:
