@@ -6,7 +6,7 @@ from fsdp_flat.runtime.arguments import (
     listed,
     precision_of_policy,
 )
-from fsdp_flat.runtime.buffers import average_buffers, persistent_buffers
+from fsdp_flat.runtime.buffer_averages import average_buffers, persistent_buffers
 from fsdp_flat.runtime.build import (
     build_per_param,
     check_not_torchs,
