@@ -173,7 +173,7 @@ class ShardedGradScaler(GradScaler):
         assert self._scale is not None
         home = self._scale.device
         group = self.process_group
-        if group is None and dist.is_available() and dist.is_initialized():
+        if group is None and dist.is_initialized():
             group = dist.group.WORLD
         size = 1 if group is None else dist.get_world_size(group)
         if size < 1:

@@ -34,7 +34,7 @@ from fsdp_flat.comm.exchanges import (
 )
 from fsdp_flat.comm.failures import named_errors, report_error, report_left_out, reported_failure, while_ranks_live
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
-from fsdp_flat.comm.given_up import keep, settled
+from fsdp_flat.comm.given_up import Pending, keep, settled
 from fsdp_flat.comm.rank_groups import (
     ALONE,
     STRATEGIES,
@@ -60,7 +60,6 @@ from fsdp_flat.comm.streams import (
     PLANNED,
     HostCopies,
     HostSwap,
-    Pending,
     Streams,
     is_accelerator,
     profiled,

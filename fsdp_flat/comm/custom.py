@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import torch_comm
-from fsdp_flat.comm.streams import Pending
+from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.errors import OptionError, UnsupportedError
 
 # 127 divided by it is still finite in fp32.

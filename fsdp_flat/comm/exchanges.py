@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.calls import calls_of
 from fsdp_flat.comm.failures import NamedWork, WatchedWork, named_errors
+from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, moves_by_gloo
-from fsdp_flat.comm.streams import Pending
 from fsdp_flat.comm.torch_comm import unseen_by_modes
 
 

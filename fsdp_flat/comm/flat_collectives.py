@@ -25,8 +25,9 @@ from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.calls import calls_of, unit_names
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
 from fsdp_flat.comm.failures import NamedWork, WatchedWork, named
+from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup, global_ranks
-from fsdp_flat.comm.streams import Pending, unrecorded
+from fsdp_flat.comm.streams import unrecorded
 
 Finish = Callable[[], object]
 

@@ -1,4 +1,4 @@
-"""Keeps the memory of collectives that were given up, and has ranks compare their calls before they go on.
+"""Represents asynchronous work, keeps the memory of what was given up, and has ranks compare calls after that.
 
 A rank that raises reports it in the store of each of its groups, and a rank that waits for it gives up (``failures``).
 Neither gloo nor another backend can take a collective back: it goes on to write to its output and to send its input,
@@ -22,11 +22,12 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.calls import Calls, calls_of
@@ -53,34 +54,70 @@ _MARK = "!"
 _refusals: weakref.WeakSet[BaseException] = weakref.WeakSet()
 
 
-class Abandoned(Protocol):
-    """Describes a collective (``Pending``) that may be given up."""
+class Pending:
+    """Represents asynchronous work. ``wait`` may be called more than once; only the first that returns has an effect.
 
-    def is_completed(self) -> bool: ...
+    If a wait raises, the works are kept until they are complete: they may still write to their tensors.
 
-    def wait(self) -> Any: ...
+    Args:
+        works: the work; None for work that is complete.
+        result: the work's output, which is kept until the work is complete; valid after ``wait``.
+        finish: computes the result, once the work is complete.
+    """
 
-    # The groups of its works; and whether a wait for them blocks the host until they are complete.
-    def rank_groups(self) -> list[RankGroup]: ...
+    __slots__ = ("_finish", "_works", "result")
 
-    def blocks_host(self) -> bool: ...
+    def __init__(
+        self, works: Iterable[Any], result: torch.Tensor, finish: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self._works = tuple(works)
+        self._finish = finish
+        self.result = result
 
-    # Whether it can never become complete.
-    def is_lost(self) -> bool: ...
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return all(work is None or work.is_completed() for work in self._works)
+
+    def wait(self) -> torch.Tensor:
+        """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+        except BaseException:
+            give_up(self)
+            raise
+        finish = self._finish
+        self._works, self._finish = (), None
+        if finish is not None:
+            self.result = finish()
+        return self.result
+
+    def rank_groups(self) -> list[RankGroup]:
+        """Return the groups of the works, as far as these are the library's own."""
+        return [work.rank_group for work in self._works if hasattr(work, "rank_group")]
+
+    def blocks_host(self) -> bool:
+        """Return whether a wait blocks the host until the works are complete."""
+        return any(getattr(work, "blocks_host", False) for work in self._works)
+
+    def is_lost(self) -> bool:
+        """Return whether the works can never become complete, because another rank has ended."""
+        return any(hasattr(work, "is_lost") and work.is_lost() for work in self._works)
 
 
 # Each with memory that it does not refer to.
-_kept: dict[Abandoned, list[object]] = {}
+_kept: dict[Pending, list[object]] = {}
 
 
-def give_up(pending: Abandoned) -> None:
+def give_up(pending: Pending) -> None:
     """Keep a collective of which this rank has ended the wait, and have ranks compare calls before they go on."""
     keep(pending)
     for rank_group in pending.rank_groups():
         refrain(rank_group)
 
 
-def keep(pending: Abandoned, *memory: object) -> None:
+def keep(pending: Pending, *memory: object) -> None:
     """Keep a collective that nobody waits for any more, and its ``memory``, until its works are complete."""
     _kept.setdefault(pending, []).extend(memory)
     drop_completed()
@@ -109,7 +146,7 @@ def drop_completed() -> None:
                 _kept.pop(pending, None)  # another thread may have dropped it
 
 
-def settled(pending: Abandoned) -> bool:
+def settled(pending: Pending) -> bool:
     """Wait some seconds for a collective of a step that this rank aborts; return whether it is complete.
 
     Other ranks that abort the step at the same point complete it, and so do late ones. If a rank has failed before it

@@ -370,7 +370,7 @@ def resolve_groups(
     """
     given = process_group if isinstance(process_group, tuple) else (process_group,)
     is_alone = all(map(is_simulated, given)) and device_mesh is None
-    if not is_alone and not (dist.is_available() and dist.is_initialized()):
+    if not is_alone and not dist.is_initialized():
         raise UsageError(
             "FullyShardedDataParallel needs a process group: call torch.distributed.init_process_group(...) first, "
             "and start the script with torchrun."

@@ -16,10 +16,9 @@ from fsdp_flat.comm.flat_collectives import (
     CustomCollectives,
     GlooAcceleratorCollectives,
 )
-from fsdp_flat.comm.given_up import give_up
+from fsdp_flat.comm.given_up import Pending, give_up
 from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, moves_by_gloo
 from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transport, shares_memory
-from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError
 
 _OWN = CollectiveChoice()

@@ -1,4 +1,4 @@
-"""Represents asynchronous work, orders it on accelerator streams, and defines its profiler and autograd contexts.
+"""Orders asynchronous work on accelerator streams, and defines its profiler and autograd contexts.
 
 No other file uses streams. On the CPU no ordering is needed.
 
@@ -22,15 +22,13 @@ All units of a tree share one object. It ensures this order, without ``record_st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
-from fsdp_flat.comm.given_up import give_up
-from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.torch_comm import profiler_is_on, transforms_are_active, unseen_by_transforms
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -45,58 +43,6 @@ PLANNED = torch.device("cpu", 0)
 def is_accelerator(device: torch.device) -> bool:
     """Return whether a device is no CPU, so that streams order its work; a planned one is none either."""
     return device.type != "cpu" or device.index is not None
-
-
-class Pending:
-    """Represents asynchronous work. ``wait`` may be called more than once; only the first that returns has an effect.
-
-    If a wait raises, the works are kept until they are complete (``given_up``): they may still write to their tensors.
-
-    Args:
-        works: the work; None for work that is complete.
-        result: the work's output, which is kept until the work is complete; valid after ``wait``.
-        finish: computes the result, once the work is complete.
-    """
-
-    __slots__ = ("_finish", "_works", "result")
-
-    def __init__(
-        self, works: Iterable[Any], result: torch.Tensor, finish: Callable[[], torch.Tensor] | None = None
-    ) -> None:
-        self._works = tuple(works)
-        self._finish = finish
-        self.result = result
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        return all(work is None or work.is_completed() for work in self._works)
-
-    def wait(self) -> torch.Tensor:
-        """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
-        try:
-            for work in self._works:
-                if work is not None:
-                    work.wait()
-        except BaseException:
-            give_up(self)
-            raise
-        finish = self._finish
-        self._works, self._finish = (), None
-        if finish is not None:
-            self.result = finish()
-        return self.result
-
-    def rank_groups(self) -> list[RankGroup]:
-        """Return the groups of the works, as far as these are the library's own."""
-        return [work.rank_group for work in self._works if hasattr(work, "rank_group")]
-
-    def blocks_host(self) -> bool:
-        """Return whether a wait blocks the host until the works are complete."""
-        return any(getattr(work, "blocks_host", False) for work in self._works)
-
-    def is_lost(self) -> bool:
-        """Return whether the works can never become complete, because another rank has ended."""
-        return any(hasattr(work, "is_lost") and work.is_lost() for work in self._works)
 
 
 class Streams:

@@ -143,4 +143,4 @@ def groups_from(process_group: Any, device_mesh: Any) -> list[Any]:
         return []
     if process_group is not None:
         return list(process_group) if isinstance(process_group, tuple) else [process_group]
-    return [dist.group.WORLD] if dist.is_available() and dist.is_initialized() else []
+    return [dist.group.WORLD] if dist.is_initialized() else []

@@ -32,9 +32,10 @@ import torch.distributed as dist
 from fsdp_flat.comm.custom import PACKINGS
 from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts, local_ranks, rail_of
-from fsdp_flat.comm.streams import Pending, unrecorded
+from fsdp_flat.comm.streams import unrecorded
 
 
 class _TwoParts:

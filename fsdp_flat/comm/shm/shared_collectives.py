@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts, connect
 from fsdp_flat.comm.shm.host_collectives import HostCollectives
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
-from fsdp_flat.comm.streams import Pending, unrecorded
+from fsdp_flat.comm.streams import unrecorded
 
 _OWN = CollectiveChoice()
 

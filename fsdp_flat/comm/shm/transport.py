@@ -30,9 +30,8 @@ import torch
 
 from fsdp_flat.comm import failures
 from fsdp_flat.comm.calls import mismatch, unit_names
-from fsdp_flat.comm.given_up import give_up
+from fsdp_flat.comm.given_up import Pending, give_up
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
 # Messages in a segment start at multiples of this, so that they are aligned for any dtype.
