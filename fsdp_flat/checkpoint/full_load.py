@@ -22,7 +22,7 @@ from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, files_in_index, read_safetensors
 from fsdp_flat.comm import UntilRanksMeet, digest_of
-from fsdp_flat.core import ExtendedGroup, copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
+from fsdp_flat.core import copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, RankMismatchError, some_of
 from fsdp_flat.layout import advice_on, clean_fqn, names_unlike, owners_of_constants, renamed
@@ -225,10 +225,10 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     quantized = [*(entry.param for handle in handles for entry in handle.params), *others]
     others += [each for param in quantized for each in constants_of(param).values()]
-    # Tensors of other classes have no part in a flat parameter, and perhaps no copy_.
-    others += [entry.param for handle in handles if isinstance(handle, ExtendedGroup) for entry in handle.params]
-    others = [inner for each in others for inner in plain_tensors_in(local_of(each))]
-    tensors = [each.detach() for each in (*(handle.flat_param for handle in handles), *others) if not each.is_meta]
+    # Tensors of other classes have perhaps no copy_.
+    found = [inner.detach() for each in others for inner in plain_tensors_in(local_of(each))]
+    found += [tensor for handle in handles for tensor in handle.storage.tensors()]
+    tensors = [each for each in found if not each.is_meta]
     copies = list(map(copy_of, tensors))
 
     def restore() -> None:

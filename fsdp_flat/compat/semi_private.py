@@ -215,9 +215,13 @@ class _ShardParamInfo(NamedTuple):
     intra_param_end_idx: int | None
 
 
+def _flat(unit: Unit) -> list[core.ParamGroup]:
+    return [handle for handle in unit.param_groups if handle.storage.flat_param is not None]
+
+
 def describe_flat_params(unit: Unit) -> None:
     """Set FSDP1's constant attributes on a unit's flat parameters: names, sizes, and the shard's content."""
-    for handle in unit.param_groups:
+    for handle in _flat(unit):
         layout, infos, rank = handle.layout, handle.layout.param_infos, handle.spec.rank
         numels = _numels_and_paddings(layout)
         own_shards = [_ShardParamInfo(False, None, None, None, None)] * len(infos)
@@ -272,7 +276,7 @@ def _numels_and_paddings(layout: Layout) -> list[tuple[int, bool]]:
 
 def forget_tensors(unit: Unit) -> None:
     """Drop the tensors that reading ``_flat_param`` stored on it, which may keep a replaced shard alive."""
-    for handle in unit.param_groups:
+    for handle in _flat(unit):
         for name in ("_local_shard", "_full_param_padded", "_params", "_shared_params"):
             handle.flat_param.__dict__.pop(name, None)
 
@@ -312,7 +316,7 @@ class FlatParamHandle(GroupMember):
             shared = [param for param, entry in places for _ in entry.sites[1:]]
         flat_param.__dict__.update(
             _local_shard=flat_param.data,
-            _full_param_padded=self._real.buffer.tensor,
+            _full_param_padded=self._real.buffer.tensors[0],
             _params=originals,
             _shared_params=shared,
         )
@@ -393,7 +397,7 @@ class FlatParamHandle(GroupMember):
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat tensor; its storage is empty while the unit is sharded."""
-        return self._real.buffer.tensor
+        return self._real.buffer.tensors[0]
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)

@@ -90,10 +90,9 @@ class FSDPParam(View):
     def _sharded_param_data(self) -> torch.Tensor:
         """The memory of the local tensor with padding (1-D): a part of the unit's shard, which all-gathers read."""
         _, param_group, index = self._viewed
-        shard = param_group.flat_param.data
-        if shard.numel() != self._layout.shard_numel:  # parameters of other classes of tensors keep their own memory
+        if param_group.storage.flat_param is None:  # parameters of other classes of tensors keep their own memory
             return self._sharded_local_tensor.view(-1)
-        return shard[self._layout.chunks[index].to_slice()]
+        return param_group.flat_shard()[self._layout.chunks[index].to_slice()]
 
     @property
     def fsdp_placement(self) -> Shard:

@@ -5,7 +5,6 @@ from fsdp_flat.core.backward import Iteration
 from fsdp_flat.core.buffers import MemoryPool
 from fsdp_flat.core.differences import TRAINED, trained_lines
 from fsdp_flat.core.dtensor_plan import DTensorPlan
-from fsdp_flat.core.extended_group import ExtendedGroup
 from fsdp_flat.core.flat_parameter import FlatParameter, set_grad
 from fsdp_flat.core.forward import UnitForward, forward
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, PerParamTarget, join_inputs

@@ -1,14 +1,10 @@
-"""Manages the memory of flat buffers; an all-gather's output is one, with the unsharded parameters that view it."""
+"""Manages the memory of flat buffers, in which unsharded parameters and gradients are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from fsdp_flat.core.layout import Layout
-from fsdp_flat.core.params import PLAIN, ManagedParam
-from fsdp_flat.core.torch_core import place_function, swap_memory
+from fsdp_flat.core.torch_core import swap_memory
 
 # Largest number of freed blocks of one size that the pool keeps.
 _MOST_IDLE = 2
@@ -107,65 +103,3 @@ class FlatBuffer:
         block = torch.UntypedStorage(0, device=storage.device)
         swap_memory(block, storage)
         return block
-
-
-# Added to version counters while parameters are freed, so that autograd refuses what it saved.
-# docs/differences.md names the number.
-EXPIRED = 10**9
-
-
-class AllGatherOutput(FlatBuffer):
-    """Is the buffer of one compute dtype that a group all-gathers into, with the unsharded parameters that view it.
-
-    While the buffer is freed, the parameters are marked as changed: autograd, which compares versions whenever it
-    unpacks a saved tensor, then raises. Otherwise a backward from a tensor that a module stored, which passes no
-    hooked output and so unshards nothing, would read freed memory.
-
-    Args:
-        shard: the group's shard, which becomes the buffer if it holds the same values.
-        dtype: compute dtype.
-
-    Attributes:
-        tensors: the tensors that hold the memory: the buffer alone.
-        params: one Parameter per managed parameter, for modules to compute with; each has its own version counter.
-        plain: the ``params`` that are plain tensors and not DTensors.
-        storages: for each of ``params`` the identity of its storage; None if it is a DTensor.
-        own_slice: the part of the buffer for this rank's shard, in a flat layout (1-D, ``shard_numel``).
-        gather_target: places the shards of ranks in the buffer, where they are not contiguous there; else None.
-        place_of: identifies the memory of a tensor, equal for those that begin at one place.
-        versions_before_free: version counters before a free raised them; None while the buffer is filled.
-        versions_when_filled: version counters when the buffer was filled.
-        is_extended: it is an ``ExtendedOutput``, which calls functions of local tensors.
-    """
-
-    is_extended = False
-
-    def __init__(
-        self,
-        managed: Sequence[ManagedParam],
-        layout: Layout,
-        *,
-        rank: int,
-        device: torch.device,
-        shard: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        is_shard = layout.world_size == 1 and dtype == shard.dtype and device == shard.device
-        flat = shard if is_shard else torch.empty(layout.numel, dtype=dtype, device=device)
-        super().__init__(flat, owns_memory=not is_shard)
-        self.tensors: Sequence[torch.Tensor] = (flat,)
-        self.gather_target = layout.gather_target(flat)
-        self.place_of = place_function(shard)
-        self.own_slice = flat[layout.shard(rank).to_slice()]
-        params, plain, storages = [], [], []
-        for entry, view in zip(managed, layout.views(flat), strict=True):
-            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
-            param = entry.unsharded(view.data)
-            params.append(param)
-            is_plain = entry.adapter is PLAIN
-            storages.append(param.untyped_storage()._cdata if is_plain else None)
-            if is_plain:
-                plain.append(param)
-        self.params, self.plain, self.storages = tuple(params), plain, storages
-        self.versions_before_free: tuple[int, ...] | None = None
-        self.versions_when_filled: tuple[int, ...] | None = None

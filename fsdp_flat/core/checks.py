@@ -46,7 +46,8 @@ def check_units(units: Sequence[Unit]) -> None:
         for param_group in unit.param_groups:
             param_group.find_extensions()
         for param_group in unit.param_groups if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (param_group.flat_param, *param_group.buffer.params)):
+            params = (param_group.storage.flat_param, *param_group.buffer.params)
+            if any(hasattr(param, "_in_backward_optimizers") for param in params):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."

@@ -18,13 +18,13 @@ import torch.utils
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core.inner_tensors import inner_tensors, made_on, seeded_alike
+from fsdp_flat.core.inner_tensors import inner_tensors, made_on, seeded_alike, without_memory
 from fsdp_flat.core.layout import PerParamLayout
-from fsdp_flat.core.local_tensors import LocalTensors, without_memory
 from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.per_param_sharding import PerParamSharding
 from fsdp_flat.core.placeholders import call_adviser
 from fsdp_flat.core.slots import Bindings, Changes, SlotPlan, Slots, held_instead, new_full_params, registered_bindings
+from fsdp_flat.core.storage import Storage
 from fsdp_flat.core.torch_core import dtensor_of, dtensor_parameter, is_in_a_graph, is_plain, local_of
 from fsdp_flat.core.visible_params import VisibleParam, local_parts, split_storage
 from fsdp_flat.errors import UsageError, some_of
@@ -38,7 +38,7 @@ class DTensorPlan(SlotPlan):
 
     Args:
         sharding: the mesh of the DTensors, and how they are placed on it.
-        kept: keeps their local tensors.
+        storage: keeps their local tensors.
 
     Attributes:
         wholes: for each parameter a tensor like the whole one without memory, if it is made of other tensors; else
@@ -54,8 +54,8 @@ class DTensorPlan(SlotPlan):
     local_tensors = staticmethod(partial(map, attrgetter("_local_tensor")))
     full_params = staticmethod(new_full_params)
 
-    def __init__(self, sharding: PerParamSharding, layout: PerParamLayout, rank: int, kept: LocalTensors) -> None:
-        self.sharding, self.layout, self.kept = sharding, layout, kept
+    def __init__(self, sharding: PerParamSharding, layout: PerParamLayout, rank: int, storage: Storage) -> None:
+        self.sharding, self.layout, self._storage = sharding, layout, storage
         self.takes_assigned = True
         self._parts = local_parts(layout, rank)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
@@ -63,7 +63,7 @@ class DTensorPlan(SlotPlan):
     def entries(self, slots: Slots, params: Sequence[ManagedParam]) -> list[ManagedParam]:
         self._slots = slots
         self.wholes = [without_memory(entry.param.detach()) for entry in params]
-        places = zip(params, self.layout.dims, self.kept.local_tensors(), strict=True)
+        places = zip(params, self.layout.dims, self._storage.local_tensors(), strict=True)
         return [
             entry.replaced_by(dtensor_parameter(self.sharding.template(entry, dim, local), like=entry.param))
             for entry, dim, local in places
@@ -97,7 +97,7 @@ class DTensorPlan(SlotPlan):
         ]
 
     def bind(self, slots: Slots, *, rebuilt: bool) -> None:
-        for index, (entry, local) in enumerate(zip(slots.params, self.kept.local_tensors(), strict=True)):
+        for index, (entry, local) in enumerate(zip(slots.params, self._storage.local_tensors(), strict=True)):
             param = entry.param
             if (local.dtype, local.device) == (param.dtype, param.device):
                 param._local_tensor = local  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ class DTensorPlan(SlotPlan):
         The local tensor, which may be a view of ``full``, is on the device of shards, or on meta if ``full`` is.
         """
         inner = self._slots.params[index].adapter.local_slice(full.detach())
-        return self.with_local(index, self.kept.part_of(index, inner))
+        return self.with_local(index, self._storage.part_of(index, inner))
 
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor of ``local`` with the mesh and placements of parameter ``index``."""
@@ -174,9 +174,9 @@ class DTensorPlan(SlotPlan):
         for index, current in assigned.items():
             before = params[index].param
             if before is not current:
-                before._local_tensor = self.kept.released(local_of(before))  # type: ignore[attr-defined]
+                before._local_tensor = self._storage.released(local_of(before))  # type: ignore[attr-defined]
         for index, current in assigned.items():
-            local = self.kept.take(index, local_of(current))
+            local = self._storage.take(index, local_of(current))
             if (local.dtype, local.device) == (current.dtype, current.device):
                 current._local_tensor = local  # type: ignore[attr-defined]
             else:
@@ -234,15 +234,15 @@ class DTensorPlan(SlotPlan):
 
     def check_device(self) -> None:
         """Raise a UsageError if parameters are on the meta device, or offloaded ones elsewhere than in host memory."""
-        params, flat_param = self._slots.params, self._slots.flat_param
-        if flat_param.is_meta:
+        params, device = self._slots.params, self._slots.spec.shard_device
+        if device.type == "meta":
             meta = [self._slots.describe(index) for index, entry in enumerate(params) if entry.param.is_meta]
             raise UsageError(
                 f"Parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
                 "and initialise them, or load a state dict with assign=True, before the first forward."
             )
-        if self.sharding.offloads and not flat_param.is_cpu:
-            self._raise_not_on_cpu(range(len(params)), flat_param.device)
+        if self.sharding.offloads and device.type != "cpu":
+            self._raise_not_on_cpu(range(len(params)), device)
 
     def _raise_not_on_cpu(self, indices: Iterable[int], device: torch.device) -> NoReturn:
         raise UsageError(

@@ -85,12 +85,3 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     # torch rejects such a gradient unless it is assigned through ``.data``.
     param.grad = torch.empty_like(param)
     param.grad.data = grad
-
-
-def renew_shard(flat_param: nn.Parameter) -> None:
-    """Move the shard to new memory, before values that a caller has assigned are copied to it.
-
-    The caller may hold the old memory as the data to restore (``saved = p.data; p.data = averaged``).
-    """
-    copied, is_pinned = flat_param.data.clone(), flat_param.data.is_pinned()
-    flat_param.data = copied.pin_memory() if is_pinned else copied

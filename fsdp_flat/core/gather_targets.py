@@ -43,35 +43,29 @@ class _Staging(NamedTuple):
 
 
 class PerParamTarget(GatherTarget):
-    """Places shards of ranks in the unsharded buffer of parameters that are sharded one by one.
+    """Places rows that are the parts of several tensors, one part of each: where these tensors are, by rank.
 
     Views are made once: each costs as much host time as a copy of a small parameter. On accelerators one operation
-    copies all parameters, if all are sharded along dim 0; ``_foreach_copy_`` launches a slow kernel for each there,
-    since the rows of a parameter are strided.
+    copies all parts, if all are contiguous; ``_foreach_copy_`` launches a slow kernel for each there, since the rows of
+    a parameter are strided.
 
     Args:
-        buffer: the unsharded buffer.
-        chunks: each parameter in it, as a view ``(world_size, *chunk shape)``.
-        dims: the sharded dim of each parameter.
+        chunks: each tensor that is filled, as a view ``(num_ranks, *shape of a part)``.
+        dims: for each of them the dim of the tensor along which the parts follow each other.
     """
 
     def __init__(
-        self,
-        buffer: torch.Tensor,
-        chunks: Sequence[torch.Tensor],
-        dims: Sequence[int],
-        *,
-        on_accelerator: bool | None = None,
+        self, chunks: Sequence[torch.Tensor], dims: Sequence[int], *, on_accelerator: bool | None = None
     ) -> None:
-        self._buffer = buffer
         self._sizes = [each[0].numel() for each in chunks]
-        # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
+        # Parts along dim 0 are contiguous, so they are copied as rows.
         self._shapes = {index: chunks[index].shape[1:] for index, dim in enumerate(dims) if dim != 0}
         self._ranked = [each if index in self._shapes else each.flatten(1) for index, each in enumerate(chunks)]
-        on_accelerator = is_accelerator(buffer.device) if on_accelerator is None else on_accelerator
+        on_accelerator = is_accelerator(chunks[0].device) if on_accelerator is None else on_accelerator
         self._is_fused = on_accelerator and not self._shapes
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._staging: _Staging | None = None
+        self.row_numel = sum(self._sizes)
 
     def place(self, first: int, rows: torch.Tensor) -> None:
         key = first, first + rows.size(0)
@@ -81,6 +75,12 @@ class PerParamTarget(GatherTarget):
             torch.split_with_sizes_copy(rows, self._sizes, 1, out=self._targets[key])
         else:
             torch._foreach_copy_(self._targets[key], self._split(rows))
+
+    def rows_of(self, ranks: range) -> torch.Tensor:
+        """Return a copy (1-D) of the rows of consecutive ranks, with the padding that is in the tensors."""
+        rows = self._ranked[0].new_empty(len(ranks), self.row_numel)
+        torch._foreach_copy_(self._split(rows), [each[ranks.start : ranks.stop] for each in self._ranked])
+        return rows.view(-1)
 
     def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         sources = list(torch.split_with_sizes(rows, self._sizes, 1))
@@ -95,7 +95,7 @@ class PerParamTarget(GatherTarget):
         staging = self._staging
         # If memory was not freed, its all-gather failed and may still write to it.
         if staging is None or staging.storage.nbytes():
-            full = torch.empty_like(self._buffer)
+            full = own.new_empty(num_ranks * own.numel())
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
             sources = [] if self._is_fused else self._split(rows)
             staging = self._staging = _Staging(full, rows, storage, storage.nbytes(), rows[rank], sources)

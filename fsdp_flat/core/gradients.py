@@ -396,7 +396,7 @@ class Gradients:
         if buffer is None or self.unreduced or not shown.plan.exposes_unreduced:
             return
         flat, ready = buffer.close(self.pool), buffer.grads_ready
-        if not torch._has_compatible_shallow_copy_type(shown.flat_param, flat):
+        if not torch._has_compatible_shallow_copy_type(shown.visible_params[0], flat):
             return  # an offloaded parameter cannot have a gradient on some kinds of devices
         buffer.is_exposed = True
         self.unreduced = [

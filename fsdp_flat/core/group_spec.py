@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from fsdp_flat.comm import RankGroup
 from fsdp_flat.core.per_param_sharding import PerParamSharding
 
 
@@ -24,6 +26,7 @@ class ParamGroupSpec:
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
         per_param: how each parameter is sharded by itself and shown as a DTensor; None for a flat layout.
+        rank_groups: the groups of ranks that hold shards or replicas of the parameters with this rank.
     """
 
     unit_name: str
@@ -39,3 +42,4 @@ class ParamGroupSpec:
     master_dtype: torch.dtype | None = None
     keep_reduce_dtype: bool = False
     per_param: PerParamSharding | None = None
+    rank_groups: Sequence[RankGroup] = ()

@@ -76,3 +76,17 @@ def seeded_alike(device: torch.device) -> Iterator[None]:
         if not on_host:
             torch.get_device_module(device).manual_seed(0)
         yield
+
+
+def without_memory(whole: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor of the class and settings of another one, made of tensors on the meta device.
+
+    None if it is made of no other tensors, or if the class does not make one: training does not need it.
+    """
+    try:
+        inner = {name: torch.empty_like(each, device="meta") for name, each in inner_tensors(whole).items()}
+        return made_like(whole, inner) if inner else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None

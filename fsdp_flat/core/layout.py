@@ -165,10 +165,6 @@ class Layout(ABC):
         """Return a rank's shard (1-D, ``shard_numel``) of a tensor in the unsharded order, possibly a view of it."""
 
     @abstractmethod
-    def shards_of(self, ranks: range, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return a copy (1-D) of the shards of consecutive ``ranks``, with the padding that is in ``unsharded``."""
-
-    @abstractmethod
     def unsharded_of(self, ranked: torch.Tensor) -> torch.Tensor:
         """Return ``ranked`` (1-D, ``numel``, in rank order) in the unsharded order, possibly ``ranked`` itself."""
 
@@ -276,9 +272,6 @@ class FlatLayout(Layout):
 
     def shard_of(self, rank: int, unsharded: torch.Tensor) -> torch.Tensor:
         return unsharded[self.shard(rank).to_slice()]
-
-    def shards_of(self, ranks: range, unsharded: torch.Tensor) -> torch.Tensor:
-        return unsharded[ranks.start * self.shard_numel : ranks.stop * self.shard_numel].clone()
 
     def unsharded_of(self, ranked: torch.Tensor) -> torch.Tensor:
         return ranked
@@ -396,18 +389,11 @@ class PerParamLayout(Layout):
             shard[part.in_shard.to_slice()] = self.local_part(part.index, rank, params[part.index])
         return shard
 
-    def shards_of(self, ranks: range, unsharded: torch.Tensor) -> torch.Tensor:
-        shards = unsharded.new_empty(len(ranks), self.shard_numel)
-        parts = shards.split([chunk.numel for chunk in self.chunks], 1)
-        pieces = [part.view(len(ranks), *shape) for part, shape in zip(parts, self.chunk_shapes, strict=True)]
-        torch._foreach_copy_(pieces, [each[ranks.start : ranks.stop] for each in self.chunks_in(unsharded)])
-        return shards.view(-1)
-
     def unsharded_of(self, ranked: torch.Tensor) -> torch.Tensor:
         if self.gathers_in_place:
             return ranked
         unsharded = torch.empty_like(ranked)
-        PerParamTarget(unsharded, self.chunks_in(unsharded), self.dims).place(0, ranked.view(self.world_size, -1))
+        PerParamTarget(self.chunks_in(unsharded), self.dims).place(0, ranked.view(self.world_size, -1))
         return unsharded
 
     def chunks_in(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
@@ -423,7 +409,7 @@ class PerParamLayout(Layout):
         return found
 
     def gather_target(self, buffer: torch.Tensor) -> PerParamTarget | None:
-        return None if self.gathers_in_place else PerParamTarget(buffer, self.chunks_in(buffer), self.dims)
+        return None if self.gathers_in_place else PerParamTarget(self.chunks_in(buffer), self.dims)
 
     def grad_places(self, flat: torch.Tensor) -> list[list[torch.Tensor]]:
         shards = flat.view(self.world_size, self.shard_numel)

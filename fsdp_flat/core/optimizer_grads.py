@@ -19,8 +19,9 @@ def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]
     ``used`` holds for each parameter whether any rank has used it; unused ones get no gradient.
     """
     shown = group.shown
-    if shown.visible[0].param is group.flat_param and any(used):
-        shard_grad = apply_hooks(group.flat_param._backward_hooks or {}, shard_grad)
+    first = shown.visible_params[0]
+    if first is group.storage.flat_param and any(used):
+        shard_grad = apply_hooks(first._backward_hooks or {}, shard_grad)
     hooked, all_used, may_change = [], all(used), False
     for each, grad in zip(shown.visible, shown.plan.reduced_grads(shown, shard_grad), strict=True):
         if not (all_used or any(used[each.indices.start : each.indices.stop])):

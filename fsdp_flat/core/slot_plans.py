@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core.flat_parameter import refuse_replaced, renew_shard, set_grad, warn_of_lost_hooks
+from fsdp_flat.core.flat_parameter import refuse_replaced, set_grad, warn_of_lost_hooks
 from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.placeholders import ShardedPlaceholder, module_guard
 from fsdp_flat.core.slots import (
@@ -22,23 +22,10 @@ from fsdp_flat.core.slots import (
     registered_bindings,
     views_of_grad,
 )
+from fsdp_flat.core.storage import FlatStorage
 from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import FLAT_PARAM
-
-
-def _bind_parts(slots: Slots, *, rebuilt: bool) -> None:
-    """Make the data of visible parameters their parts of the shard; a flat parameter is the shard itself."""
-    shard = slots.flat_param.data
-    for each in slots.plan.visible(slots):
-        if each.param is slots.flat_param:
-            continue
-        param, data = each.param, each.part_of(shard)
-        grad, param.grad = param.grad, None
-        param.data = data
-        # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
-        if grad is not None and grad.shape == data.shape:
-            set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
 
 
 class FlatPlan(SlotPlan):
@@ -53,17 +40,22 @@ class FlatPlan(SlotPlan):
     local_tensors = staticmethod(iter)
     full_params = staticmethod(new_full_params)
     reduced_grads = staticmethod(views_of_grad)
-    bind = staticmethod(_bind_parts)
+
+    def __init__(self, storage: FlatStorage) -> None:
+        self._flat_param = storage.flat_param
+
+    def bind(self, slots: Slots, *, rebuilt: bool) -> None:
+        pass  # the flat parameter is the shard itself
 
     def entries(self, slots: Slots, params: Sequence[ManagedParam]) -> list[ManagedParam]:
         warn_of_lost_hooks(params, slots.spec.unit_name)
         return [entry.replaced_by(own) for entry, own in zip(params, slots.buffer.params, strict=True)]
 
     def visible(self, slots: Slots) -> Sequence[VisibleParam]:
-        return [VisibleParam(slots.flat_param, range(len(slots.params)))]
+        return [VisibleParam(self._flat_param, range(len(slots.params)))]
 
     def bindings(self, slots: Slots) -> Bindings:
-        unsharded_params, flat_param, sites = slots.buffer.params, slots.flat_param, slots.sites
+        unsharded_params, flat_param, sites = slots.buffer.params, self._flat_param, slots.sites
         placeholders: Sequence[torch.Tensor] = unsharded_params
         if slots.layout.world_size > 1:
             placeholders = [
@@ -92,7 +84,7 @@ class FlatPlan(SlotPlan):
         if not changes.assigned:
             return False
         current = slots.spec.module._parameters.get(FLAT_PARAM)
-        if current is not None and current is not slots.flat_param:
+        if current is not None and current is not self._flat_param:
             refuse_replaced(f"The flat parameter of unit {slots.spec.unit_name!r}")
         raise UsageError(
             f"Parameter {slots.describe(changes.assigned[0])} was assigned on rank {slots.spec.rank}, but with "
@@ -112,8 +104,10 @@ class OriginalsPlan(SlotPlan):
     hooks_see_grads = exposes_unreduced = True
     local_tensors = staticmethod(iter)
     reduced_grads = staticmethod(views_of_grad)
-    bind = staticmethod(_bind_parts)
     bindings = staticmethod(registered_bindings)
+
+    def __init__(self, storage: FlatStorage) -> None:
+        self._storage = storage
 
     def entries(self, slots: Slots, params: Sequence[ManagedParam]) -> list[ManagedParam]:
         return list(params)
@@ -126,6 +120,17 @@ class OriginalsPlan(SlotPlan):
             place = range(index, index + 1), own.in_shard.to_slice(), shape, is_elsewhere
             found.append(VisibleParam(entry.param, *place))
         return found
+
+    def bind(self, slots: Slots, *, rebuilt: bool) -> None:
+        """Make the data of the parameters their parts of the shard."""
+        shard = self._storage.flat_param.data
+        for each in self.visible(slots):
+            param, data = each.param, each.part_of(shard)
+            grad, param.grad = param.grad, None
+            param.data = data
+            # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
+            if grad is not None and grad.shape == data.shape:
+                set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
 
     def full_params(self, slots: Slots, tensors: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         slots.saved_grads = slots.visible_grads()
@@ -156,7 +161,7 @@ class OriginalsPlan(SlotPlan):
             param.data = data
         moved = slots.moved()
         if moved:
-            renew_shard(slots.flat_param)
+            self._storage.renew()
         for index in moved:
             self._write_back(slots, index)
         slots.bind_shard()
@@ -164,7 +169,7 @@ class OriginalsPlan(SlotPlan):
 
     def _write_back(self, slots: Slots, index: int) -> None:
         param_info, local_shard = slots.layout.param_infos[index], slots.layout.local_shard(index, slots.spec.rank)
-        data, target = slots.params[index].param.data, slots.flat_param.data[local_shard.in_shard.to_slice()]
+        data, target = slots.params[index].param.data, self._storage.local(index)
         if data.shape == target.shape:
             target.copy_(data)
         elif tuple(data.shape) == param_info.shape:

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from fsdp_flat.core.buffers import AllGatherOutput
+from fsdp_flat.core.all_gather_output import AllGatherOutput
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import Layout
 from fsdp_flat.core.params import PLAIN, FlattenedBy, ManagedParam
+from fsdp_flat.core.storage import Storage
 from fsdp_flat.core.torch_core import VERSION_OF, dynamo_disabled_here, has_values, is_alias, local_of
 from fsdp_flat.core.visible_params import VisibleParam
 from fsdp_flat.errors import UsageError
@@ -179,11 +180,13 @@ class Slots:
     """Holds what modules and optimizers have of a group's parameters.
 
     Args:
-        params: the user's parameters, in layout order.
+        params: the user's parameters, in layout order: the group's list, in which those that the group manages take
+            their places.
 
     Attributes:
         plan: what the slots hold while the parameters are sharded.
-        spec, layout, flat_param: those of the group.
+        spec, layout, storage: those of the group.
+        flat_param: the shards as one parameter; None if they have no common memory.
         params: the managed parameters, in layout order; the group has the same list.
         sites: the places of the parameters in modules, each with the index of its parameter.
         buffer: the group's buffer for the present compute dtype, with the unsharded parameters.
@@ -202,18 +205,21 @@ class Slots:
 
     def __init__(
         self,
-        params: Sequence[ManagedParam],
+        params: list[ManagedParam],
         plan: SlotPlan,
         *,
         spec: ParamGroupSpec,
         layout: Layout,
-        flat_param: nn.Parameter,
+        storage: Storage,
         buffer: AllGatherOutput,
     ) -> None:
-        self.plan, self.spec, self.layout, self.flat_param, self.buffer = plan, spec, layout, flat_param, buffer
+        self.plan, self.spec, self.layout, self.storage, self.buffer = plan, spec, layout, storage, buffer
+        self.flat_param = storage.flat_param
+        self._shards = () if self.flat_param is None else (self.flat_param,)
         # Of the user's original parameters, whose gradient hooks count.
         self._original_hooks = [entry.param._backward_hooks for entry in params]
-        self.params = plan.entries(self, params)
+        self.params = params
+        params[:] = plan.entries(self, list(params))
         self.sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
         is_guarded = layout.world_size > 1 or plan.guards_alone
         modules = dict.fromkeys(site.module for _, site in self.sites) if is_guarded else ()
@@ -247,8 +253,8 @@ class Slots:
         self.visible_params = tuple([each.param for each in self.visible])
         local_tensors = tuple(self.plan.local_tensors(self.visible_params))
         # A DTensor and its local tensor have separate version counters.
-        self.versioned = tuple(dict.fromkeys((self.flat_param, *self.visible_params, *local_tensors)))
-        self._places = tuple(map(self.buffer.place_of, (self.flat_param, *local_tensors)))
+        self.versioned = tuple(dict.fromkeys((*self._shards, *self.visible_params, *local_tensors)))
+        self._places = tuple(map(self.storage.place_of, (*local_tensors, *self._shards)))
         self.mark_params()  # a conversion of an inner module swaps the contents of DTensors, attributes included
         self._bindings = self.plan.bindings(self)
         self.show_sharded()
@@ -348,7 +354,7 @@ class Slots:
         # Empty Parameters keep the places: optimizers number parameters in registration order, and modules that
         # rebuild their list of weights after a conversion (nn.RNN) would keep a None.
         for held, name in zip(self._bindings.attributes, self._bindings.names, strict=True):
-            held[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
+            held[name] = nn.Parameter(self.storage.empty(), requires_grad=False)
 
     def full_param(self, index: int) -> nn.Parameter:
         """Return parameter ``index`` as its modules hold it while full parameters are shown."""
@@ -382,12 +388,12 @@ class Slots:
         # A Parameter that the user assigns goes to ``_parameters``, any other value to the module's ``__dict__``.
         is_assigned = is_assigned or any(map(contains, registered, names))
         if self.shows_unsharded:
-            is_moved = not all(map(partial(is_alias, buffer.tensor), buffer.plain))
+            is_moved = bool(buffer.plain) and not all(map(partial(is_alias, buffer.tensors[0]), buffer.plain))
         else:
             local_tensors = self.plan.local_tensors(self.visible_params)
-            is_moved = self._places != tuple(map(buffer.place_of, (self.flat_param, *local_tensors)))
+            is_moved = self._places != tuple(map(self.storage.place_of, (*local_tensors, *self._shards)))
             # A part without elements is nowhere, on the meta device or not.
-            is_moved = is_moved or (self.flat_param.is_meta and not all(map(_IS_META, self.visible_params)))
+            is_moved = is_moved or (any(map(_IS_META, self._shards)) and not all(map(_IS_META, self.visible_params)))
         if is_assigned or is_moved:
             return Changes(self._assigned() if is_assigned else (), self.moved() if is_moved else (), is_flagged)
         return _FLAGGED if is_flagged else _UNCHANGED
@@ -403,12 +409,13 @@ class Slots:
     def moved(self) -> Sequence[int]:
         """Return the parameters that have other ``.data``, or another local tensor; all if the shard has moved."""
         if self.shows_unsharded:
-            flat, params = self.buffer.tensor, enumerate(zip(self.params, self.buffer.params, strict=True))
+            flat, params = self.buffer.tensors[0], enumerate(zip(self.params, self.buffer.params, strict=True))
             return [index for index, (entry, own) in params if entry.adapter is PLAIN and not is_alias(own, flat)]
-        place_of, (shard_place, *places) = self.buffer.place_of, self._places
-        if self.flat_param.is_meta or place_of(self.flat_param) != shard_place:
+        place_of, local_tensors = self.storage.place_of, self.plan.local_tensors(self.visible_params)
+        shard = self.flat_param
+        if shard is not None and (shard.is_meta or place_of(shard) != self._places[-1]):
             return range(len(self.params))
-        found = zip(self.visible, self.plan.local_tensors(self.visible_params), places, strict=True)
+        found = zip(self.visible, local_tensors, self._places, strict=False)  # the last place may be the shard's
         return [index for each, local, place in found if place_of(local) != place for index in each.indices]
 
     def restore(self, changes: Changes) -> list[int]:
@@ -418,7 +425,7 @@ class Slots:
             if registered.get(site.name) is self.buffer.params[index]:
                 site.module.__dict__[site.name] = registered.pop(site.name)
         other: list[int] = []
-        views = self.layout.views(self.buffer.tensor) if changes.data else []
+        views = self.layout.views(self.buffer.tensors[0]) if changes.data else []
         for index in changes.data:
             param, place = self.buffer.params[index], views[index]
             # A module may cast its parameter for good, as a 4-bit layer its bias: the next one is cast again.
@@ -435,10 +442,11 @@ class Slots:
         noticed.
         """
         filled, versions = self.buffer.versions_when_filled, tuple(map(VERSION_OF, self.buffer.params))
-        if filled is not None and filled != versions and not other:
+        shard = self.flat_param
+        if shard is not None and filled is not None and filled != versions and not other:
             with torch.no_grad():
-                own = self.layout.shard_of(self.spec.rank, self.buffer.tensor)
-                if not _have_same_bits(own, self.flat_param.data.to(own.device, own.dtype)):
+                own = self.layout.shard_of(self.spec.rank, self.buffer.tensors[0])
+                if not _have_same_bits(own, shard.data.to(own.device, own.dtype)):
                     other = [index for index, version in enumerate(versions) if version != filled[index]]
         if other:
             raise UsageError(

@@ -271,7 +271,8 @@ class Unit:
             self._pending_all_gathers = []
             streams.wait_for_all_gathers()
             for param_group in self.param_groups:
-                param_group.finish_gather()
+                if param_group.buffer.arrived():
+                    param_group.shown.use_buffer(param_group.buffer)
                 param_group.shown.show_unsharded()
             self._move(MemoryEvent.WAIT)
 
@@ -377,7 +378,7 @@ class Unit:
         for param_group in self.param_groups:
             if param_group.comm.smaller_group is not None:
                 with unrecorded():
-                    param_group.keep_shards(param_group.comm.smaller_group.ranks)
+                    param_group.kept_shards = param_group.buffer.keep(param_group.comm.smaller_group.ranks)
                 event, last_use = MemoryEvent.SHARD_POST_FORWARD, None
         self._move(event)
         self._free_buffers(last_use)
@@ -389,7 +390,7 @@ class Unit:
             torch.clear_autocast_cache()
         if not self.control.keeps_unsharded_storage:
             for param_group in self.param_groups:
-                param_group.free()
+                param_group.buffer.free(param_group.pool)
         self.step.streams.buffers_freed(last_use)
 
     def leave(self) -> None:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank, unrecorded
 from fsdp_flat.core import (
-    ExtendedGroup,
     ManagedParam,
     ParamGroup,
     ParamGroupSpec,
@@ -324,7 +323,7 @@ def build_param_groups(
             "wrap them in units of their own."
         )
     param_groups = []
-    for (_, _, full, codes, is_extended), group in groups.items():
+    for (_, _, full, codes, _), group in groups.items():
         device = group[0].param.device
         spec = ParamGroupSpec(
             unit_name=name,
@@ -340,9 +339,10 @@ def build_param_groups(
             master_dtype=precision.master_dtype,
             keep_reduce_dtype=precision.keep_low_precision_grads,
             per_param=options.per_param,
+            rank_groups=options.groups.rank_groups,
         )
         with unrecorded():
-            param_groups.append((ExtendedGroup if is_extended else ParamGroup)(group, spec))
+            param_groups.append(ParamGroup(group, spec))
         param_groups[-1].comm = GroupCollectives(options, unit_id, name)
         watch_steps_on(param_groups[-1])
     return param_groups

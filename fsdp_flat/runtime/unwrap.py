@@ -44,11 +44,11 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         for param_group in unit.param_groups:
             param_group.shown.show_sharded()
     for param_group in unit.param_groups:
-        was_meta = param_group.flat_param.is_meta
+        was_meta = param_group.storage.empty().is_meta
         param_group.convert(marking_empty(fn) if was_meta else fn)
+        shard = param_group.storage.empty()
         # Fake tensors, which have no values, stay on the meta device.
-        if was_meta and not param_group.flat_param.is_meta and type(param_group.flat_param.data) is torch.Tensor:
-            param_group.layout.clear_padding(param_group.flat_param.data, param_group.spec.rank)
+        if was_meta and not shard.is_meta and type(shard) is torch.Tensor:
             record = unit_record(unit)
             record.unwritten = [*(record.unwritten or ()), *unwritten_params(unit, param_group)]
     _follow_parameters(unit)

@@ -459,7 +459,7 @@ def _replace_placeholders(destination: dict[str, Any], names: Iterable[str], *, 
 
 def placeholder_of(param: IndexedParam, refusal: Callable[[], Exception] | None) -> StatePlaceholder:
     """Return a tensor to show in the place of a parameter."""
-    device, dtype = param.unit.options.device, param.param_group.flat_param.dtype
+    device, dtype = param.unit.options.device, param.param_group.orig_dtype
     made = StatePlaceholder.of(param.full_shape, dtype, device, refusal=refusal, trains=param.trains)
     constants = quant_state_of(param.param_group.params[param.index].param)
     if constants is not None:

@@ -185,7 +185,7 @@ class _OptimLoad:
         first, found = next(param for param in params if param.fqn in rows), dict[str, Any]()
         if not first.is_original:
             self._check_uniform(params, rows)
-        device, layout = first.param_group.flat_param.device, first.param_group.layout
+        device, layout = first.param_group.spec.shard_device, first.param_group.layout
 
         def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype_of(value), device=device)
@@ -271,7 +271,7 @@ class _OptimLoad:
     def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
         """Split this rank's part of a state off with its handler, now or as one of the writes."""
         refuse_split(param, key)
-        interval, device = param.local_shard.in_param, param.param_group.flat_param.device
+        interval, device = param.local_shard.in_param, param.param_group.spec.shard_device
         handler = own_settings(param.unit).optim_handlers[key]
 
         def put(full: torch.Tensor) -> None:
@@ -305,7 +305,7 @@ class _OptimLoad:
         made: torch.Tensor = (
             torch.empty(value.shape, dtype=value.dtype, device=param.device)
             if indexed is None
-            else empty_dtensor(indexed, value.dtype, indexed.param_group.flat_param.device)
+            else empty_dtensor(indexed, value.dtype, indexed.param_group.spec.shard_device)
         )
         value.plan_unmanaged(made, indexed, self.writes)
         return made

@@ -113,7 +113,7 @@ class ParamState:
         for name, (dtype_name, shape) in tensors.items():
             if name not in self.tensors:
                 shape, numel = (self.param.shape, self.param.numel) if self.owner is None else (shape, 0)
-                device = self.param.param_group.flat_param.device
+                device = self.param.param_group.spec.shard_device
                 local = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=device)
                 self.tensors[name] = StateShard(self.param, local, tuple(shape), name, self.owner)
             elif str(self.tensors[name].local.dtype) != dtype_name:

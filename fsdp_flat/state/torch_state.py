@@ -170,7 +170,7 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
             f"{label} is a {type(value).__name__}; a parameter that fully_shard has sharded takes a full tensor or a "
             "DTensor. Save full tensors, or by torch.distributed.checkpoint."
         )
-    return dtensors_of(param).with_local(param.index, local.detach().to(param.param_group.flat_param.device, copy=True))
+    return dtensors_of(param).with_local(param.index, local.detach().to(param.param_group.spec.shard_device, copy=True))
 
 
 def distributed_param(param: IndexedParam, full: torch.Tensor, label: str) -> DTensor:
@@ -188,7 +188,7 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
     """
     shown = param.shown
     assert isinstance(shown, DTensor)
-    full = full.detach().to(param.param_group.flat_param.device, copy=True)
+    full = full.detach().to(param.param_group.spec.shard_device, copy=True)
     if not isinstance(like, DTensor) and (isinstance(like, torch.Tensor) or full.numel() == 1):
         return full
     is_fitting = isinstance(like, DTensor) and like.shape == full.shape

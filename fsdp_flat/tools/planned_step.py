@@ -247,11 +247,12 @@ class _Run:
             if self._on_accelerator:
                 unit.step.use_memory(streams, unit.step.pool)
             for group in unit.param_groups:
-                if group.buffer.is_extended:
+                if not group.buffer.tensors:
                     # The first all-gather makes the tensors of all that follow.
-                    group.begin_gather()
-                    group.finish_gather()
-                    group.free()
+                    group.buffer.send(group.pool)
+                    group.buffer.arrived()
+                    group.shown.use_buffer(group.buffer)
+                    group.buffer.free(group.pool)
                 for tensor in group.buffer.tensors if group.buffer.owns_memory else ():
                     self.counter.use(tensor, GATHERED)
                 comm = group.comm

@@ -232,7 +232,7 @@ def test_what_is_given_up_is_written_and_sent_from_memory_of_its_own(front: str,
             dist.broadcast(received, 1, group=group)
             assert torch.equal(received, shards[1])
         else:
-            (pending,) = [each for each in given_up._kept if each.result is param_group.buffer.tensor]
+            (pending,) = [each for each in given_up._kept if each.result is param_group.buffer.tensors[0]]
             held = torch.empty(0).set_(given_up._kept[pending][0])
             taken = [torch.full_like(held, 7) for _ in range(20)]
             while not pending.is_completed():

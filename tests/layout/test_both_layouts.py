@@ -77,16 +77,6 @@ def test_shards_of_all_ranks_are_the_unsharded_buffer_again(layout: Layout) -> N
         assert torch.equal(buffer, unsharded)
 
 
-@given(layouts, st.integers(0, 4), st.integers(0, 4))
-def test_shards_of_consecutive_ranks_are_a_copy(layout: Layout, one: int, other: int) -> None:
-    one, other = sorted((one % layout.world_size, other % layout.world_size))
-    unsharded = numbered(layout)
-    expected = torch.cat([layout.shard_of(rank, unsharded) for rank in range(one, other + 1)])
-    copy = layout.shards_of(range(one, other + 1), unsharded)
-    unsharded.fill_(-1)
-    assert torch.equal(copy, expected)
-
-
 @given(layouts)
 def test_pieces_of_gradients_in_their_places_are_in_rank_order(layout: Layout) -> None:
     unsharded = numbered(layout)

@@ -63,7 +63,7 @@ def test_local_parts_are_the_chunks_of_torch(layout: PerParamLayout) -> None:
 def test_placed_shards_are_the_parameters(layout: PerParamLayout, on_accelerator: bool) -> None:
     params = params_of(layout)
     buffer = torch.full((layout.numel,), -1)
-    target = PerParamTarget(buffer, layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
+    target = PerParamTarget(layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
     shards = torch.stack([shard_of(layout, params, rank) for rank in range(layout.world_size)])
     # One row, and then the others together.
     target.place(0, shards[:1])
@@ -76,13 +76,26 @@ def test_placed_shards_are_the_parameters(layout: PerParamLayout, on_accelerator
     assert torch.equal(buffer.sort().values, shards.view(-1).sort().values)
 
 
+@given(layouts, st.integers(0, 7), st.integers(0, 7))
+def test_rows_of_consecutive_ranks_are_a_copy_of_their_shards(layout: PerParamLayout, one: int, other: int) -> None:
+    one, other = sorted((one % layout.world_size, other % layout.world_size))
+    buffer = torch.full((layout.numel,), -1)
+    target = PerParamTarget(layout.chunks_in(buffer), layout.dims)
+    params = params_of(layout)
+    shards = torch.stack([shard_of(layout, params, rank) for rank in range(layout.world_size)])
+    target.place(0, shards)
+    rows = target.rows_of(range(one, other + 1))
+    buffer.fill_(-1)
+    assert torch.equal(rows, shards[one : other + 1].view(-1))
+
+
 @given(layouts, st.integers(0, 7), st.booleans())
 def test_staged_shards_are_the_parameters_and_their_memory_is_freed(
     layout: PerParamLayout, number: int, on_accelerator: bool
 ) -> None:
     rank, world_size = number % layout.world_size, layout.world_size
     buffer = torch.empty(layout.numel, dtype=torch.int64)
-    target = PerParamTarget(buffer, layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
+    target = PerParamTarget(layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
     for by in (0, 1000):  # the second time in the same memory
         params = [param + by for param in params_of(layout)]
         shards = torch.stack([shard_of(layout, params, rank) for rank in range(world_size)])

@@ -57,10 +57,10 @@ def whole_flat(handle: ParamGroup) -> torch.Tensor:
 
 def gather(handle: ParamGroup, flat: torch.Tensor | None = None) -> None:
     own = handle.layout.shard(handle.spec.rank).to_slice()
-    buffer, _ = handle.begin_gather()
+    buffer, _ = handle.buffer.send(handle.pool)
     assert_equal(buffer[own], handle.flat_param.data, what="the own slice")
     buffer.copy_(whole_flat(handle) if flat is None else flat)
-    handle.finish_gather()
+    handle.buffer.arrived()
 
 
 @pytest.mark.parametrize("is_gathered", [False, True])
@@ -95,7 +95,7 @@ def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bo
         assert_equal(module(x).detach(), torch.arange(6.0).view(2, 3).t() + torch.tensor([10.0, 11.0]))
         assert module.weight is handle.buffer.params[0]
         handle.shown.show_sharded()
-        handle.free()
+        handle.buffer.free(handle.pool)
         assert handle.buffer.nbytes == 0
         with pytest.raises(UsageError, match=r"'weight' \(2, 3\) of unit 'small'"):
             module(x)
@@ -127,7 +127,7 @@ def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bo
             param.mul_(2.0)
     assert handle.weights_epoch() != before
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.begin_gather()[0][own], 2 * whole_flat(handle)[own])
+    assert_equal(handle.buffer.send(handle.pool)[0][own], 2 * whole_flat(handle)[own])
 
 
 # -- what users assign between steps ---------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_new_flat_shard_is_taken_over(use_orig_params: bool) -> None:
     handle.flat_param.data = fresh
     handle.adopt_changes()
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.begin_gather()[0][own], fresh)
+    assert_equal(handle.buffer.send(handle.pool)[0][own], fresh)
     if use_orig_params:
         assert_equal(module.weight.detach(), fresh[handle.local_shards[0].in_shard.to_slice()])
 
@@ -202,8 +202,8 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
     fresh = torch.arange(float(handle.layout.shard_numel)) + 50
     handle.flat_param.data = fresh
     handle.adopt_changes()
-    handle.begin_gather()
-    handle.finish_gather()
+    handle.buffer.send(handle.pool)
+    handle.buffer.arrived()
     handle.shown.show_unsharded()
     assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
 

@@ -63,8 +63,8 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
         for handle in unit.param_groups:
             add(handle.flat_param.data, f"the shard of {unit.name!r}")
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
-            for dtype, buffer in handle._by_dtype.items():
-                add(buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
+            for dtype, output in handle.storage.outputs.items():
+                add(output.tensors[0], f"the unsharded buffer of {unit.name!r} in {dtype}")
             for window in (handle.grads.waiting, handle.grads._spare_buffer):
                 if window is not None:
                     add(window.tensor, f"the flat gradient of {unit.name!r}")
@@ -95,7 +95,7 @@ def gathering_units() -> Iterator[list[str]]:
 
 def unsharded_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Return the unsharded buffers of a wrapped model, with or without memory."""
-    return [handle.buffer.tensor for unit in units_of(model) for handle in unit.param_groups]
+    return [handle.buffer.tensors[0] for unit in units_of(model) for handle in unit.param_groups]
 
 
 def num_unsharded(units: Sequence[Unit]) -> int:

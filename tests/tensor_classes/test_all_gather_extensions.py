@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp_flat.core import ExtendedGroup, units_of
+from fsdp_flat.core import units_of
+from fsdp_flat.core.storage import TensorStorage
 from fsdp_flat.errors import PeerFailureError, ShardingError, UnsupportedError, UsageError
 from tests.support import assert_equal, on_ranks
 from tests.support.extended_tensors import (
@@ -237,7 +238,7 @@ def test_memory_is_freed_between_steps_and_parameters_stay_the_same_objects() ->
     trained(model, 1)
     groups = [group for unit in units_of(model) for group in unit.param_groups]
     assert groups
-    assert all(isinstance(group, ExtendedGroup) and group.buffer.nbytes == 0 for group in groups)
+    assert all(isinstance(group.storage, TensorStorage) and group.buffer.nbytes == 0 for group in groups)
     before = [group.buffer.params for group in groups]
     trained(model, 1)
     assert all(own is group.buffer.params for own, group in zip(before, groups, strict=True))

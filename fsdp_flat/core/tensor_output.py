@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_flat.comm import ErrorTexts, RankGroup, agree, unrecorded
-from fsdp_flat.core.buffers import AllGatherOutput, FlatBuffer, MemoryPool
-from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget
+from fsdp_flat.comm import ErrorTexts, agree, unrecorded
+from fsdp_flat.core.all_gather_output import AllGatherOutput
+from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
+from fsdp_flat.core.gather_targets import GatherTarget, PerParamTarget
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.inner_tensors import made_on, plain_tensors_in
-from fsdp_flat.core.layout import Layout
+from fsdp_flat.core.layout import PerParamLayout
 from fsdp_flat.core.params import ManagedParam
 from fsdp_flat.core.torch_core import (
     VERSION_OF,
@@ -64,22 +65,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-class _BytesTarget(GatherTarget):
-    """Places rows of bytes, each one rank's inputs one after another, in the outputs of the inputs."""
-
-    def __init__(self, outputs: Sequence[torch.Tensor], world_size: int) -> None:
-        # ``.data`` has a version counter of its own, so writes leave that of tensors made of the outputs as it is.
-        self._places = [each.data.view(torch.uint8).view(world_size, each.nbytes // world_size) for each in outputs]
-        self._sizes = [place.size(1) for place in self._places]
-
-    def place(self, first: int, rows: torch.Tensor) -> None:
-        torch._foreach_copy_([each[first : first + len(rows)] for each in self._places], rows.split(self._sizes, 1))
-
-    def rows_of(self, ranks: range) -> torch.Tensor:
-        """Return a copy of the rows of consecutive ranks (1-D)."""
-        return torch.cat([each[ranks.start : ranks.stop] for each in self._places], 1).view(-1)
-
-
 class _ExtendedParam:
     """All-gathers one parameter by its extension, or as it is if its local tensor has none.
 
@@ -89,13 +74,15 @@ class _ExtendedParam:
         freed: tensors to be freed with the outputs, that the extension made of them.
     """
 
-    def __init__(self, entry: ManagedParam, index: int, output: ExtendedOutput) -> None:
+    def __init__(
+        self, entry: ManagedParam, shape: Sequence[int], padded: Sequence[int], spec: ParamGroupSpec, dtype: torch.dtype
+    ) -> None:
+        assert spec.per_param is not None
         # Not the entry itself, whose parameter is the full one before sharding.
-        self._fqn, self._adapter, self._module, self._output = entry.fqn, entry.adapter, entry.sites[0].module, output
-        layout = output.layout
-        self._size = torch.Size(layout.param_infos[index].shape)
+        self._fqn, self._adapter, self._module, self._spec = entry.fqn, entry.adapter, entry.sites[0].module, spec
+        self._dtype, self._mesh, self._policy = dtype, spec.per_param.shard_mesh, spec.per_param.policy
+        self._size, self._padded_size = torch.Size(shape), torch.Size(padded)
         self._stride = torch.empty(self._size, device="meta").stride()
-        self._padded_size = torch.Size(output.chunk_shapes[index])
         # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
         self._attributes = attributes_of(entry.param)
         self.param: nn.Parameter | None = None
@@ -107,25 +94,21 @@ class _ExtendedParam:
         self._takes_mesh_only = self._has_checked_out = False
 
     def describe(self) -> str:
-        return f"{self._fqn!r} {tuple(self._size)} of unit {self._output.spec.unit_name!r}"
+        return f"{self._fqn!r} {tuple(self._size)} of unit {self._spec.unit_name!r}"
 
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
         """Return what this rank sends of ``local``, its part of the parameter, as 1-D tensors of bytes."""
         if local is not self._checked:
             self._check(local)
-        given, output = local, self._output
-        if local.device != output.device:
-            local = local.to(output.device, non_blocking=True)
+        given, device = local, self._spec.device
+        if local.device != device:
+            local = local.to(device, non_blocking=True)
         if not has_extension(given):
-            inputs: Sequence[torch.Tensor] = (self._padded(local).to(output.dtype),)
+            inputs: Sequence[torch.Tensor] = (self._padded(local).to(self._dtype),)
         else:
             pre_all_gather = cast(Any, local).fsdp_pre_all_gather
-            mesh = output.shard_mesh
-            if self._takes_mesh_only:
-                inputs, self._metadata = pre_all_gather(mesh)
-            else:
-                args = self._size, self._stride, self._module, output.policy
-                inputs, self._metadata = pre_all_gather(mesh, *args)
+            args = () if self._takes_mesh_only else (self._size, self._stride, self._module, self._policy)
+            inputs, self._metadata = pre_all_gather(self._mesh, *args)
             self._check_padding(local, inputs)
         sizes = [each.size() for each in inputs]
         if self.outputs and sizes != self._input_sizes:
@@ -177,9 +160,9 @@ class _ExtendedParam:
         if any(each.size() != self._padded_size for each in inputs):
             raise ShardingError(
                 f"fsdp_pre_all_gather of parameter {self.describe()} returned tensors of shapes "
-                f"{[tuple(each.size()) for each in inputs]} on rank {self._output.spec.rank} of the shard group, whose "
+                f"{[tuple(each.size()) for each in inputs]} on rank {self._spec.rank} of the shard group, whose "
                 f"part has shape {tuple(local.size())}. The parameter is sharded unevenly over "
-                f"{self._output.world_size} ranks, so each must have the padded shape {tuple(self._padded_size)}."
+                f"{self._spec.world_size} ranks, so each must have the padded shape {tuple(self._padded_size)}."
             )
 
     def _error_of_result(self, got: str) -> ShardingError:
@@ -242,10 +225,10 @@ class _ExtendedParam:
 
     def make_outputs(self) -> None:
         """Allocate the outputs."""
-        numels = [self._output.world_size * size.numel() for size in self._input_sizes]
+        world_size, device = self._spec.world_size, self._spec.device
         self.outputs = [
-            FlatBuffer(torch.empty(numel, dtype=dtype, device=self._output.device))
-            for numel, dtype in zip(numels, self._input_dtypes, strict=True)
+            FlatBuffer(torch.empty(world_size * size.numel(), dtype=dtype, device=device))
+            for size, dtype in zip(self._input_sizes, self._input_dtypes, strict=True)
         ]
 
     def nbytes_to_gather(self, local: torch.Tensor) -> int:
@@ -266,13 +249,12 @@ class _ExtendedParam:
                 trial.make_outputs()
                 trial.fill(fake)
         except Exception:
-            return self._output.world_size * sum(part.nbytes for part in parts)
+            return self._spec.world_size * sum(part.nbytes for part in parts)
         return sum(buffer.full_nbytes for buffer in (*trial.outputs, *trial.freed))
 
     def fill(self, local: torch.Tensor) -> bool:
         """Make the unsharded parameter of the outputs; return whether it is another object than before."""
-        world_size = self._output.world_size
-        is_new = self.param is None
+        world_size, is_new = self._spec.world_size, self.param is None
         freed: Sequence[torch.Tensor]
         if not has_extension(local):
             if not is_new:
@@ -283,9 +265,7 @@ class _ExtendedParam:
                 buffer.tensor.view(world_size * size[0], *size[1:]) if size else buffer.tensor
                 for buffer, size in zip(self.outputs, self._input_sizes, strict=True)
             )
-            post_all_gather = partial(
-                cast(Any, local).fsdp_post_all_gather, outputs, self._metadata, self._output.dtype
-            )
+            post_all_gather = partial(cast(Any, local).fsdp_post_all_gather, outputs, self._metadata, self._dtype)
             if not is_new:
                 if self._has_checked_out:
                     post_all_gather(out=self.param)
@@ -307,136 +287,77 @@ class _ExtendedParam:
         return True
 
 
-class ExtendedOutput(AllGatherOutput):
-    """Is the output of the all-gathers of a group some of whose local tensors have extensions.
+class TensorOutput(AllGatherOutput):
+    """Is made by all-gather extensions, for a group some of whose local tensors have one.
 
     Each input of each parameter has an output of its own. The unsharded parameters are made at the end of the first
-    all-gather, and the outputs that they are made of are freed, and filled again, in place, as one buffer is.
+    all-gather, and the outputs that they are made of are freed, and filled again, in place, as one buffer is. Before,
+    ``params`` are tensors on the meta device.
 
     Args:
-        managed: the parameters, in the order of ``layout``.
-        chunk_shapes: the shape of a rank's part of each parameter with padding.
-        spec: that of the group.
-        dtype: compute dtype.
-
-    Attributes:
-        params: the unsharded parameters; before the first all-gather tensors on the meta device.
-        shard_mesh: the 1-D mesh that shards, for the extensions.
+        managed: the parameters, in the order of ``layout``; the group's list, which has the sharded ones later.
     """
 
-    is_extended = True
-
     def __init__(
-        self,
-        managed: Sequence[ManagedParam],
-        layout: Layout,
-        *,
-        chunk_shapes: Sequence[tuple[int, ...]],
-        spec: ParamGroupSpec,
-        dtype: torch.dtype,
-        place_of: Callable[[torch.Tensor], Any],
+        self, managed: Sequence[ManagedParam], layout: PerParamLayout, spec: ParamGroupSpec, dtype: torch.dtype
     ) -> None:
-        FlatBuffer.__init__(self, torch.empty(0, dtype=dtype, device=spec.device))
-        assert spec.per_param is not None
-        self.layout, self.chunk_shapes = layout, chunk_shapes
-        self.spec, self.device, self.dtype = spec, spec.device, dtype
-        self.world_size, self.place_of = layout.world_size, place_of
-        self.shard_mesh, self.policy = spec.per_param.shard_mesh, spec.per_param.policy
-        self._extended = [_ExtendedParam(entry, index, self) for index, entry in enumerate(managed)]
-        self.params = tuple(
-            nn.Parameter(entry.adapter.from_local(torch.empty(info.shape, dtype=dtype, device="meta")), False)
-            for entry, info in zip(managed, layout.param_infos, strict=True)
-        )
-        self.plain, self.storages = [], [None] * len(managed)
-        self.gather_target = self.versions_before_free = self.versions_when_filled = None
-        self._target: _BytesTarget | None = None
-        self._memory: list[FlatBuffer] = []
-        self.tensors = ()
+        self._managed, self._spec = managed, spec
+        places = zip(managed, layout.param_infos, layout.chunk_shapes, strict=True)
+        self._extended = [_ExtendedParam(entry, info.shape, padded, spec, dtype) for entry, info, padded in places]
+        wholes = [torch.empty(info.shape, dtype=dtype, device="meta") for info in layout.param_infos]
+        params = [
+            nn.Parameter(entry.adapter.from_local(whole), requires_grad=False)
+            for entry, whole in zip(managed, wholes, strict=True)
+        ]
+        super().__init__(params, [])
 
-    @property
-    def full_nbytes(self) -> int:
-        """Number of bytes that a free gives back, once the first all-gather has made the outputs."""
-        return sum(buffer.full_nbytes for buffer in self._memory)
+    def _locals(self) -> Iterator[tuple[_ExtendedParam, torch.Tensor]]:
+        return zip(self._extended, [local_of(entry.param) for entry in self._managed], strict=True)
 
-    def gathered_nbytes(self, params: Sequence[nn.Parameter]) -> int:
-        """Return the number of bytes of the unsharded parameters, also before the first all-gather."""
-        if self._memory:
-            return self.full_nbytes
-        pairs = zip(self._extended, params, strict=True)
-        return sum(each.nbytes_to_gather(local_of(param)) for each, param in pairs)
+    def gathered_nbytes(self) -> int:
+        return self.full_nbytes or sum(each.nbytes_to_gather(local) for each, local in self._locals())
 
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._memory)
+    def send(self, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget | None]:
+        """Return this rank's inputs as one row of bytes, and the target of all ranks' rows.
 
-    def alloc(self, pool: MemoryPool) -> bool:
-        for buffer in self._memory:
-            buffer.alloc(pool)
-        return True
-
-    def take_memory(self) -> None:
-        """Take nothing: all-gathers write to other memory, from which their end copies to this one."""
-
-    def free(self, pool: MemoryPool) -> None:
-        """Free all memory of the unsharded parameters."""
-        for buffer in self._memory:
-            pool.empty(buffer.tensor.untyped_storage())
-
-    def begin_gather(
-        self, params: Sequence[nn.Parameter], pool: MemoryPool, groups: Sequence[RankGroup]
-    ) -> tuple[torch.Tensor, GatherTarget]:
-        """Return this rank's inputs as one row of bytes (1-D), and the target of all ranks' rows.
-
-        Before the first all-gather the ranks of ``groups`` compare what they send.
+        Before the first all-gather ranks compare what they send.
         """
-        if self._target is None:
-            inputs, error = [], None
+        world_size, device = self._spec.world_size, self._spec.device
+        if self.target is None:
+            inputs, error = list[torch.Tensor](), None
             try:
-                inputs = self._inputs(params)
+                inputs = self._inputs()
             except Exception as raised:  # the extension's own, perhaps on one rank
                 error = raised
             lines = [] if error is not None else [line for each in self._extended for line in each.lines()]
-            agree(lines, error, groups, _SENT)
+            agree(lines, error, self._spec.rank_groups, _SENT)
             for each in self._extended:
                 each.make_outputs()
-                self._memory += each.outputs
-            self._target = _BytesTarget([buffer.tensor for buffer in self._memory], self.world_size)
+            self._hold([buffer for each in self._extended for buffer in each.outputs])
+            # ``.data`` has a version counter of its own, so writes leave that of tensors made of the outputs as it is.
+            places = [each.data.view(torch.uint8).view(world_size, each.nbytes // world_size) for each in self.tensors]
+            self.target = PerParamTarget(places, [0] * len(places))
         else:
-            inputs = self._inputs(params)
-            self.alloc(pool)
-        row = torch.empty(sum(each.numel() for each in inputs), dtype=torch.uint8, device=self.device)
+            inputs = self._inputs()
+            for buffer in self._memory:
+                buffer.alloc(pool)
+        row = torch.empty(self.target.row_numel, dtype=torch.uint8, device=device)
         torch._foreach_copy_(list(row.split([each.numel() for each in inputs])), inputs)
-        if self.world_size == 1:
-            self._target.place(0, row.view(1, -1))
-        return row, self._target
+        if world_size == 1:
+            self.target.place(0, row.view(1, -1))
+        return row, self.target
 
-    def _inputs(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        pairs = zip(self._extended, params, strict=True)
-        return [tensor for each, param in pairs for tensor in each.inputs(local_of(param))]
+    def _inputs(self) -> list[torch.Tensor]:
+        return [tensor for each, local in self._locals() for tensor in each.inputs(local)]
 
-    def begin_gather_again(
-        self, kept: torch.Tensor, num_ranks: int, pool: MemoryPool
-    ) -> tuple[torch.Tensor, GatherTarget]:
-        """Return the rows of ``num_ranks`` ranks that :meth:`rows_of` kept, and their target."""
-        assert self._target is not None
-        self.alloc(pool)
-        return kept, GroupedTarget(self._target, num_ranks)
-
-    def rows_of(self, ranks: range) -> torch.Tensor:
-        """Return a copy (1-D, bytes) of what consecutive ranks have sent."""
-        assert self._target is not None
-        return self._target.rows_of(ranks)
-
-    def fill(self, params: Sequence[nn.Parameter]) -> bool:
-        """Make the unsharded parameters of the outputs; return whether they are other objects than before."""
-        versions = tuple(map(VERSION_OF, self.params))
+    def arrived(self) -> bool:
+        versions = self._versions_before_free or tuple(map(VERSION_OF, self.params))
+        self._versions_before_free = None
         with unrecorded():
-            are_new = [each.fill(local_of(param)) for each, param in zip(self._extended, params, strict=True)]
+            are_new = [each.fill(local) for each, local in self._locals()]
         if not any(are_new):
             set_versions(self.params, versions)  # autograd may have saved them: they have the same values again
             return False
         self.params = tuple(cast(nn.Parameter, each.param) for each in self._extended)
-        self._memory += [buffer for each in self._extended for buffer in each.freed]
-        self.tensors = [buffer.tensor for buffer in self._memory]
-        self.versions_before_free = None
+        self._hold([*self._memory, *(buffer for each in self._extended for buffer in each.freed)])
         return True
