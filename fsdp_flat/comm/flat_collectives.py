@@ -62,7 +62,6 @@ class Collectives:
         self.rank_group, self.group = rank_group, rank_group.process_group
         self.rank, self.size = rank_group.rank, rank_group.size
         self._calls = calls_of(self.group)
-        unit_names(self.group).setdefault(unit, name)
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
         """Begin to all-gather ``tensor`` (1-D), the result: a row of ``target``, or else the whole.
@@ -101,6 +100,8 @@ class Collectives:
         return [self._begun("all-gather", torch_comm.all_gather_single, whole, self._own_slice(whole))]
 
     def _begun(self, operation: str, begin: Callable[..., Any], *tensors: torch.Tensor) -> NamedWork:
+        # Not in the constructor: over shared memory, an error calls a unit that this rank has never run another unit.
+        unit_names(self.group).setdefault(self._unit, self._name)
         try:
             work = begin(*tensors, group=self.group, async_op=True)
         except dist.DistError as error:
