@@ -24,7 +24,7 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
         assert events.count(("reduce_scatter", "blocks.0")) == 1
 
     Events of a unit are ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward``; ``unshard`` where its
-    all-gather begins, ``wait_for_unshard`` where one waits for it, ``reshard`` where its memory is freed, or its content
+    all-gather begins, ``wait_for_unshard`` where one waits, ``reshard`` where its memory is freed, or its content
     given up (``set_keep_unsharded_storage``); ``forward_prefetch`` and ``backward_prefetch`` before an ``unshard`` that
     begins early; and ``root_post_backward`` at the end of a backward. The last unit of a forward keeps its memory for
     the backward, and has no ``reshard`` in between. Collectives are ``all_gather`` and ``reduce_scatter``, one for each
