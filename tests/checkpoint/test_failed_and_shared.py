@@ -21,7 +21,7 @@ from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint import commit as disk
 from fsdp_flat.checkpoint import dcp_files
 from fsdp_flat.comm import HostCopies
-from fsdp_flat.errors import OptionError, PeerFailureError
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.checkpoint.held_saves import held
 from tests.support import assert_equal, on_ranks
 from tests.support.pool import spawn
@@ -61,6 +61,14 @@ def test_a_save_in_the_background_leaves_the_warning_filters_alone(tmp_path: Pat
         save.wait()
     assert warnings.filters == filters
     assert warnings._showwarnmsg_impl is show  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_a_checkpoint_may_be_missing_at_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    model, directory = shard(seeded()), os.fsdecode(bytes(tmp_path) + b"/\xff")
+    save_checkpoint(directory, model)
+    with pytest.raises(LoadError, match="77"):
+        load_checkpoint(directory, model, step=77)
 
 
 @on_ranks(2)

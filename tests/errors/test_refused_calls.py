@@ -13,8 +13,11 @@ import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, fully_shard, register_fsdp_forward_method, unshard_for
 from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
+from tests.support.kit import square_loss
 from tests.support.models import Model
+from tests.support.wrapper_models import batch
 
 TAKES_MODEL: dict[str, Callable[[Any], object]] = {
     "describe": fsdp_flat.describe,
@@ -91,3 +94,12 @@ def test_an_argument_of_another_type_is_refused_by_its_name(name: str) -> None:
 def test_a_model_without_wrappers_has_no_full_state_dict_to_iterate_over() -> None:
     with pytest.raises(OptionError, match="Linear holds no FullyShardedDataParallel"):
         list(fsdp_flat.iter_full_state_dict(nn.Linear(2, 2)))
+
+
+@on_ranks(2)
+def test_a_module_may_have_a_name_that_is_not_utf_8(rank: int) -> None:
+    plain = nn.Sequential()
+    plain.add_module("\udc80", Model())
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Model}), use_orig_params=True)
+    square_loss(model, batch(rank)).backward()
+    assert "\udc80.first.weight" in model.state_dict()
